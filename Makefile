@@ -6,7 +6,7 @@ UV := $(BIN)/uv
 WORKERS ?= 3
 # The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts the longest files first.
 PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK := config data/test_loader.py data/test_images.py data/test_mix.py models/test_models.py observe/test_logger.py
+QUICK := config data/test_loader.py data/test_images.py models/test_models.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 

@@ -16,7 +16,7 @@ pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
 # These files take the longest and therefore start first. Each file runs in a single pytest process.
 FIRST = ["tutorial", "equivalence", "faults", "launch", "by_strategy", "fit", "slurm", "examples", "startup", "advise"]
-FIRST += ["sweep", "resume", "start_ranks", "own", "runs", "every_key", "measure", "after_training", "validation", "compile"]
+FIRST += ["sweep", "resume", "start_ranks", "own", "compile", "runs", "every_key", "measure", "after_training", "validation"]
 
 
 gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time

@@ -10,27 +10,9 @@ from launches import ROOT
 from ddp_lab.__main__ import COMMANDS
 
 PACKAGE = ROOT / "ddp_lab"
-# From the bottom up: a subpackage may import itself and those before it. A new one must be added here.
-ORDER = [
-    "config",
-    "world",
-    "observe",
-    "models",
-    "data",
-    "tasks",
-    "strategies",
-    "training",
-    "speed",
-    "checkpoints",
-    "resilience",
-    "lab",
-    "launchers",
-    "run",
-    "advise",
-    "exercises",
-    "commands",
-    "__main__",
-]
+# From the bottom up: a subpackage may import itself and those before it. The docstring of the package lists them.
+LISTED = (PACKAGE / "__init__.py").read_text().partition("(tests/test_layout.py):\n\n")[2].partition("\n\n")[0]
+ORDER = [*re.findall(r"^(\w+) ", LISTED, re.MULTILINE), "__main__"]
 
 
 def height(module: str) -> int:

@@ -12,9 +12,10 @@ from hydra import compose, initialize_config_dir
 from launches import SMALL, finish, launch, read_metrics, start
 from omegaconf import OmegaConf
 
+from ddp_lab.commands import train
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.sweep import Job, check_search, is_finished, job_return, lower_is_better
-from ddp_lab.resilience.run_directory import LOCK_WAIT, lock, read_json, write_status
+from ddp_lab.launchers.sweep import Job, check_search, job_return, lower_is_better
+from ddp_lab.resilience.run_directory import LOCK_WAIT, lock, read_json
 
 # The test set is so small that another job would be the best by it.
 SEARCH = [*SMALL[:-1], "experiment=search", "data.dataset.test_size=1", "data.val_fraction=0.3", "device=cpu"]
@@ -102,11 +103,11 @@ def test_search_that_could_not_learn_is_refused(overrides, message):
         ("hydra/sweeper/sampler=grid", "hydra.sweeper.sampler.seed: is set, but the chosen hydra/sweeper/sampler"),
     ],
 )
-def test_search_with_another_launcher_or_sampler_is_refused_in_one_line(chosen, key, tmp_path):
-    code, output = launch("python train.py -m experiment=search", chosen, f"runs_dir={tmp_path}")
-    assert code == 2
-    assert f"error: {key} has no such key. Remove one of the two; experiment=search needs" in output
-    assert "Traceback" not in output
+def test_search_with_another_launcher_or_sampler_is_refused_in_one_line(chosen, key, command, tmp_path):
+    code, output, errors = command(train.main_of_rank, "-m", "experiment=search", chosen, f"runs_dir={tmp_path}")
+    assert code == 2, errors
+    assert f"error: {key} has no such key. Remove one of the two; experiment=search needs" in errors
+    assert "Traceback" not in output + errors
 
 
 def test_search_without_a_result_ends_with_one_message(tmp_path):
@@ -128,16 +129,3 @@ def test_jobs_of_a_sweep_return_the_metric_of_their_run_directory(tmp_path):
     cfg = OmegaConf.create({"task": {"_target_": "ddp_lab.tasks.Regression"}, "optimize": "val_mae"})
     assert job_return(Job("job", [], tmp_path, 1, "val_mae", False, lower_is_better(cfg))).return_value == 1.0
     assert job_return(Job("job", ["seed=1"], tmp_path / "queued", 1, "auto", False)).return_value is None
-
-
-def test_job_that_early_stopping_ended_is_finished(tmp_path):
-    (tmp_path / "config.yaml").write_text("epochs: 5\n")
-    write_status(tmp_path, "finished", 3, 15)
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3, "val_accur')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"):
-        is_finished(Job("job", [], tmp_path, 5, "auto", False))
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
-    assert is_finished(Job("job", [], tmp_path, 5, "auto", False))
-    assert is_finished(Job("job", [], tmp_path, 9, "auto", False))
-    write_status(tmp_path, "finished", 5, 25)
-    assert not is_finished(Job("job", [], tmp_path, 9, "auto", False))

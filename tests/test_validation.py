@@ -15,8 +15,6 @@ from ddp_lab.data.dataset import hold_out
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.observe.metrics_file import drop_rows, objective, read_epochs
 from ddp_lab.run.trained import checkpoint_of
-from ddp_lab.tasks.classification import Classification
-from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
 # At this learning rate the epochs with the lowest val_loss and with the lowest test_loss differ.
@@ -83,8 +81,10 @@ def test_commands_use_the_best_weights_and_name_their_file(chosen, command, tmp_
         assert json.loads((tmp_path / "found.json").read_text())[f"{name}_accuracy"] == best[f"{name}_accuracy"]
     assert f": {file}; input" in run(export.main, "--output", tmp_path / "model.safetensors")[0]
     assert run(predict.main, ROOT / "docs" / "tensorboard.png", "--top=1")[1] == f"weights: {file}\n"
-    last, _ = run(evaluate.main, "strategy=single", "--checkpoint=last")
+    last, _ = run(evaluate.main, "strategy=single", "--checkpoint=last", "--json", tmp_path / "found.json")
     assert last.startswith(f"{chosen}/checkpoints/step_00000020.pt, epoch 4: ")
+    loss = json.loads((tmp_path / "found.json").read_text())["test_loss"]
+    assert loss == pytest.approx(read_metrics(chosen)[-1]["test_loss"], rel=1e-6)
     assert not caplog.text
     run(evaluate.main, "strategy=single", "split=val", "data.val_seed=1")
     assert "data.val_seed=1 of 125 samples: " in caplog.text
@@ -100,15 +100,6 @@ def test_result_of_the_log_is_that_of_the_commands(chosen, tmp_path):
     row = read_metrics(chosen)[-1]
     assert f"result: epoch 4 (last), val loss {row['val_loss']:.4f} accuracy {row['val_accuracy']:.4f} | test" in line
     assert line.endswith(f"({checkpoint_of(tmp_path / 'mine', 'auto', Runtime('cpu'))})")
-
-
-def test_best_and_patience_follow_the_validation_loss():
-    progress = Progress()
-    for loss, accuracy in ((3.0, 0.1), (1.0, 0.2), (2.0, 0.5), (float("nan"), 0.9)):
-        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better)
-    assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
-    assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
-    assert (progress.stalled("val_loss"), progress.stalled("val_accuracy")) == (2, 1)
 
 
 ROWS = [

@@ -174,10 +174,11 @@ def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
 
 
 def test_model_that_fails_is_refused_with_the_message_of_train():
-    code, text = run_world(1, refusal_in_world, " ".join([*own_model("Broken"), "device=cpu"]))[0]
+    given = [*own_model("Wrong"), "+model.how=head"]
+    code, text = run_world(1, refusal_in_world, " ".join([*given, "device=cpu"]))[0]
     assert code == 2
     with pytest.raises(ConfigError) as error:
-        advisor(*own_model("Broken"))
+        advisor(*given)
     assert text.strip() == f"error: {error.value}"
 
 

@@ -104,20 +104,6 @@ def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_ot
     assert f"accumulate=auto: {cfg['accumulate']}. A real step took" in (tmp_path / "auto" / "train.log").read_text()
 
 
-REFUSED = {
-    "batch_size=auto accumulate=auto": "accumulate=auto: needs a fixed global batch; use a number for batch_size",
-    f"{' '.join(WAITING)} batch_size=auto": "batch_size=auto: cannot be planned: a step on",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_auto_that_cannot_be_chosen_is_refused_once(line, tmp_path):
-    code, text = run_world(1, refusal_in_world, f"{line} device=cpu runs_dir={tmp_path}/runs")[0]
-    assert code == 2
-    assert re.match(f"error: {REFUSED[line]}", text), text
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
     """The plan of a step may be too low; a process that ran out of memory says so."""

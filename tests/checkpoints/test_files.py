@@ -34,7 +34,10 @@ def path_of(folder: Path, step: int, form: str) -> Path:
 @pytest.mark.parametrize(("best", "expected"), [("val_loss", 2), ("val_accuracy", 3), (None, None)])
 def test_newest_two_and_the_best_checkpoint_are_kept(best, expected, form, tmp_path):
     losses, accuracies = [3.0, 1.0, 2.0, 4.0, float("nan")], [0.3, 0.2, 0.5, 0.4, 0.9]
-    save_epochs(tiny(tmp_path, best, form == "sharded"), losses, None, accuracies)
+    progress = save_epochs(tiny(tmp_path, best, form == "sharded"), losses, None, accuracies)
+    assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
+    assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
+    assert (progress.stalled("val_loss"), progress.stalled("val_accuracy")) == (3, 2)
     kept = [path_of(tmp_path, step, form).name for step in (expected, 4, 5) if step]
     assert names(tmp_path) == [f"best{ENDS[form]}"] * (best is not None) + kept
     if best:

@@ -1,15 +1,20 @@
-"""`data=own`: map-style datasets of users."""
+"""`data=own`: map-style datasets of users; and `data=hf`: datasets of the package `datasets` on disk. Nothing is downloaded."""
 
+import sys
+
+import datasets
 import own_datasets
 import pytest
 import torch
 from configs import config
-from omegaconf import DictConfig
+from hf_datasets import make_hf
+from image_folders import write_folder
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.dataset import Dataset, InMemory
-from ddp_lab.data.sources import check_same
+from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.run.job import build, load_dataset
 from ddp_lab.world.runtime import Runtime
 
@@ -120,3 +125,81 @@ def test_ranks_with_other_files_are_refused():
     tokens = load("Tokens", "data.num_classes=11")
     assert (tokens.train.size, tokens.val.size, tokens.test) == (36, 4, None)
     assert tokens.model_shape() == {"input_shape": [8], "num_classes": 11, "vocabulary": 11, "context": 8}
+
+
+IMAGES = ["data=hf", "data.image_size=16", "data.num_workers=0", "data.test_split=test"]
+
+
+def load_hf(root, *overrides: str) -> Dataset:
+    """Load a dataset, with a cache of its own, and fail if a connection is tried."""
+    cfg = config(*IMAGES, f"data.root={root}", *overrides)
+    source = make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root.parent / "cache")
+        patch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
+        return source.load()
+
+
+def write(root, form: str) -> None:
+    if form == "saved":
+        make_hf().save_to_disk(root)
+    for split, rows in make_hf().items() if form == "parquet" else ():
+        rows.to_parquet(root / "data" / f"{split}-00000-of-00001.parquet")
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet"])
+def test_hf_images_have_classes_and_the_transforms_of_data_own(form, tmp_path):
+    write(tmp_path / "hf", form)
+    dataset = load_hf(tmp_path / "hf", "data.crop_scale=[0.5,1]")
+    assert (dataset.train.size, dataset.test.size, dataset.classes) == (20, 8, list(own_datasets.Shapes.classes))
+    train, test = dataset.train, dataset.test
+    assert [int(train.sample(0, index)[1]) for index in range(5)] == [0, 1, 2, 0, 1]
+    assert (train.shape, train.first[0].dtype) == ((3, 16, 16), torch.uint8)
+    assert not torch.equal(train.sample(1, 0)[0], train.sample(2, 0)[0]), "a training image is cropped at random"
+    assert torch.equal(test.sample(1, 0)[0], test.sample(2, 0)[0])
+
+
+def test_hf_folder_of_images_has_the_samples_of_data_folder(tmp_path):
+    root = write_folder(tmp_path / "images", {"train": 9, "test": 6})
+    cfg = config("data=folder", f"data.root={root}", *IMAGES[1:3])
+    hub, folder = load_hf(root), make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed).load()
+    assert hub.classes == folder.classes
+    for index in range(6):
+        (image, target), (same, label) = hub.test.sample(1, index), folder.test.sample(1, index)
+        assert torch.equal(image, same)
+        assert target == label
+
+
+def test_saved_split_and_text_of_hf_are_training_sets_of_which_a_part_is_held_out(tmp_path):
+    datasets.Dataset.from_dict({"text": ["to be", None, "or not"] * 13}).save_to_disk(tmp_path / "one")
+    text = load_hf(
+        tmp_path / "one", "data.dataset.inputs=text", "data.dataset.targets=null", "data.context=13", "data.test_split=null"
+    )
+    assert bytes(text.train.inputs[0].tolist()) == b"to be\nor not\n"
+    assert torch.equal(text.train.inputs[0][1:], text.train.targets[0][:-1])
+    assert (text.train.size, text.model_shape()["vocabulary"]) == (12, 256)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.root={}/missing", "data.root={}/missing: is not a directory on this machine"),
+        ("data.val_split=dev", "data.root={}/hf: has no split dev; it has train, test"),
+        ("data.dataset.inputs=img", "data.dataset.inputs=img: there is no such column; {}/hf has image, label, number, text"),
+        ("data.dataset.targets=y", "data.dataset.targets=y: there is no such column; {}/hf has image, label, number, text"),
+        ("data.dataset.targets=text", "data.dataset.targets=text: is text; make it classes with dataset.class_encode_column"),
+        ("data.dataset.inputs=text", "data.dataset.inputs=text: is text; use data.dataset.targets=null task=tokens"),
+        ("data.dataset.targets=null", "data.dataset.inputs=image: is not text"),
+    ],
+)
+def test_mistakes_with_hf_are_one_message(override, message, tmp_path):
+    write(tmp_path / "hf", "saved")
+    with pytest.raises(ConfigError) as error:
+        load_hf(tmp_path / "hf", override.format(tmp_path))
+    assert str(error.value).startswith(message.format(tmp_path))
+
+
+def test_missing_package_of_hf_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"data=hf: needs the package datasets; pip install 'ddp_lab\[hf\]'"):
+        load_hf(tmp_path / "hf")

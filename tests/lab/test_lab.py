@@ -246,6 +246,7 @@ MESSAGES = [
     ({"strategy": "dpp"}, made(), "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp"),
     ({"strategy": "ddp", "bucket_cap": 1}, made(), "did you mean strategy.bucket_cap_mb?"),
     ({"strategy": "ddp", "batch_norm": "global"}, made(), "strategy.batch_norm=global: must be local or sync"),
+    ({"tracker": "wandb"}, made(), "tracker=wandb: needs the directory of the run; use Lab(..., run_dir=DIR)"),
     ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
     (
         {},
@@ -269,9 +270,3 @@ def test_mistake_that_only_several_ranks_can_make_is_the_same_message_on_each(fo
             in rank["error", 5]
         )
         assert "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
-
-
-def test_checkpoint_of_another_model_is_refused(folder, tmp_path):
-    two(folder)
-    with Lab(device="cpu") as lab, pytest.raises(ConfigError, match="does not match the model"):
-        lab.trainer(nn.Linear(3, 3), loss, SGD, batch_size=4).resume(folder / "checkpoints")

@@ -81,16 +81,22 @@ def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
 
-@pytest.mark.parametrize(
-    ("status", "epoch", "finished"),
-    [("finished", 3, True), ("finished", 2, False), ("preempted", 3, False)],
-)
-def test_job_is_finished_when_its_status_is_and_all_epochs_are_done(status, epoch, finished, tmp_path):
-    job = Job("strategy=ddp", [], tmp_path, 3, "auto", False)
-    assert not is_finished(job)
-    write_status(tmp_path, status, epoch, 15)
-    (tmp_path / "metrics.jsonl").write_text(f'{{"epoch": {epoch}}}\n')
-    assert is_finished(job) is finished
+def test_job_is_finished_after_all_its_epochs_or_early_stopping(tmp_path):
+    shorter, longer = (Job("job", [], tmp_path, epochs, "auto", False) for epochs in (5, 9))
+    assert not is_finished(shorter)
+    write_status(tmp_path, "preempted", 5, 25)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 5}\n{"epoch": 3, "val_accur')
+    assert not is_finished(shorter)
+    (tmp_path / "config.yaml").write_text("epochs: 5\n")
+    write_status(tmp_path, "finished", 3, 15)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"):
+        is_finished(shorter)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 3}\n{"epoch": 5}\n')
+    assert is_finished(shorter)
+    assert is_finished(longer)
+    write_status(tmp_path, "finished", 5, 25)
+    assert is_finished(shorter)
+    assert not is_finished(longer)
 
 
 def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[str | None]:

@@ -134,16 +134,6 @@ def test_cut_minimises_the_most_expensive_stage(costs, sizes):
     assert [index for part in parts for index in part] == list(range(len(costs)))
 
 
-def test_partition_cuts_resnet18_by_flops():
-    partition = Partition(resnet18(3, 16, 10, None), 2)
-    assert partition.parts == [range(0, 5), range(5, 10)]
-    assert partition.shares == pytest.approx([0.5167, 0.4833], abs=1e-4)
-    assert partition.describe(["a", "b"]) == (
-        "stem layer1_0 layer1_1 layer2_0 layer2_1 on a (52% of the FLOPs), "
-        "layer3_0 layer3_1 layer4_0 layer4_1 head on b (48% of the FLOPs)"
-    )
-
-
 def test_chains_that_read_values_are_cut_by_their_flops():
     model = build_model({"_target_": "own_models.waiting_blocks"}, {"in_channels": 1, "image_size": 8, "num_classes": 10})
     parts = Partition(model, 2)

@@ -1,40 +1,42 @@
-"""Models of users: `model=own model._target_=...`."""
+"""Models of users: `model=own model._target_=...`, their trial before the run, and models of which training changes a part."""
 
-from pathlib import Path
+from functools import partial
 
-import own_models
 import pytest
 import torch
 from configs import config
-from launches import OWN, launch, refusal_in_world
-from own_models import Plain
+from launches import OWN, launch, main_in_world, refusal_in_world
+from own_models import ReadsValues, Wrong, finetuned
 from torch import nn
+from training import config_of
 from worlds import run_world
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models import trial
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import build_model, key_of, require_chain
+from ddp_lab.models.make import build_model
+from ddp_lab.models.trial import Trial, check_logits, freeze_unused, random_like
+from ddp_lab.run.job import build as build_job
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
-TORCHVISION = {"_target_": "ddp_lab.models.torchvision_models.torchvision_model", "name": "resnet50"}
 
 
 @pytest.mark.parametrize(
-    ("name", "is_chain"), [("sequential", True), ("one_activation", True), ("one_weight", True), ("one_layer", False)]
+    ("name", "is_chain"), [("sequential", True), ("one_weight", True), ("one_layer", False), ("Freezing", False)]
 )
-def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice(name, is_chain):
+def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice_or_a_method(name, is_chain):
     model = build({"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE)
     built = build_model({"_target_": f"own_models.{name}"}, SHAPE)
     assert built.state_dict().keys() == model.state_dict().keys()
     built.load_state_dict(model.state_dict())
     images = torch.rand(2, 1, 28, 28)
-    assert torch.equal(built(images), model(images))
+    assert torch.equal(built.eval()(images), model.eval()(images))
     assert isinstance(built, Chain) == is_chain
-    assert len(list(built.children())) == (len(model) if is_chain else 5)
+    assert len(list(built.children())) == len(model if is_chain else {*model})
 
 
 def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
@@ -55,18 +57,6 @@ def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
 def test_model_that_cannot_be_used_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         build_model({"_target_": f"own_models.{name}", **options}, SHAPE)
-
-
-@pytest.mark.parametrize(
-    ("node", "model", "message"),
-    [
-        (TORCHVISION, Plain, r"needs a model made of blocks, but model.name=resnet50 is a Plain\. Use .* model=resnet18, or "),
-        ({"_target_": "own_models.Freezing"}, own_models.Freezing, r"model._target_=own_models.Freezing is a Freezing\. Use "),
-    ],
-)
-def test_advice_for_a_model_without_blocks_is_about_the_key_that_chose_it(node, model, message):
-    with pytest.raises(ConfigError, match=message):
-        require_chain(model(**SHAPE), "tp", key_of(node))
 
 
 @pytest.mark.parametrize(
@@ -104,28 +94,6 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, mess
     assert "use strategy=fsdp or strategy=single, which support it" in " ".join(output.split())
 
 
-REFUSED = {
-    "one_weight strategy=pipeline strategy.cut=['3']": "4.weight is the same parameter as 2.weight, which is in another",
-    "one_weight strategy=ddp_pipeline strategy.pp=2 strategy.cut=['3']": "4.weight is the same parameter as 2.weight, which",
-    "one_weight strategy=mesh strategy.pp=2": "4.weight is the same parameter as 2.weight, which torch does not always",
-    "Plain strategy=pipeline": "needs a model made of blocks, but model._target_=own_models.Plain is a Plain.",
-    "Wrong +model.how=tied strategy=fsdp": "blocks.1.inner.weight is the same parameter as blocks.0.inner.weight, which is in",
-    "Wrong +model.how=scalar strategy=fsdp": "cannot shard the parameter scale, which has no dimensions.",
-}
-
-
-def refusals(folder: Path) -> list[tuple[object, str]]:
-    line = f"{' '.join(OWN)} batch_size=16 runs_dir={folder} model._target_=own_models."
-    return [refusal_in_world(line + words) for words in REFUSED]
-
-
-def test_strategies_refuse_models_that_they_would_not_train_correctly(tmp_path):
-    found = run_world(2, refusals, tmp_path / "runs")[0]
-    for (words, message), (code, printed) in zip(REFUSED.items(), found, strict=True):
-        assert (code, printed.startswith("error: strategy"), message in printed) == (2, True, True), f"{words}: {printed}"
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
-
-
 def test_split_refuses_a_weight_on_two_devices():
     model = build_model({"_target_": "own_models.one_weight"}, SHAPE)
     strategy = Split(Runtime("cpu"), ["cpu"] * len(model), 1)
@@ -133,3 +101,82 @@ def test_split_refuses_a_weight_on_two_devices():
     strategy.devices[4] = torch.device("meta")
     with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
         strategy.partition(model, 4)
+
+
+def tried(model: nn.Module, runtime: Runtime | None = None) -> list[str]:
+    images = random_like(torch.zeros(2, 1, 28, 28))
+    return freeze_unused(
+        model, Trial(images, partial(check_logits, classes=10)), runtime or Runtime("cpu"), "model._target_=net"
+    )
+
+
+@pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
+def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
+    monkeypatch.setattr(trial, "LARGE", large)
+    model = finetuned(**SHAPE)
+    assert tried(model) == [
+        "7 parameters are frozen: scale, entry.weight, entry.bias and 4 more",
+        "2 parameters are not used in training, so they stay as they are: spare.weight, spare.bias",
+    ]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("large", [0, 10**9])
+def test_model_that_reads_values_is_tried_with_real_images(large, monkeypatch):
+    monkeypatch.setattr(trial, "LARGE", large)
+    (note,) = tried(ReadsValues(**SHAPE))
+    assert note.endswith("they are: spare.weight, spare.bias"), "training_only is used in training"
+
+
+def test_trial_changes_neither_the_model_nor_the_random_state():
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Dropout(0.5), nn.Flatten(), nn.Linear(784, 10))
+    before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    assert tried(model) == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("frozen", "has nothing to train: all parameters are frozen. Leave requires_grad=True for some"),
+        ("pixels", r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line"),
+        ("pair", r"failed .* TypeError: it must return a tensor \[2, \.\.\.\] for 2 samples, got tuple"),
+        ("pair when evaluated", r"failed .* TypeError: in evaluation mode it must return a tensor .*, got tuple"),
+        ("classes", r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
+        ("only float32", r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
+    ],
+)
+def test_model_that_cannot_be_trained_is_refused(how, message):
+    model, runtime = Wrong(**SHAPE, how=how), Runtime("cpu", "bf16")
+    with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
+        tried(model, runtime)
+
+
+def drawn() -> dict[str, list[float]]:
+    """Return what this rank draws in its first step, by strategy."""
+    numbers = {}
+    with Runtime("cpu", timeout=30) as runtime:
+        for case in ("ddp partly_frozen", "tp partly_frozen", "pipeline partly_frozen"):
+            build_job(config_of(case), runtime).trainer().eager_step.prepare()
+            numbers[case.split()[0]] = torch.rand(4).tolist()
+    return numbers
+
+
+def test_replicas_and_stages_draw_different_dropout_masks_and_tp_ranks_the_same():
+    first, second = run_world(2, drawn)
+    assert first["ddp"] != second["ddp"]
+    assert first["tp"] == second["tp"] == first["ddp"]
+    assert first["pipeline"] != second["pipeline"]
+
+
+def test_resume_with_other_frozen_parameters_is_refused(tmp_path):
+    overrides = [*OWN, "model._target_=own_models.finetuned", "name=a", f"runs_dir={tmp_path}"]
+    run_world(1, main_in_world, *overrides, "epochs=1")
+    code, printed = run_world(1, refusal_in_world, f"{' '.join(overrides)} epochs=2 +model.trained=entry")[0]
+    assert code == 2
+    assert (
+        "step_00000005.pt: the parameter entry.weight is trained in this launch and was frozen when the checkpoint was "
+        "written. Freeze the same parameters, or begin a new run from these weights: model.weights="
+    ) in printed

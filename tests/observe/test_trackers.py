@@ -2,20 +2,18 @@
 
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from launches import SMALL, launch, launch_on_terminal, main_in_world, read_metrics, refusal_in_world
+from launches import SMALL, launch, launch_on_terminal, main_in_world, read_metrics
 from mlflow import MlflowClient
 from own_trackers import wandb_records
 from worlds import run_world
 
 import ddp_lab.observe.trackers.background as background
 from ddp_lab import Lab
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.metrics_file import read_rows
 
 STEPS = 5  # of an epoch of SMALL
@@ -192,44 +190,6 @@ def test_tracker_that_fails_or_hangs_is_logged_once_and_training_ends(tmp_path):
     assert '"finish"' in (tmp_path / "run2" / "lines.jsonl").read_text(), "a tracker that hangs holds up another"
 
 
-OWN = "tracker=own_trackers.Lines +tracker_options.own_trackers.Lines"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("tracker=wanb", "must be none, or one or several of tensorboard, wandb, mlflow and import paths of classes"),
-        ("tracker=[none,wandb]", "must be none, or one or several of"),
-        ("tracker=[wandb,wandb]", "must be none, or one or several of"),
-        ("tracker=nowhere.Tracker", "must be the name of a class or function that Python can import"),
-        ("tracker=own_trackers.Incomplete", "the class has no method log_media and no finish; a tracker has log_metrics, log_"),
-        (f"{OWN}.file=1", "tracker_options.own_trackers.Lines.file=1: must be a string"),
-        (f"{OWN}.fil=a", "there is no such key; did you mean tracker_options.own_trackers.Lines.file?"),
-        ("+tracker_options.wanb.project=a", "there is no such key; did you mean tracker_options.wandb?"),
-        ("tracker=wandb tracker_options.wandb.mode=of", "mode=of: must be online or offline or disabled or null"),
-        (
-            "tracker_options.mlflow.url=a",
-            "tracker_options.mlflow.url=a: there is no such key; allowed: tracker_options.mlflow.exp",
-        ),
-    ],
-)
-def test_tracker_that_cannot_be_constructed_is_refused(line, message):
-    ((code, errors),) = run_world(1, refusal_in_world, line)
-    assert (code, errors.startswith("error: tracker"), message in errors) == (2, True, True), errors
-
-
-def refused_without(package: str) -> tuple[object, str]:
-    sys.modules[package] = None  # pyright: ignore  # as if it were not installed
-    return refusal_in_world(f"tracker={package}")
-
-
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_missing_package_is_refused_with_its_extra(package):
-    ((code, errors),) = run_world(1, refused_without, package)
-    message = f"error: tracker={package}: needs the package {package}. Use pip install 'ddp_lab[{package}]', or tracker=none"
-    assert (code, errors.strip().endswith(message)) == (2, True), errors
-
-
 def log_in_a_lab(folder: Path, epochs: list[int]) -> None:
     options = {"own_trackers": {"Lines": {"file": "mine.jsonl"}}}
     with Lab(device="cpu", run_dir=folder, tracker=["own_trackers.Lines"], tracker_options=options) as lab:
@@ -244,8 +204,3 @@ def test_lab_logs_to_trackers_and_resumes_the_run(tmp_path):
     assert lines[0][1] == lines[4][1], "the second launch began another run"
     assert [line[1:] for line in lines if line[0] == "metrics"] == [[0.0, 0, 0], [1.0, 1, 1], [2.0, 2, 2]]
     assert lines[-1] == ["finish", "finished", {"result/epoch": 2, "result/test_loss": 2.0, "result/note": "text"}]
-
-
-def test_lab_without_a_run_directory_refuses_trackers():
-    with pytest.raises(ConfigError, match=r"^tracker=wandb: needs the directory of the run; use Lab\(..., run_dir=DIR\)$"):
-        Lab(tracker="wandb")

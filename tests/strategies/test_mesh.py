@@ -71,12 +71,6 @@ class Counting(nn.Identity):
         self.register_buffer("count", torch.zeros(1))
 
 
-def tied() -> Chain:
-    model = make_model("vit", 0)
-    model.block1.norm1.weight = model.block0.norm1.weight
-    return model
-
-
 def with_block(block: nn.Module) -> Chain:
     model = make_model("vit", 0)
     model.block1 = block
@@ -97,7 +91,6 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  
         (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "must divide the 17 tokens before block0. Use strategy.sequence"),
         (make_model("vit", 0), {"sequence_parallel": True}, "needs ranks along tp that share the tokens; use strategy.tp=2"),
         (make_model("vit", 0), {"cut": ["head"]}, "is only used if strategy.pp is above 1"),
-        (tied(), {}, "block1.norm1.weight is the same parameter as block0.norm1.weight, which torch does not always update if"),
         (planned(fc3="row"), {"tp": 2}, "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, "),
         (planned(fc2="rows"), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
         (planned(norm1="column"), {"tp": 2}, "norm1 must be tokens or gather, because it is no nn.Linear, got column"),

@@ -1,18 +1,14 @@
 """Helpers that start train.py: in a subprocess, as a user does, or inside a world of the tests' ranks."""
 
 import contextlib
-import fcntl
 import io
 import json
 import os
-import pty
 import runpy
-import struct
+import shlex
 import subprocess
 import sys
 import tempfile
-import termios
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +38,7 @@ NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.
 
 
 def start(
-    line: str, *more: str, gpus: bool = False, cold: bool = False, stdin=None, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
+    line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
 ) -> subprocess.Popen:
     """Start a command in the repository with this Python interpreter. It is forked from the server of warm.py if that runs.
 
@@ -51,7 +47,7 @@ def start(
         more: Further arguments.
         gpus: Whether GPUs are visible. Implies `cold`.
         cold: Start new interpreters, as from a shell.
-        stdin, stderr, cwd: As in subprocess.Popen.
+        stderr, cwd: As in subprocess.Popen.
     """
     folder = Path(sys.executable).parent if cold or gpus else programs()
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -59,9 +55,7 @@ def start(
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": search}
     command, out = [*line.split(), *more], subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdin=stdin, stdout=out, stderr=stderr, text=True, start_new_session=True
-    )
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=stderr, text=True, start_new_session=True)
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
@@ -81,25 +75,11 @@ def launch(line: str, *more: str, gpus: bool = False, cold: bool = False, cwd: P
 
 
 def launch_on_terminal(line: str, *more: str) -> str:
-    """Run a command whose stdin and stderr are a terminal of 100 columns, and return what it writes there."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-    written = []
-
-    def read() -> None:  # in a thread: the launch blocks when the terminal's small buffer is full
-        with contextlib.suppress(OSError):  # on Linux, raised when the other side of the terminal is closed
-            while part := os.read(ours, 4096):
-                written.append(part)
-
-    reader = threading.Thread(target=read)
-    process = start(line, *more, stdin=theirs, stderr=theirs)
-    os.close(theirs)
-    reader.start()
-    code, output = finish(process)
-    reader.join()
-    os.close(ours)
+    """Run a command on a terminal of 100 columns, and return what it writes there."""
+    command = f"stty rows 30 columns 100; {line} {shlex.join(more)}"
+    code, output = launch("script --quiet --return --command", command, "/dev/null")
     assert code == 0, output
-    return b"".join(written).decode()
+    return output
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str) -> Any:

@@ -91,13 +91,6 @@ class Freezing(nn.Sequential):
         return self
 
 
-def one_activation(in_channels, image_size, num_classes):
-    """One activation for two places: it has no state, so each place may have its own."""
-    activation = nn.Tanh()
-    layers = nn.Linear(in_channels * image_size**2, 16), activation, nn.Linear(16, 16), activation, nn.Linear(16, num_classes)
-    return nn.Sequential(nn.Flatten(), *layers)
-
-
 def one_layer(in_channels, image_size, num_classes):
     """One layer for two places."""
     layer = nn.Linear(16, 16)
@@ -106,10 +99,9 @@ def one_layer(in_channels, image_size, num_classes):
 
 
 def one_weight(in_channels, image_size, num_classes):
-    """Two layers in different places that share their weight."""
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(in_channels * image_size**2, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()
-    )
+    """Two layers in different places that share their weight, and one activation for both, which has no state."""
+    first, tanh = nn.Linear(in_channels * image_size**2, 16), nn.Tanh()
+    model = nn.Sequential(nn.Flatten(), first, nn.Linear(16, 16), tanh, nn.Linear(16, 16), tanh)
     model[4].weight = model[2].weight
     return model.append(nn.Linear(16, num_classes))
 
@@ -199,14 +191,6 @@ def twice(in_channels, image_size, num_classes, shared: bool = True):
     return nn.Sequential(Twice(in_channels, shared), nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 
 
-class Broken(Plain):
-    """Its head does not fit its blocks."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.head = nn.Linear(17, num_classes)
-
-
 class Wrong(Plain):
     """A model that cannot be trained, or not under every strategy, for the reason `how`."""
 
@@ -219,6 +203,8 @@ class Wrong(Plain):
             self.scale = nn.Parameter(torch.ones(()))
         elif how == "tied":
             self.blocks[1].inner.weight = self.blocks[0].inner.weight
+        elif how == "head":
+            self.head = nn.Linear(17, num_classes)
         elif how == "lazy":
             self.entry = nn.LazyLinear(16)
         elif how == "raises":
@@ -247,18 +233,6 @@ def finetuned(in_channels, image_size, num_classes, trained: str = "head"):
     model.get_submodule(trained).requires_grad_(True)
     model.spare = nn.Linear(2, 2)
     return model
-
-
-class Picky(Plain):
-    """A model that draws random numbers and counts batches."""
-
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
-        self.register_buffer("batches", torch.zeros(()))
-
-    def forward(self, inputs):
-        self.batches += 1
-        return super().forward(torch.nn.functional.dropout(inputs, 0.5, self.training))
 
 
 class ReadsValues(Plain):
