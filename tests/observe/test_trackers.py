@@ -1,13 +1,16 @@
 """Trackers: one run of each over crashes and resumes, with every row once, and none that can stop the training."""
 
 import json
+import os
 import shutil
+import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launches import SMALL, launch, launch_on_terminal, main_in_world, read_metrics
+from launches import SMALL, finish, launch, launch_on_terminal, main_in_world, read_heartbeat, read_metrics, start, wait_for
 from mlflow import MlflowClient
 from own_trackers import wandb_records
 from worlds import run_world
@@ -15,6 +18,9 @@ from worlds import run_world
 import ddp_lab.observe.trackers.background as background
 from ddp_lab import Lab
 from ddp_lab.observe.metrics_file import read_rows
+from ddp_lab.observe.trackers.base import TrackedRun
+from ddp_lab.observe.trackers.mlflow import MLflow
+from ddp_lab.resilience.run_directory import read_json
 
 STEPS = 5  # of an epoch of SMALL
 ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wandb.mode=offline"
@@ -30,22 +36,41 @@ def database(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked(database, tmp_path_factory) -> Path:
-    """A run of two ranks that crashes in its second epoch, is started again, and later resumed to a fourth epoch."""
+    """A run of two ranks that is killed in its second epoch, is started again, and later resumed to a fourth epoch.
+
+    All trackers have got the row of step 6 by then: one that was killed before it had noted a row would get it again.
+    """
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "run").mkdir()
     shutil.copy(database, folder / "run")
     line = (
         f"ddp-lab train --nproc 2 --max-restarts 1 strategy=ddp name=run {' '.join(SMALL)} log_every=2 runs_dir={folder} {ALL}"
     )
-    for more in ("epochs=3 inject=crash@rank=0,step=8", "epochs=4"):
-        code, output = launch(f"{line} {more}")
-        assert code == 0, output
+    process = start(f"{line} epochs=3 inject=hang@rank=0,step=8")
+    noted = {"wandb": [5, 1], "mlflow": [6, 0], "own_trackers.Lines": [6, 0]}  # W&B's client holds the newest step
+    files = {folder / "run" / f"tracker.{name}.json": position for name, position in noted.items()}
+    wait_for("rows of step 6", lambda: all((read_json(file) or {}).get("recorded") == at for file, at in files.items()))
+    wait_for("W&B's row of step 5", lambda: wandb_losses(folder / "run"))
+    os.kill(read_heartbeat(folder / "run", 0)["pid"], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    code, output = launch(f"{line} epochs=4")
+    assert code == 0, output
     return folder / "run"
 
 
 def losses(run: Path, name: str = "test_loss") -> list[tuple[int, float]]:
     """Return step and value of each row of metrics.jsonl that has a metric."""
     return [(row["step"], row[name]) for row in read_rows(run / "metrics.jsonl") if name in row]
+
+
+def wandb_losses(run: Path) -> list[tuple[int, float]]:
+    """Return the same of W&B's rows, as far as they are in its files."""
+    rows = []
+    for record in (record for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")) for record in wandb_records(file)):
+        values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        rows += [(int(values["_step"]), json.loads(values["loss/test"]))] if "loss/test" in values else []
+    return rows
 
 
 def test_own_tracker_gets_every_row_once_and_only_from_rank_0(tracked):
@@ -75,15 +100,13 @@ def test_wandb_has_one_id_in_all_folders_and_every_row_once(tracked):
     files = sorted((tracked / "wandb").glob("offline-run-*/*.wandb"))
     state = json.loads((tracked / "tracker.wandb.json").read_text())
     assert [file.stem for file in files] == [f"run-{state['id']}"] * 3
-    rows, summary = [], {}
+    summary = {}
     for record in (record for file in files for record in wandb_records(file)):
-        values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-        rows += [(int(values["_step"]), json.loads(values["loss/test"]))] if "loss/test" in values else []
         summary |= {item.key or item.nested_key[0]: item.value_json for item in record.summary.update}
         if record.WhichOneof("record_type") == "run":
             assert record.run.run_id == state["id"]
             assert json.loads({item.key: item.value_json for item in record.run.config.update}["optimizer"])["lr"] == 0.01
-    assert rows == losses(tracked)
+    assert wandb_losses(tracked) == losses(tracked)
     assert summary["result/epoch"] == "4"
     assert list(tracked.glob("wandb/offline-run-*/files/media/images/predictions_*.png"))
     assert list(tracked.glob("wandb/offline-run-*/files/media/images/confusion_*.png"))
@@ -131,6 +154,10 @@ def test_wandb_without_a_key_is_logged_and_does_not_ask_for_it(tmp_path, monkeyp
     assert "ERROR tracker=wandb failed (UsageError: No API key configured." in (tmp_path / "run" / "train.log").read_text()
 
 
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
+
+
 def test_options_reach_mlflow(database, tmp_path):
     shutil.copy(database, tmp_path / "other.db")
     places = {
@@ -144,6 +171,19 @@ def test_options_reach_mlflow(database, tmp_path):
         (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
         assert run.info.status == "FINISHED"
         assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(tmp_path), "pictures are somewhere else"
+
+
+def test_mlflow_run_whose_launch_was_killed_before_it_had_the_config_gets_it(database, tmp_path, monkeypatch):
+    place = f"sqlite:///{shutil.copy(database, tmp_path)}"
+    run = TrackedRun(tmp_path, "an id", {"optimizer": {"lr": 0.1}}, {}, (1, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            MLflow(run, tracking_uri=place)
+    client, later = MlflowClient(place), MLflow(replace(run, config={"optimizer": {"lr": 0.2}}), tracking_uri=place)
+    assert client.get_run(later.id).data.params == {"optimizer.lr": "0.2"}
+    MLflow(run, tracking_uri=place)
+    assert client.get_run(later.id).data.params == {"optimizer.lr": "0.2"}, "a param cannot be changed"
 
 
 @pytest.mark.parametrize(("fault", "status"), [("sigterm", "KILLED"), ("raise", "FAILED")])

@@ -57,6 +57,8 @@ def wandb_records(file: Path) -> list:
     data, place, found, record = file.read_bytes(), 7, [], b""
     while place + 7 <= len(data):
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if place + 7 + length > len(data):  # it is being written
+            break
         record += data[place + 7 : place + 7 + length]
         if kind in (1, 4):  # complete, or the last fragment
             found.append(Record.FromString(record))

@@ -71,7 +71,8 @@ class Background(Guarded):
     """A tracker that is called in a thread of its own.
 
     The file tracker.NAME.json of the run directory has its id, and the position of the last row that it has recorded. So a
-    launch that resumes passes on what an interrupted one could not, and nothing twice.
+    launch that resumes passes on what an interrupted one could not, and nothing twice but a row after which it was killed
+    before the file was written.
     """
 
     def __init__(self, name: str, node: Mapping[str, Any], run: TrackedRun):

@@ -43,10 +43,12 @@ class MLflow:
         else:
             experiment_id = client.create_experiment(experiment, artifacts)
         if runs := client.search_runs([experiment_id], f"tags.`{RUN_ID}` = '{run.id}'"):
-            self.id = runs[0].info.run_id
-            client.update_run(self.id, status="RUNNING")
+            began = runs[0]
+            client.update_run(began.info.run_id, status="RUNNING")
         else:
-            self.id = client.create_run(experiment_id, tags={RUN_ID: run.id}, run_name=run.path.name).info.run_id
+            began = client.create_run(experiment_id, tags={RUN_ID: run.id}, run_name=run.path.name)
+        self.id = began.info.run_id
+        if not began.data.params:  # those of the first launch, unless it was killed before
             client.log_batch(self.id, params=[Param(name, str(value)) for name, value in leaves(run.config)])
         client.log_dict(self.id, run.config, "config.yaml")  # of this launch: a param cannot be changed
 

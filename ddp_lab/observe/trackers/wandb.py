@@ -8,6 +8,8 @@ from typing import Any, Literal
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
 
+FLUSH = 1.0  # seconds between two writes of wandb, which a launch that is killed may lose; its default is 15
+
 
 class WandB:
     """A tracker. Every launch resumes the run of the same id; offline each writes a folder of its own for `wandb sync`.
@@ -36,7 +38,7 @@ class WandB:
 
         folder = Path(dir or run.path).resolve()
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # by default in the home directory
-        settings = wandb.Settings(console="off", silent=True)
+        settings = wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=FLUSH)
         wandb.setup(settings)  # else it would ask for a key on a terminal, from which nobody reads in this thread
         given: dict[str, Any] = {"name": run.path.name, "resume": "allow", "allow_val_change": True} | options
         self.image, self.html = wandb.Image, wandb.Html
