@@ -20,6 +20,7 @@ from worlds import once, run_world
 
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.strategies.scratch import NAMES
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
@@ -52,7 +53,7 @@ ALONE = [case for options in (GRAPH, FUSED, BOTH) for case in each(options, *PLA
 ALONE += each(GRAPH, f"single {MOVED}", "single recipe")
 ALONE += each(BOTH, "single augmented", "single accumulate=3 recipe", "single resnet18 step")
 ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
-ALGORITHMS = [f"scratch algorithm={name}" for name in ("star", "per_tensor", "flat", "bucketed", "ring")]
+ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
     *each(GRAPH, *ALGORITHMS, "ddp", "ddp clipped accumulate=3", f"ddp {MOVED}", "ddp recipe", "tp tp=2 clipped"),
     *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
