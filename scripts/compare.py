@@ -153,8 +153,8 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             continue
         rate = median_of(run, "samples_per_second")
         found = {} if single.problem else result.differences(results[0])
-        last = max((step for step in found if step <= EARLY), default=0), max(found, default=0)
-        differences = [f"{found[step]:.1e}" if found else "" for step in last]
+        compared = max((step for step in found if step <= EARLY), default=0), max(found, default=0)
+        differences = [f"{found[step]:.1e}" if found else "" for step in compared]
         table.append(
             (
                 entry.title,

@@ -1,7 +1,8 @@
 """The plan of a rank: the job that train.py would make takes real steps, on fake tensors, which have shapes and no memory.
 
 The strategy, the optimizer and the step are those of the run, whatever the model and the strategy. Two steps are taken: the
-first creates the optimizer's state, and at the peak of the second it is recorded what lives then.
+first creates the optimizer's state, and at the peak of the second it is recorded what lives then. For the picture of a pipeline
+`time_slots` says when each rank computes which micro-batch.
 """
 
 import logging

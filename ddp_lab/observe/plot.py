@@ -189,7 +189,7 @@ def write(drawn: "Figure", path: Path) -> NDArray[np.uint8]:
     from matplotlib.image import imsave
 
     fast = {"compress_level": 1}  # a third of the time for a third more bytes than zlib's default
-    imsave(path, image := pixels(drawn), format="png", pil_kwargs=fast)
+    imsave(path, image := pixels(drawn), format="png", origin="upper", dpi=drawn.dpi, pil_kwargs=fast)
     return image
 
 

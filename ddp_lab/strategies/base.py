@@ -64,7 +64,7 @@ class Strategy(ABC):
         averaged: number of replicas over which a wrapper of the model averages the gradients, as DDP does; 1: they are summed.
             A loss is divided by the size of the GLOBAL batch / `averaged`.
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
-        initial_weights: of a model that is on the meta device; None if the model has its weights. Set before `setup`.
+        initial_weights: of a model that is on the meta device; None if the model has its weights, and after `setup`.
         autocast: returns the context of the forward pass.
         measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.base.measure`.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.

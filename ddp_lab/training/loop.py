@@ -24,7 +24,8 @@ class Parts:
     """What the loop works with.
 
     Attributes:
-        eager: the step in eager mode, with the running sums and the learning rate, however steps are executed.
+        eager: the step in eager mode, with the strategy, the running sums and the learning rate, however steps are executed.
+            Its averages of the weights, if there are any, are evaluated in place of the weights.
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.

@@ -23,7 +23,7 @@ OPTIONS = [(group, name) for group, name in OPTIONS if name not in OTHERS and no
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_composes_passes_the_check_and_instantiates(group, option):
+def test_every_option_passes_the_check_and_its_data_and_model_are_made(group, option):
     cfg = config(f"{group}={option}")
     check(cfg)
     assert callable(make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed).load)

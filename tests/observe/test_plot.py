@@ -2,14 +2,16 @@
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from figures import texts
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import SubFigure
+from PIL import Image
 
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
-from ddp_lab.observe.plot import Curve, Plot, beside, curves, figure, short, stacked, timeline
+from ddp_lab.observe.plot import Curve, Plot, beside, curves, figure, short, stacked, timeline, write
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
@@ -141,6 +143,14 @@ def test_names_counts_and_colours_of_a_confusion_matrix_are_at_their_classes():
     assert torch.allclose(torch.tensor(image.get_array()), expected), "not the fraction of the row"
     assert image.to_rgba(0.1)[0] > image.to_rgba(0.9)[0], "a larger fraction is not darker"
     assert bar.get_ylabel() == "fraction of the true class"
+
+
+def test_file_has_the_pixels_and_the_resolution_of_the_figure_whatever_the_user_has_set(tmp_path):
+    with rc_context({"image.origin": "lower"}):
+        pixels = write(figure([EPOCHS]), tmp_path / "picture.png")
+    with Image.open(tmp_path / "picture.png") as written:
+        assert [round(dpi) for dpi in written.info["dpi"]] == [150, 150]
+        assert np.array_equal(np.asarray(written)[..., :3], pixels)
 
 
 @pytest.mark.parametrize(("count", "channels"), [(1, 1), (20, 2), (8, 3)])

@@ -23,6 +23,8 @@ def test_other_files_are_a_warning(tmp_path):
     found = compare_data(tmp_path, dataset, resumes=True)
     assert found == compare_data(tmp_path, dataset, resumes=False)
     assert "was trained on other files or samples" in found
+    for same_or_none in ("1", ""):
+        assert compare_data(tmp_path, replace(dataset, digest=same_or_none), resumes=True) is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "{run}/checkpoints/step_00000005.pt"])

@@ -71,8 +71,8 @@ class Background(Guarded):
     """A tracker that is called in a thread of its own.
 
     The file tracker.NAME.json of the run directory has its id, and the position of the last row that it has recorded. So a
-    launch that resumes passes on what an interrupted one could not, and nothing twice but a row after which it was killed
-    before the file was written.
+    launch that resumes passes on what an interrupted one could not, and nothing twice, except a row after which it was killed
+    before this file was written.
     """
 
     def __init__(self, name: str, node: Mapping[str, Any], run: TrackedRun):

@@ -35,9 +35,9 @@ class Tracker(Protocol):
     """A tracker. Only rank 0 constructs one: `Tracker(run, **options)`, with a TrackedRun and the keys of its options.
 
     All is called in one thread of its own, in which it may wait and raise. After a restart it gets the rows that an interrupted
-    launch could no longer pass on, and none for the second time, unless the launch was killed while `log_metrics` returned. A
-    class with `holds_step = True`, which writes a step when the next one begins, also gets the last step of a launch that has
-    crashed.
+    launch could no longer pass on, and none for the second time, except one after which the launch was killed before it had
+    written the row's position to tracker.NAME.json. A class with `holds_step = True`, which writes a step when the next one
+    begins, also gets the last step of a launch that has crashed.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:

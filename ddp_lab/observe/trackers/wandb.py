@@ -8,7 +8,9 @@ from typing import Any, Literal
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
 
-FLUSH = 1.0  # seconds between two writes of wandb, which a launch that is killed may lose; its default is 15
+# Seconds between two writes of wandb, of which a launch that is killed may lose the rows: by default 15. Before 0.31 it has no
+# such key, and writes when a buffer is full.
+OFTEN = {"x_transaction_log_flush_interval": 1.0}
 
 
 class WandB:
@@ -38,7 +40,8 @@ class WandB:
 
         folder = Path(dir or run.path).resolve()
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # by default in the home directory
-        settings = wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=FLUSH)
+        often: dict[str, Any] = {key: value for key, value in OFTEN.items() if key in wandb.Settings.model_fields}
+        settings = wandb.Settings(console="off", silent=True, **often)
         wandb.setup(settings)  # else it would ask for a key on a terminal, from which nobody reads in this thread
         given: dict[str, Any] = {"name": run.path.name, "resume": "allow", "allow_val_change": True} | options
         self.image, self.html = wandb.Image, wandb.Html
