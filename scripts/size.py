@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {  # and the goals
-    "lines of ddp_lab/": (18_780, 16_500),
+    "lines of ddp_lab/": (18_660, 16_500),
     "files of ddp_lab/": (165, 165),
     "lines of ddp_lab/exercises/": (2_315, 2_000),
-    "lines of tests/": (14_330, 11_000),
+    "lines of tests/": (13_960, 11_000),
     "lines of scripts/": (2_000, 2_000),
     "words of README.md and docs/": (18_000, 18_000),
     "words of README.md": (1_200, 1_200),
