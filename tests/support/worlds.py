@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -58,8 +59,8 @@ def run_rank(function: Callable, args: tuple, environment: dict[str, str], conne
 
 def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float) -> tuple[list[Any], list[str]]:
     """Run `function(*args)` on every rank. Return the results, in order of rank, and what went wrong."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, ranks = listener.getsockname()[1], []
     for rank in range(world_size):
         environment = {
             "RANK": str(rank),
@@ -67,14 +68,16 @@ def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float)
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above takes the place of the one in torchrun's agent
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store below takes the place of the one in torchrun's agent
         }
         ours, theirs = CONTEXT.Pipe()
         with theirs:
             process = CONTEXT.Process(target=run_rank, args=(function, args, environment, theirs))
             process.start()
         ranks.append((process, ours))
+    # Not before: a rank that is forked while the store's thread holds a lock of C++ would wait for it forever.
+    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     deadline = time.monotonic() + timeout
     results, problems = [], []
     for rank, (_, connection) in enumerate(ranks):
