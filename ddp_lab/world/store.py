@@ -66,7 +66,7 @@ def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str
         if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
             ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
             raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
-    words = store.multi_get(keys)
+    words = [word.decode() for word in store.multi_get(keys)]
     store.multi_set([f"{key}/repeated" for key in keys], words)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     return name
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
 
-# Seconds between two writes of wandb, of which a launch that is killed may lose the rows: by default 15. Before 0.31 it has no
-# such key, and writes when a buffer is full.
+# The seconds after which wandb writes its file again. A launch that is killed loses the rows since then. The default is 15;
+# versions before 0.31 have no such setting, and write when a buffer is full.
 OFTEN = {"x_transaction_log_flush_interval": 1.0}
 
 
