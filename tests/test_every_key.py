@@ -137,6 +137,7 @@ KEYS: dict[str, Row | str] = {
     "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
+    "ema_warmup": Row("ema=0.9 ema_warmup=false", TESTED, "ema=0.9"),
     "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
     "mixup": Row("mixup=0.9", TRAINED),
     "cutmix": Row("cutmix=0.9", TRAINED),

@@ -83,6 +83,10 @@ class Checkpoints:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
         saved.load(state)
         progress = Progress.of(saved.state["progress"])
+        if state.ema is not None:
+            if not saved.has_averages:
+                progress.averaged_from = progress.step
+            state.ema.resume(progress.step - progress.averaged_from)
         # The state comes from the file; learning rate, momentum and other options come from this launch's config.
         step, scheduler = schedule(progress), state.scheduler
         scheduler.load_state_dict(saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step})

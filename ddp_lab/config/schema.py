@@ -106,6 +106,7 @@ class RunConfig(Keys):
     memory_limit: Positive | None
     max_grad_norm: Positive | None
     ema: Fraction | None
+    ema_warmup: bool
     decay_norms_and_biases: bool
     mixup: NonNegative
     cutmix: NonNegative

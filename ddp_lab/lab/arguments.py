@@ -38,6 +38,7 @@ class TrainerKeys(Keys):
     accumulate: Count
     max_grad_norm: Positive | None
     ema: Fraction | None
+    ema_warmup: bool
     num_workers: NaturalNumber
 
 

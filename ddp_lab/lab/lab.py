@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -137,6 +138,7 @@ class Lab:
         *,
         schedule: Callable[[int], float] | None = None,
         ema: float | None = None,
+        ema_warmup: bool = True,
         num_workers: int = 0,
     ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it. Collective.
@@ -153,6 +155,7 @@ class Lab:
                 ranks also resumes to the last bit.
             schedule: factor of the learning rate by the number of steps before; None: 1.
             ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
+            ema_warmup: whether the decay begins lower, as min(ema, (1 + t) / (10 + t)) in the step after t others.
             num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
 
         Raises:
@@ -160,7 +163,8 @@ class Lab:
         """
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
-        validate(TrainerKeys, {**sizes, "max_grad_norm": max_grad_norm, "ema": ema})
+        averaging = {"ema": ema, "ema_warmup": ema_warmup}
+        validate(TrainerKeys, {**sizes, **averaging, "max_grad_norm": max_grad_norm})
         strategy: Strategy = build(self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
@@ -173,7 +177,8 @@ class Lab:
         require_same(model, runtime)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
-        recipe = Recipe(batch_size, optimizer, lambda made: LambdaLR(made, factor), step, ema)
+        scheduler = partial(LambdaLR, lr_lambda=factor)
+        recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
         trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
         trainer.logger = self._log
         return trainer

@@ -26,6 +26,7 @@ class Recipe:
         scheduler: makes its learning-rate schedule.
         step: what a step does, and the seed.
         ema: decay of averages of the weights; None: no averages.
+        ema_warmup: whether this decay warms up.
         decay_norms_and_biases: as in `param_groups`.
         performance: how a step is executed.
     """
@@ -35,6 +36,7 @@ class Recipe:
     scheduler: Callable[[torch.optim.Optimizer], LambdaLR]
     step: StepOptions
     ema: float | None = None
+    ema_warmup: bool = True
     decay_norms_and_biases: bool = True
     performance: PerformanceOptions = field(default_factory=PerformanceOptions)
 

@@ -60,7 +60,7 @@ class Trainer:
         self.strategy, self.batch_size = strategy, recipe.batch_size
         self.optimizer = make_optimizer(recipe, strategy)
         self.scheduler = recipe.scheduler(self.optimizer)
-        self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema)
+        self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema, recipe.ema_warmup)
         self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
         self.train_step: TrainStep = self.eager_step

@@ -210,7 +210,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         plan=plan,
         model=model,
         task=task,
-        recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, decay, options),
+        recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, cfg.ema_warmup, decay, options),
         fit_settings=FitSettings(
             cfg.epochs,
             cfg.patience,

@@ -155,7 +155,7 @@ def unchanged(step: Step) -> Generator[None]:
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
     module, optimizer = step.strategy.module, step.optimizer
-    averages = step.ema.averages.values() if step.ema else ()
+    averages = step.ema.state if step.ema else ()
     held = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
     before = [tensor.detach().clone() for tensor in held]
     moments = {(parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)}

@@ -8,10 +8,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local, reshard, sharded_as
+from ddp_lab.training.ema_warmup import WarmedUpAverages
 
 
 class EMA:
     """Averages of this rank's part of the model: after each optimizer step, average = decay * average + (1 - decay) * weight.
+
+    With `warmup` the decay of the first steps is smaller (ema_warmup.py).
 
     The sum is elementwise, so each rank averages its own shards, and the result depends neither on the strategy nor on the
     number of ranks. Buffers (BatchNorm's statistics) are averaged like weights, as by timm and torchvision's reference scripts;
@@ -22,13 +25,15 @@ class EMA:
     Args:
         strategy: after `Strategy.setup`. The averages start from its weights.
         decay: at least 0 and below 1. About 1 / (1 - decay) steps are averaged.
+        warmup: whether the decay warms up.
 
     Attributes:
         averages: this rank's shards, by name, of the trained parameters and the buffers. The tensors stay the same; while
             `in_use` is active, they hold the weights.
+        warmup: updates the averages and counts their updates; None: the decay does not warm up.
     """
 
-    def __init__(self, strategy: Strategy, decay: float):
+    def __init__(self, strategy: Strategy, decay: float, warmup: bool):
         self.strategy = strategy
         module = strategy.module
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -38,20 +43,23 @@ class EMA:
         everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._names = {name: names[id(tensor)] for name, tensor in everything if id(tensor) in names}  # also of tied weights
+        self._floating = {name: each for name, each in self.averages.items() if each.is_floating_point()}
         self._average = get_ema_multi_avg_fn(decay)
+        self.warmup = WarmedUpAverages(self._floating, decay) if warmup else None
         self._swapped = False
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights after a step to the averages. It does not wait for the device; a CUDA graph can capture it."""
-        pairs = [(average, local(self.tensors[name])) for name, average in self.averages.items()]
-        floating = [pair for pair in pairs if pair[0].is_floating_point()]
-        if floating:
-            averages, weights = map(list, zip(*floating, strict=True))
-            self._average(averages, weights, 0)  # the third argument, a number of steps, is not used
-        for average, integer in pairs:
-            if not average.is_floating_point():
-                average.copy_(integer)
+        weights = {name: local(self.tensors[name]) for name in self.averages}
+        if self.warmup is not None:
+            self.warmup.update(weights)
+        elif self._floating:
+            floating = [weights[name] for name in self._floating]
+            self._average(list(self._floating.values()), floating, 0)  # the number of steps is not used
+        for name, average in self.averages.items():
+            if name not in self._floating:
+                average.copy_(weights[name])
 
     @contextmanager
     def in_use(self) -> Generator[None]:
@@ -87,3 +95,14 @@ class EMA:
         """Let the averages start from the weights."""
         for name, average in self.averages.items():
             average.copy_(local(self.tensors[name].detach()))
+
+    def resume(self, updates: int) -> None:
+        """Continue as after this number of updates of the averages, which were loaded or have begun again."""
+        if self.warmup is not None:
+            self.warmup.resume(updates)
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The tensors that an update changes."""
+        counts = self.warmup.updates.values() if self.warmup is not None else ()
+        return [*self.averages.values(), *counts]

@@ -16,6 +16,8 @@ class Progress:
         epoch: epoch being trained, from 1.
         samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
         step: optimizer steps since the beginning of the run.
+        averaged_from: the step after which the averages of the weights begin (ema): 0, or that of the checkpoint without averages
+            from which the run was resumed.
         sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
         recorded: the sums at the last recorded row of this epoch; empty before the first one.
         seconds: duration of this epoch's steps so far.
@@ -27,6 +29,7 @@ class Progress:
     epoch: int = 1
     samples: int = 0
     step: int = 0
+    averaged_from: int = 0
     sums: list[float] = field(default_factory=list[float])
     recorded: list[float] = field(default_factory=list[float])
     seconds: float = 0.0

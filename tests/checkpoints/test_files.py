@@ -14,6 +14,7 @@ from checkpoints import bias_in, names, resume, save_epochs, step, tiny
 from safetensors.torch import save_file
 from torch import nn
 
+from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.files import STATE, best_in, sha256, steps_in, sums_of
 from ddp_lab.checkpoints.find import open_checkpoint, result_in
 from ddp_lab.config.errors import ConfigError
@@ -188,14 +189,14 @@ def test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_place
     first, second = (tiny(tmp_path, None, form == "sharded") for _ in range(2))
     bias = first.state.strategy.module.bias.data
     bias.fill_(1)
-    first.state.ema = EMA(first.state.strategy, 0.75)
+    first.state.ema = EMA(first.state.strategy, 0.75, warmup=False)
     bias.fill_(5)
     first.state.ema.update()
     with first.state.ema.in_use():
         assert bias.item() == 2
         first.save(Progress(step=1))
     first.wait()
-    second.state.ema = EMA(second.state.strategy, 0.75)
+    second.state.ema = EMA(second.state.strategy, 0.75, warmup=False)
     resume(second)
     assert (bias.item(), second.state.strategy.module.bias.item(), second.state.ema.averages["bias"].item()) == (5, 5, 2)
     assert bias_in(path_of(tmp_path, 1, form)) == 2, "the averages are the weights to evaluate"
@@ -203,13 +204,28 @@ def test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_place
 
 @both_formats
 def test_averages_start_from_the_weights_of_a_checkpoint_without_them(form, tmp_path, caplog):
+    """Their decay warms up from there on, also after another resume."""
     save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0])
-    again = tiny(tmp_path)
-    again.state.ema = EMA(again.state.strategy, 0.75)
+    again = tiny(tmp_path, None, form == "sharded")
+    again.state.ema = EMA(again.state.strategy, 0.75, warmup=True)
     with caplog.at_level("INFO", "ddp_lab"):
-        resume(again)
+        progress = resume(again)
     assert again.state.ema.averages["bias"].item() == 1
     assert "they start from its weights" in caplog.text
+    assert progress.step > 0
+    assert updates_of(again) == {0}
+    progress.step += 2
+    again.save(progress)
+    again.wait()
+    third = tiny(tmp_path, None, form == "sharded")
+    third.state.ema = EMA(third.state.strategy, 0.75, warmup=True)
+    resume(third)
+    assert updates_of(third) == {2}
+
+
+def updates_of(checkpoints: Checkpoints) -> set[float]:
+    """Return the number of updates of the averages that each device counts."""
+    return {count.item() for count in checkpoints.state.ema.warmup.updates.values()}
 
 
 @both_formats

@@ -124,9 +124,10 @@ def train_by_hand(
                 gradient = parameter.grad * min(1.0, largest_norm / norm) + decay * parameter.detach()
                 velocity[name] = gradient if step == 0 else MOMENTUM * velocity[name] + gradient
                 parameter.data -= LR * shape * (gradient + MOMENTUM * velocity[name])
+            ema = min(EMA, (1 + step) / (10 + step))
             for name, value in average.state_dict().items() if average else ():
                 now = model.state_dict()[name]
-                value.copy_(EMA * value + (1 - EMA) * now if value.is_floating_point() else now)
+                value.copy_(ema * value + (1 - ema) * now if value.is_floating_point() else now)
             step += 1
         model.eval()
         tested = average.eval() if average else model

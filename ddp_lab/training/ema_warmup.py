@@ -1,0 +1,77 @@
+"""The warm-up of the averages' decay, without which a short run evaluates little but its initial weights."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+MOST = 64 * 2**20  # bytes of averages that are updated by one call, which needs as much temporary memory
+
+
+class WarmedUpAverages:
+    """Averages whose decay is min(decay, (1 + t) / (10 + t)) in the update after t others.
+
+    The formula is that of `num_updates` in TensorFlow's tf.train.ExponentialMovingAverage. The first
+    update has the decay 0.1, the 90th has 0.9. With decay=0.999 the warm-up takes 8,990 updates.
+
+    The number of updates is a tensor on each device that holds averages, which every update advances:
+    a captured CUDA graph counts its replays, while it would repeat a number of the host forever.
+
+    Args:
+        averages: by name, of floating-point numbers. They are updated in place.
+        decay: at least 0 and below 1.
+
+    Attributes:
+        updates: the number of updates so far, [], by device.
+    """
+
+    def __init__(self, averages: Mapping[str, torch.Tensor], decay: float):
+        self.averages, self.decay = averages, decay
+        self._groups = groups_of(averages)
+        devices = {average.device for average in averages.values()}
+        dtype = torch.get_default_dtype()  # float32 counts to 16.7 million, where the decay is 0.9999995
+        self.updates = {device: torch.zeros((), device=device, dtype=dtype) for device in devices}
+
+    @torch.no_grad()
+    def update(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add values, by the names of the averages, to them, and count the update.
+
+        `torch._foreach_lerp_` takes no tensor as the weight of all values. The three calls below are
+        as few kernels on a GPU, for all tensors together.
+        """
+        for names in self._groups:
+            averages = [self.averages[name] for name in names]
+            weight = self._weight(averages[0].device).to(averages[0].dtype)
+            changes = torch._foreach_sub([values[name] for name in names], averages)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch._foreach_mul_(changes, weight)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch._foreach_add_(averages, changes)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        for updates in self.updates.values():
+            updates.add_(1)
+
+    def _weight(self, device: torch.device) -> torch.Tensor:
+        """Return the weight of the values in the next update, [], which is 1 minus its decay."""
+        in_warmup = 9 / (10 + self.updates[device])  # 1 - (1 + t) / (10 + t)
+        return in_warmup.clamp(min=1 - self.decay)
+
+    def resume(self, updates: int) -> None:
+        """Continue as after this number of updates."""
+        for count in self.updates.values():
+            count.fill_(updates)
+
+
+def groups_of(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names in groups of one device and dtype, and of at most MOST bytes or one tensor."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        alike[tensor.device, tensor.dtype].append(name)
+    groups: list[list[str]] = []
+    for names in alike.values():
+        size = 0
+        groups.append([])
+        for name in names:
+            if groups[-1] and size + tensors[name].nbytes > MOST:
+                size = 0
+                groups.append([])
+            groups[-1].append(name)
+            size += tensors[name].nbytes
+    return groups
