@@ -10,8 +10,9 @@ from typing import Literal
 FailureKind = Literal["lost_rank", "lost_node", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
 # What to do about errors of torch that the user's choices cause, by a part of their texts.
 ADVICE = {
-    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one sample. Choose a "
-    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too",
+    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one value. Choose a "
+    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too; or "
+    "strategy.batch_norm=sync, with which the ranks together need two",
     "Expected to have finished reduction in the prior iteration": "The parameters named above got no gradient in the step "
     "before. If only some steps use a parameter, use strategy=fsdp or strategy=single, which support it: ddp_lab has no key "
     "find_unused_parameters",

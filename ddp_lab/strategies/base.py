@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
-from ddp_lab.strategies.batch_norm import BatchNorm
+from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_supported
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -134,8 +134,10 @@ class Strategy(ABC):
         """The part of the model on each device that this process drives. Known after `setup`."""
         return [self.module]
 
-    def partition(self, model: nn.Module, samples: int) -> None:  # noqa: B027, most strategies have nothing to decide
+    def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
+
+        Here every rank holds the complete model, and it is only checked whether BatchNorm can have the statistics it should.
 
         Args:
             model: the complete model, on the CPU.
@@ -144,6 +146,7 @@ class Strategy(ABC):
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
+        require_supported(model, self.batch_norm, self.one_process)
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:
@@ -182,15 +185,15 @@ class Strategy(ABC):
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
-            # Padding does not count in the loss, but would in BatchNorm's statistics. Empty micro-batches are kept, because
-            # their number must be the same on every rank.
-            kept = slice(real if self.batch_norm == "sync" else None)
+            # Padding does not count in the loss, but would in BatchNorm's statistics. A sample of it is kept where there is
+            # nothing else, because every rank must compute every micro-batch, and many models fail for none.
+            kept = slice(max(real, 1) if self.batch_norm == "sync" else None)
             micro_batches.append((own[kept], expected[kept], real))
         divisor = count / self.averaged
         *early, last = micro_batches
         with self.no_sync():
-            results = [self.add_gradient(*micro_batch, divisor) for micro_batch in early]
-        results.append(self.add_gradient(*last, divisor))
+            results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
+        results.append(self._add_gradient(*last, divisor))
         self.reduce_gradients()
         sums = reduce(torch.add, results)
         if not known:  # the stages of a pipeline but the last one never call the loss
@@ -199,6 +202,11 @@ class Strategy(ABC):
         if not self.task.per_sample:
             self._divide_by_weight(sums[-1], count)
         return sums
+
+    def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
+        with padding_ignored(self.module) if self.batch_norm == "sync" and real == 0 else nullcontext():
+            return self.add_gradient(inputs, targets, real, divisor)
 
     def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.

@@ -3,18 +3,23 @@
 local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
 sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
        per layer in the forward pass and two in the backward pass. The padding of a partial last batch is excluded from the
-       statistics (`Strategy.forward_backward`), so a rank's local batch may be empty.
+       statistics (`Strategy.forward_backward`), also on a rank that has nothing else.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
 
 BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,46 +46,91 @@ class SumOverRanks(torch.autograd.Function):
         return total, None
 
 
-class SyncBatchNorm(nn.BatchNorm2d):
-    """A BatchNorm2d that normalises by the statistics of the global batch. `set_batch_norm` makes it of one of torch's.
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm that normalises by the statistics of the global batch. `set_batch_norm` makes it of another one.
+
+    The child modules of the other one, which it calls after the normalisation, are called here, too.
 
     It replaces torch.nn.SyncBatchNorm, which has no CPU kernels, and whose backward pass gives a rank with an empty local batch
     no gradient at all: under FSDP that rank skipped collectives, and both ranks hung (two H200s, torch 2.11).
 
     Attributes:
         sum_over_ranks: returns the sum of all ranks' tensors, [n]; differentiable.
+        is_padding: whether the local batch is only padding, which does not count in the statistics.
     """
 
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    is_padding = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise [b, channels, height, width]. In training this is collective, and b may be 0."""
+        """Normalise [b, channels, ...]. In training this is collective.
+
+        Raises:
+            ValueError: the global batch has one value per channel; on all ranks.
+        """
         if not self.training:
             return super().forward(input)
+        self._check_input_dim(input)
         assert self.running_mean is not None
         dtype, inputs = input.dtype, input.to(self.running_mean.dtype)  # sums in bf16 are too coarse for statistics
-        size = inputs.new_full((1,), inputs.numel() // inputs.size(1))
-        total = self.sum_over_ranks(torch.cat([inputs.sum((0, 2, 3)), size]))
+        counted = 0 if self.is_padding else len(input)
+        local_count = counted * math.prod(input.shape[2:])
+        per_channel = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [-1, *[1] * (input.dim() - 2)]
+        size = inputs.new_full((1,), local_count)
+        total = self.sum_over_ranks(torch.cat([inputs[:counted].sum(per_channel), size]))
         mean, count = total[:-1] / total[-1], total[-1].detach()
-        centred = inputs - mean.view(-1, 1, 1)
-        variance = self.sum_over_ranks(centred.square().sum((0, 2, 3))) / count
+        # The host waits for the count only on a rank with at most one value. If the global batch has at most one, that is every
+        # rank, so that all of them go the same way; a rank with several values knows that the global batch has them, too.
+        if local_count <= 1 and count <= 1:
+            return self._without_variance(input, int(count))
+        centred = inputs - mean.view(shape)
+        variance = self.sum_over_ranks(centred[:counted].square().sum(per_channel)) / count
         self._update_running_statistics(mean, variance * count / (count - 1))
-        scale = self.weight * (variance + self.eps).rsqrt()
-        return (centred * scale.view(-1, 1, 1) + self.bias.view(-1, 1, 1)).to(dtype)
+        weight, bias = cast("nn.Parameter | None", self.weight), cast("nn.Parameter | None", self.bias)
+        scale = (variance + self.eps).rsqrt()
+        normalised = centred * (scale if weight is None else weight * scale).view(shape)
+        if bias is not None:
+            normalised = normalised + bias.view(shape)
+        normalised = normalised.to(dtype)
+        for child in self.children():
+            normalised = child(normalised)
+        return normalised
+
+    def _without_variance(self, input: torch.Tensor, count: int) -> torch.Tensor:
+        """Return outputs for a global batch that is only padding, or raise torch's error for one value per channel.
+
+        Args:
+            input: the local batch, [b, channels, ...].
+            count: values per channel of the global batch, 0 or 1.
+        """
+        if count == 1:
+            return super().forward(input.new_zeros(1, *input.shape[1:]))
+        self.training = False  # by the running statistics, which stay as they are
+        try:
+            return super().forward(input)
+        finally:
+            self.training = True
 
     @torch.no_grad()
     def _update_running_statistics(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        assert self.momentum is not None
         self.num_batches_tracked += 1
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(unbiased_variance, self.momentum)
+        momentum = 1 / self.num_batches_tracked.to(mean) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, momentum)
+        self.running_var.lerp_(unbiased_variance, momentum)
+
+
+@cache
+def synchronised(kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
+    """Return the subclass of a BatchNorm layer's class that synchronises the statistics."""
+    return type(f"Synchronised{kind.__name__}", (SyncBatchNorm, kind), {})
 
 
 def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:
-    """Make a SyncBatchNorm of every BatchNorm2d of `model` if `mode` is "sync". In place.
+    """Make a SyncBatchNorm of every BatchNorm layer of `model` if `mode` is "sync". In place.
 
     Only the class of a layer is changed, so its parameters, names, hooks and other references to it stay.
 
@@ -93,25 +143,58 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
         The model.
 
     Raises:
-        ConfigError: a layer is of the user's own class, or not affine, or has no running statistics or momentum.
+        ConfigError: a layer keeps statistics of its batch in a way that is not known (batch_statistics.py).
     """
     if mode == "local":
         return model
+    require_supported(model, mode, one_process=False)
     # Excluded from compilation: with it compiled, ResNet-18's step was wrong (weights differed by 0.15; two H200s, torch 2.11).
     total = cast("Callable[[torch.Tensor], torch.Tensor]", torch.compiler.disable(lambda own: SumOverRanks.apply(own, group)))
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            usual = layer.affine and layer.track_running_stats and layer.momentum is not None
-            if type(layer) not in (nn.BatchNorm2d, SyncBatchNorm) or not usual:
-                raise ConfigError(
-                    f"strategy.batch_norm=sync: does not support the layer {name}, {layer}; allowed: nn.BatchNorm2d with "
-                    "affine, momentum and track_running_stats. Use strategy.batch_norm=local"
-                )
-            layer.__class__ = SyncBatchNorm
-            cast(SyncBatchNorm, layer).sum_over_ranks = total
+    for layer in filter(is_batch_norm, model.modules()):
+        if not isinstance(layer, SyncBatchNorm):
+            layer.__class__ = synchronised(cast("type[_BatchNorm]", type(layer)))
+        cast(SyncBatchNorm, layer).sum_over_ranks = total
     return model
+
+
+@contextmanager
+def padding_ignored(module: nn.Module) -> Generator[None]:
+    """Let the local batches of the body, which are only padding, not count in the statistics."""
+    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    for layer in layers:
+        layer.is_padding = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_padding = False
+
+
+def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> None:
+    """Check that every layer that keeps statistics of its batch can keep those that the mode demands.
+
+    Args:
+        model: complete, or a part of it; on any device.
+        mode: as in `set_batch_norm`.
+        one_process: whether there is no process group, without which torch's SyncBatchNorm is a plain BatchNorm.
+
+    Raises:
+        ConfigError: a layer cannot; the message names it.
+    """
+    for name, layer in model.named_modules():
+        place = f"{name or 'that is the model'}, {' '.join(str(layer).split())}"
+        if mode == "sync" and not isinstance(layer, SyncBatchNorm) and (reason := why_unsupported(layer)):
+            raise ConfigError(
+                f"strategy.batch_norm=sync: does not support the layer {place}: {reason}. Allowed: {ALLOWED}. "
+                "Use strategy.batch_norm=local"
+            )
+        if mode == "local" and not one_process and isinstance(layer, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"strategy.batch_norm=local: does not support the layer {place}, which computes its statistics over all ranks, "
+                "whatever they hold. Use an nn.BatchNorm2d, or strategy.batch_norm=sync, which takes its place"
+            )
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
     """Return whether `layer` is any of torch's BatchNorm layers: 1d, 2d, 3d or synchronised."""
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage], their only common base
+    return isinstance(layer, _BatchNorm)

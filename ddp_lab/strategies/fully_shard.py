@@ -43,6 +43,7 @@ class FullyShard(Strategy):
             )
 
     def partition(self, model: nn.Module, samples: int) -> None:
+        super().partition(model, samples)
         if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
             raise ConfigError(
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "

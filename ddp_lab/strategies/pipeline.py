@@ -51,6 +51,7 @@ class Pipeline(Strategy):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
+        super().partition(model, samples)
         self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
         self.bubble = self.plan.bubble
 

@@ -58,6 +58,7 @@ class Split(Strategy):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
+        super().partition(model, samples)
         if not self.devices_are_given:
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))

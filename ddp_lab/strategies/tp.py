@@ -100,6 +100,7 @@ class TP(Strategy):
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
+        super().partition(model, samples)
         tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
         size = self.axes["tp"]

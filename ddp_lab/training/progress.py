@@ -16,7 +16,7 @@ class Progress:
         epoch: epoch being trained, from 1.
         samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
         step: optimizer steps since the beginning of the run.
-        averaged_from: the step after which the averages of the weights begin (ema): 0, or that of the checkpoint without averages
+        averaged_from: the step after which the averages of the weights (ema) begin: 0, or that of a checkpoint without them,
             from which the run was resumed.
         sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
         recorded: the sums at the last recorded row of this epoch; empty before the first one.

@@ -1,32 +1,149 @@
-"""Which BatchNorm layers can be synchronised. Their results are in the matrix (test_equivalence.py)."""
+"""Which layers can be synchronised, and what they compute. Whole models are in the matrix (test_equivalence.py)."""
+
+import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+from launches import SMALL, launch, refusal_in_world
 from torch import nn
+from training import BatchNormAct
+from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.batch_norm import SyncBatchNorm, set_batch_norm
+from ddp_lab.strategies.batch_norm import SyncBatchNorm, padding_ignored, set_batch_norm
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.single import Single
+from ddp_lab.world.runtime import Runtime
 
 
 class OwnBatchNorm(nn.BatchNorm2d):
-    pass
+    """A subclass that computes what its base class does."""
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.BatchNorm2d(3, affine=False),
-        nn.BatchNorm2d(3, momentum=None),
-        nn.BatchNorm2d(3, track_running_stats=False),
-        OwnBatchNorm(3),
-    ],
-    ids=["affine", "momentum", "statistics", "own"],
-)
-def test_layers_that_cannot_be_synchronised_are_refused(layer):
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Sequential(layer))
-    with pytest.raises(ConfigError, match=r"strategy\.batch_norm=sync: does not support the layer 1\.0, .*BatchNorm"):
+class ScaledBatchNorm(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class ActFirst(BatchNormAct):
+    """The child modules of timm's BatchNormAct2d, called before the normalisation."""
+
+    def forward(self, input):
+        return nn.BatchNorm2d.forward(self, self.act(self.drop(input)))
+
+
+class EvaluatedOtherwise(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input) if self.training else input
+
+
+class OwnStatistics(nn.Module):
+    """A normalization layer without a base class of torch's, as timm's EvoNorm2dB0."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, input):
+        if self.training:
+            self.running_var.lerp_(input.var((0, 2, 3)), 0.1)
+        return input / self.running_var.view(-1, 1, 1).sqrt()
+
+
+class Frozen(OwnStatistics):
+    """A layer whose statistics never change, as torchvision's FrozenBatchNorm2d."""
+
+    def forward(self, input):
+        return input / self.running_var.view(-1, 1, 1).sqrt()
+
+
+class AsksForMore(OwnStatistics):
+    """A layer that cannot be tried."""
+
+    def forward(self, input, mask):
+        return super().forward(input * mask)
+
+
+def act(drop: float = 0.0) -> BatchNormAct:
+    return BatchNormAct(3, nn.Dropout(drop), nn.ReLU(inplace=True))
+
+
+UNSUPPORTED = {
+    "no running statistics": (nn.BatchNorm2d(3, track_running_stats=False), "it has no running statistics"),
+    "instance norm": (nn.InstanceNorm2d(3, track_running_stats=True), "its running statistics would be those of the local"),
+    "another result": (ScaledBatchNorm(3), "its class may compute something else"),
+    "another order": (ActFirst(3, nn.Identity(), nn.ReLU()), "its class may compute something else"),
+    "another evaluation": (EvaluatedOtherwise(3), "its class may compute something else"),
+    "own statistics": (OwnStatistics(3), "its running_var would be computed from the local batch"),
+    "cannot be tried": (AsksForMore(3), "its running_var would be computed from the local batch"),
+}
+
+
+@pytest.mark.parametrize(("layer", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_cannot_be_synchronised_are_refused_by_name(layer, reason, device):
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Sequential(copy.deepcopy(layer))).to(device)
+    message = rf"^strategy\.batch_norm=sync: does not support the layer 1\.0, {type(layer).__name__}\(.*\): {reason}.*=local$"
+    with pytest.raises(ConfigError, match=message):
         set_batch_norm(model, "sync")
+    with pytest.raises(ConfigError, match=message):
+        DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)
+    DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
     assert set_batch_norm(model, "local") is model
+
+
+def test_synchronised_layers_of_torch_are_refused_where_nothing_is_synchronised():
+    model = nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(3))
+    with pytest.raises(
+        ConfigError, match=r"^strategy\.batch_norm=local: does not support the layer 1, SyncBatchNorm\(3, .*=sync"
+    ):
+        DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
+    DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)
+    Single(Runtime("cpu")).partition(model, 2)
+
+
+def test_layers_without_statistics_of_the_batch_stay_as_they_are():
+    layers = [nn.InstanceNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3), Frozen(3)]
+    model = set_batch_norm(nn.Sequential(*copy.deepcopy(layers)), "sync")
+    assert [type(layer) for layer in model] == [type(layer) for layer in layers]
+
+
+SUPPORTED = {
+    "1d, [b, c]": (nn.BatchNorm1d(3), ()),
+    "1d, [b, c, l]": (nn.BatchNorm1d(3), (5,)),
+    "2d": (nn.BatchNorm2d(3), (5, 4)),
+    "3d": (nn.BatchNorm3d(3), (2, 5, 4)),
+    "torch's SyncBatchNorm": (nn.SyncBatchNorm(3), (5, 4)),
+    "not affine": (nn.BatchNorm1d(3, affine=False), ()),
+    "without a momentum": (nn.BatchNorm2d(3, momentum=None), (5, 4)),
+    "subclass": (OwnBatchNorm(3), (5, 4)),
+    "with an activation": (act(), (5, 4)),
+    "with dropout and an activation": (act(0.5), (5, 4)),
+}
+
+
+@pytest.mark.parametrize(("layer", "shape"), SUPPORTED.values(), ids=SUPPORTED)
+def test_layer_computes_what_torchs_does(layer, shape):
+    """Outputs, gradients and running statistics of a rank alone, in training and in an evaluation."""
+    torch.manual_seed(0)
+    layer = copy.deepcopy(layer).double()
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter)
+    own = set_batch_norm(copy.deepcopy(layer), "sync")
+    own.sum_over_ranks = lambda tensor: tensor
+    assert isinstance(own, (SyncBatchNorm, type(layer)))
+    for _ in range(3):
+        inputs = torch.randn(4, 3, *shape, dtype=torch.float64)
+        results = []
+        for each in (layer, own):
+            torch.manual_seed(1)
+            given = inputs.clone().requires_grad_()
+            outputs = each.train()(given)
+            outputs.square().sum().backward()
+            gradients = [parameter.grad for parameter in each.parameters()]
+            results.append([outputs, given.grad, *gradients, *each.buffers(), each.eval()(inputs)])
+        torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
 def test_every_name_of_a_layer_is_synchronised_and_its_hooks_stay():
@@ -35,7 +152,65 @@ def test_every_name_of_a_layer_is_synchronised_and_its_hooks_stay():
     model = nn.Sequential(layer, nn.ReLU(), layer).eval()
     for _ in range(2):  # a model may be set up again
         assert set_batch_norm(model, "sync") is model
-    assert type(model[0]) is SyncBatchNorm
+    assert isinstance(model[0], SyncBatchNorm)
     assert model[0] is model[2] is layer
     model(torch.ones(2, 3, 4, 4))
     assert called == [True, True]
+
+
+def counted_on(lengths: list[int]) -> dict[str, object]:
+    """Return the error, or the running variance, of this rank after a batch of which it has lengths[rank] samples."""
+    with Runtime("cpu", timeout=20) as runtime:
+        runtime.open_group()
+        layer = set_batch_norm(nn.BatchNorm1d(2), "sync")
+        real = lengths[runtime.rank]
+        inputs = torch.arange(2.0 * max(real, 1)).view(-1, 2).mul(1 + runtime.rank).requires_grad_()
+        try:
+            with nullcontext() if real else padding_ignored(layer):
+                layer(inputs).sum().backward()
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"variance": layer.running_var.tolist(), "finite": inputs.grad.isfinite().all().item()}
+
+
+@pytest.mark.parametrize("lengths", [(1, 0), (0, 1), (0, 1, 0)])
+def test_one_value_per_channel_in_the_global_batch_raises_on_every_rank_what_torch_raises(lengths):
+    with pytest.raises(ValueError) as expected:  # noqa: PT011, its text is the expected one
+        nn.BatchNorm1d(2)(torch.ones(1, 2))
+    assert run_world(len(lengths), counted_on, [*lengths], timeout=60) == [{"error": str(expected.value)}] * len(lengths)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 0), (3, 1), (0, 1, 2), (0, 0)])
+def test_several_values_or_none_are_no_error_on_any_rank(lengths):
+    """A rank with several values never reads how many the others have, and no rank waits for another one."""
+    first, *others = run_world(len(lengths), counted_on, [*lengths], timeout=60)
+    assert all(other == first for other in others)
+    assert first["finite"]
+    assert (first["variance"] == [1, 1]) == (sum(lengths) == 0)
+    batch = [row * (1 + rank) for rank, real in enumerate(lengths) for row in torch.arange(2.0 * real).view(-1, 2)]
+    if batch:
+        torch.testing.assert_close(first["variance"], (0.9 + 0.1 * torch.stack(batch).var(0)).tolist())
+
+
+def test_run_that_ends_an_epoch_with_one_value_per_channel_gives_advice(tmp_path):
+    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp strategy.batch_norm=sync"
+    model = ["model=lenet", "model._target_=training.normalized", "data.dataset.image_size=8", "data.dataset.train_size=49"]
+    overrides = [word for word in SMALL if not word.startswith(("model=", "data.dataset.train_size="))]
+    code, output = launch(line, *overrides, *model, f"runs_dir={tmp_path}")
+    assert code == 1, output
+    assert "Expected more than 1 value per channel when training, got input size torch.Size([1, 16])" in output
+    assert "with which the ranks together need two" in output
+
+
+def test_layer_is_refused_before_a_process_group_opens():
+    model = "model=own model._target_=test_batch_norm.with_instance_norm"
+    words = [word for word in SMALL if not word.startswith("model=")]
+    line = " ".join([*words, model, "strategy=ddp strategy.batch_norm=sync"])
+    (code, errors), (other, _) = run_world(2, refusal_in_world, line)
+    assert (code, other) == (2, 2)
+    assert "strategy.batch_norm=sync: does not support the layer 0, InstanceNorm2d(3" in errors
+
+
+def with_instance_norm(in_channels, image_size, num_classes):
+    norm = nn.InstanceNorm2d(in_channels, track_running_stats=True)
+    return nn.Sequential(norm, nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))

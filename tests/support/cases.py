@@ -90,6 +90,17 @@ MATRIX = [
     ("tp tp=2 batch_norm=sync narrow", "4", "2"),
     ("pipeline schedule=gpipe num_microbatches=1 narrow-step", "2", ""),
     ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync narrow-step", "4", ""),
+    ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync narrow samples=49", "4", ""),
+    ("mesh shard=null pp=2 schedule=gpipe num_microbatches=1 batch_norm=sync narrow samples=49", "", "4"),
+    # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so one value per channel.
+    ("scratch batch_norm=sync normalized", "23", ""),
+    ("ddp batch_norm=sync normalized", "3", "2"),
+    ("fsdp batch_norm=sync normalized", "23", "4"),
+    ("tp tp=2 batch_norm=sync normalized", "4", "2"),
+    ("mesh batch_norm=sync normalized", "2", "3"),
+    ("mesh shard=null batch_norm=sync normalized", "", "3"),
+    ("mesh shard=null pp=2 schedule=gpipe num_microbatches=1 batch_norm=sync normalized", "4", ""),
+    ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync normalized", "4", ""),
     # The complete models, in float64: in float32 it depends on the processor whether rounding changes the sign of a ReLU's
     # input.
     ("fsdp batch_norm=sync resnet18 step", "", "2"),
@@ -142,6 +153,8 @@ MATRIX = [
 
 def tolerance_of(case: str) -> float:
     """Return by how much weights may differ from those of `single`: cases with BatchNorm are computed in float64."""
+    if "normalized" in case.split():
+        return 1e-12
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & {*case.split()} else 1e-6
 
 

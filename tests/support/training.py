@@ -101,6 +101,35 @@ def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: Non
     return vit(in_channels, image_size, num_classes, **sizes, pool="mean", drop_path=drop_path)
 
 
+class BatchNormAct(nn.BatchNorm2d):
+    """A BatchNorm that drops and activates its outputs, of the structure of timm's BatchNormAct2d."""
+
+    def __init__(self, channels: int, drop: nn.Module, act: nn.Module):
+        super().__init__(channels)
+        self.drop, self.act = drop, act
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+def normalized(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
+    """Return a network with BatchNorm of each kind: 1d over samples and over sequences, 2d, 3d, and one that activates."""
+    return Chain(
+        (in_channels, image_size, image_size),
+        images=nn.Sequential(nn.Conv2d(in_channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        activated=nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), BatchNormAct(8, nn.Identity(), nn.ReLU(inplace=True))),
+        volumes=nn.Sequential(nn.Unflatten(1, (4, 2)), nn.BatchNorm3d(4), nn.Tanh(), nn.Flatten(1, 2)),
+        sequences=nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.Tanh()),
+        samples=nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(8 * ((image_size - 4) ** 2 - 2), 16),
+            nn.BatchNorm1d(16, affine=False, momentum=None),
+            nn.Tanh(),
+        ),
+        head=nn.Linear(16, num_classes),
+    )
+
+
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
     """Return a network whose first stage of two has neither biases nor normalization layers, and whose first block is empty."""
     return Chain(
@@ -118,6 +147,7 @@ MODELS = {
     "lenet": (lenet, 1, 28),
     "vit": (small_vit, 3, 16),
     "narrow": (narrow_resnet, 3, 16),
+    "normalized": (normalized, 3, 8),
     "resnet18": (resnet18, 3, 16),
     "book_resnet18": (book_resnet18, 3, 16),
 }
@@ -159,6 +189,7 @@ PRESETS = {
     # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a ReLU's input changes.
     **{name: f"model={name}" for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")},
     "narrow": "model=narrow samples=60 epochs=1 ema=0.8 float64",
+    "normalized": "model=normalized samples=50 epochs=1 ema=0.8 float64",
     "narrow-step": "model=narrow samples=24 epochs=1",
     "step": "samples=24 epochs=1 float64",
     "regression": "task=regression data=own data.dataset._target_=own_datasets.numbers model=own "
