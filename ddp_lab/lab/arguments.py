@@ -12,7 +12,9 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
+from ddp_lab.data.dataset import InMemory
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.lazy import lazy_layers, materialise
 from ddp_lab.models.make import as_chain, require_chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
@@ -96,9 +98,10 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
     if found is not None:
         if not isinstance(found, torch.Tensor):
             raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(found).__name__}")
-        strategy.input_shape, strategy.input_dtype = tuple(found.shape), found.dtype
+        strategy.input_shape, strategy.input_dtype = form_of(found)
     elif isinstance(model, Chain):
         strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
+    give_shapes(model, found)
     if not strategy.needs_chain or isinstance(model, Chain):
         return model
     chain = as_chain(model, strategy.input_shape or ())
@@ -109,8 +112,34 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
             "lab.trainer(..., example=dataset[0])"
         )
     assert isinstance(chain, Chain)
-    chain.input_dtype = found.dtype
+    chain.input_dtype = strategy.input_dtype
     return chain
+
+
+def form_of(sample: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the dtype that an input has in a batch, where uint8 images are floats."""
+    (form, _) = InMemory(sample.unsqueeze(0), sample.unsqueeze(0)).forms
+    return form
+
+
+def give_shapes(model: nn.Module, sample: torch.Tensor | None) -> None:
+    """Give lazy layers their parameters, by a forward pass of a sample.
+
+    Args:
+        model: of the user.
+        sample: the input of a sample; None: there is none.
+
+    Raises:
+        ConfigError: there are lazy layers and no sample, or the model cannot process it.
+    """
+    if (lazy := lazy_layers(model)) and sample is None:
+        raise ConfigError(
+            f"the model: {lazy[0]} is a lazy layer, which has no shape before its first forward pass. Pass a sample for it: "
+            "lab.trainer(..., example=dataset[0])"
+        )
+    if sample is not None:
+        shape, dtype = form_of(sample)
+        materialise(model, torch.zeros(2, *shape, dtype=dtype), "the model")
 
 
 def require_same(model: nn.Module, runtime: Runtime) -> None:

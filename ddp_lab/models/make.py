@@ -10,12 +10,12 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
+from ddp_lab.models.lazy import materialise
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.weights import match_weights, read
@@ -62,10 +62,10 @@ def make_model(
     of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
     if node.get("init") == "by_block":
         with torch.device("meta"):
-            model = build_model(node, shape)
+            model = build_model(node, shape, trial.inputs)
         initial_weights = InitialWeights(model, seed)
     else:
-        model, initial_weights = build_model(node, shape), None
+        model, initial_weights = build_model(node, shape, trial.inputs), None
     if weights is not None and with_weights:
         if of_torchvision:
             state = rename(read(runtime.agree("weights", partial(find_weights, node["name"], weights), per_node=True)))
@@ -93,7 +93,7 @@ def model_to_plan(node: DictConfig, shape: Mapping[str, Any], precision: str, se
     runtime = PlannedRuntime(1, 1, precision, kind="cpu")
     try:
         with torch.device("meta"):
-            model = build_model(node, shape)
+            model = build_model(node, shape, trial.inputs)
         if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain) or trial.of_all:
             freeze_unused(model, trial, runtime, key_of(node))
     except ConfigError:
@@ -101,8 +101,8 @@ def model_to_plan(node: DictConfig, shape: Mapping[str, Any], precision: str, se
     return model
 
 
-def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> nn.Module:
-    """Call the class or function that `_target_` names and return the model.
+def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: torch.Tensor | None = None) -> nn.Module:
+    """Call the class or function that `_target_` names and return the model. Its lazy layers get their parameters.
 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.
 
@@ -110,10 +110,11 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
         node: the config group `model`; `weights` and `init` are not passed.
         shape: the arguments that follow from the data, for example in_channels and num_classes. Only those are passed that are
             parameters of the class or function.
+        inputs: samples, for lazy layers; None: those that `shape` describes.
 
     Raises:
-        ConfigError: the constructor fails, the result is not an nn.Module or has lazy parameters, or an option follows from the
-            data.
+        ConfigError: the constructor fails, the result is not an nn.Module or cannot process the samples, or an option follows
+            from the data.
     """
     target = node["_target_"]
     accepted = inspect.signature(get_object(target)).parameters
@@ -132,11 +133,8 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
         raise ConfigError(f"model._target_={target}: cannot be constructed{where}: {describe_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")
-    if lazy := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]:
-        raise ConfigError(
-            f"model._target_={target}: {lazy[0]} of a lazy module has no shape yet. Call the model once at the end "
-            f"of its constructor: self(torch.zeros(1, {', '.join(map(str, shape_of(shape)))}))"
-        )
+    dtype = torch.int64 if "vocabulary" in shape else None
+    materialise(model, torch.zeros(2, *shape_of(shape), dtype=dtype) if inputs is None else inputs, f"model._target_={target}")
     return as_chain(model, shape_of(shape))
 
 

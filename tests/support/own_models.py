@@ -206,7 +206,7 @@ class Wrong(Plain):
         elif how == "head":
             self.head = nn.Linear(17, num_classes)
         elif how == "lazy":
-            self.entry = nn.LazyLinear(16)
+            self.spare = nn.LazyLinear(16)
         elif how == "raises":
             raise KeyError("a bug")
 
@@ -275,3 +275,30 @@ def segmenter(in_channels, num_classes):
 def regressor(input_shape, dropout: float = 0.5):
     """Return two numbers; half of the layer in between is dropped."""
     return nn.Sequential(nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(dropout)), nn.Linear(32, 2))
+
+
+class Lazy(nn.Module):
+    """Lazy layers, of which one is used in training only."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyConv2d(4, 3, stride=3), nn.LazyBatchNorm2d(), nn.Tanh())
+        self.dropout, self.training_only = nn.Dropout(0.1), nn.LazyLinear(16)
+        self.entry, self.norm, self.head = nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(num_classes)
+
+    def forward(self, images):
+        hidden = self.norm(self.entry(self.dropout(self.body(images).flatten(1))))
+        return self.head(hidden + self.training_only(hidden) if self.training else hidden)
+
+
+def lazy_blocks(num_classes):
+    """Blocks with lazy layers."""
+    body = nn.Sequential(nn.LazyConv2d(4, 3, stride=3), nn.Tanh())
+    return nn.Sequential(body, nn.Flatten(), nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(num_classes))
+
+
+def eager_blocks(in_channels, image_size, num_classes):
+    """The same blocks with layers that are not lazy."""
+    body = nn.Sequential(nn.Conv2d(in_channels, 4, 3, stride=3), nn.Tanh())
+    layers = nn.Linear(4 * (image_size // 3) ** 2, 16), nn.Tanh(), nn.Linear(16, num_classes)
+    return nn.Sequential(body, nn.Flatten(), *layers)
