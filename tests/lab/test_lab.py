@@ -228,6 +228,7 @@ MESSAGES = [
     ({}, second, "Lab: another one is open in this process"),
     ({}, closed, "Lab: is not open; use it as `with Lab(...) as lab:`"),
     ({}, made(batch_size=0), "batch_size=0: must be an integer of at least 1"),
+    ({}, made(ema=0.5, ema_warmup="no"), "ema_warmup=no: must be true or false"),
     ({}, made(loss=nn.MSELoss), "must be a function of (outputs, targets), or a task such as tasks.Segmentation()"),
     ({}, made(optimizer=SGD(net().parameters())), "for example partial(torch.optim.AdamW, lr=1e-3), got SGD"),
     ({}, made(optimizer=partial(torch.optim.SGD, lr=-1)), "optimizer: ValueError: Invalid learning rate: -1"),
@@ -270,3 +271,14 @@ def test_mistake_that_only_several_ranks_can_make_is_the_same_message_on_each(fo
             in rank["error", 5]
         )
         assert "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [({}, 0.1), ({"ema_warmup": True}, 0.1), ({"ema_warmup": False}, 0.5)])
+def test_first_average_has_the_decay_of_the_warmup_or_the_final_one(warmup, decay):
+    with Lab("single", device="cpu") as lab:
+        trainer = trainer_of(lab, ema=0.5, **warmup)
+        weight = trainer.strategy.module[0].weight
+        before = weight.detach().clone()
+        trainer.step(*next(trainer.batches(pixels(), 0)))
+        expected = decay * before + (1 - decay) * weight
+        torch.testing.assert_close(trainer.ema.averages["0.weight"], expected)

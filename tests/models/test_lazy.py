@@ -1,4 +1,4 @@
-"""Lazy layers get their parameters where the model is constructed. Training with them is in the matrix (test_equivalence.py)."""
+"""Lazy layers get their parameters where the model is constructed. Training is in the matrix (test_equivalence.py)."""
 
 import pytest
 import torch
