@@ -137,7 +137,7 @@ class Strategy(ABC):
     def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
 
-        Here every rank holds the complete model, and it is only checked whether BatchNorm can have the statistics it should.
+        This implementation decides nothing, and checks that BatchNorm can have the statistics it should. Overrides call it.
 
         Args:
             model: the complete model, on the CPU.

@@ -87,17 +87,20 @@ def changes_buffers(layer: nn.Module, channels: int) -> bool:
 
 
 def trial_copy(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer on the CPU, with random numbers as its parameters and buffers."""
-    own = copy.deepcopy(layer)
-    on_meta = any(tensor.is_meta for tensor in [*own.parameters(), *own.buffers()])
-    own = own.to_empty(device="cpu") if on_meta else own.cpu()
+    """Return a copy of a layer on the CPU, with random numbers as its parameters and buffers.
+
+    The values of the layer are not read: on the meta device, and in a plan, it has none.
+    """
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in layer.buffers():
+        memo[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for tensor in layer.parameters():
+        memo[id(tensor)] = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor.requires_grad)
     torch.default_generator.manual_seed(0)
-    for tensor in [*own.parameters(), *own.buffers()]:
+    for tensor in memo.values():
         if tensor.is_floating_point():
             tensor.uniform_(0.5, 1.5)
-        else:
-            tensor.zero_()
-    return own
+    return copy.deepcopy(layer, memo)
 
 
 def inputs_of(layer: nn.Module, channels: int) -> Iterator[torch.Tensor]:
