@@ -12,7 +12,7 @@ class WarmedUpAverages:
     """Averages whose decay is min(decay, (1 + t) / (10 + t)) in the update after t others.
 
     The formula is that of `num_updates` in TensorFlow's tf.train.ExponentialMovingAverage. The first
-    update has the decay 0.1, the 90th has 0.9. With decay=0.999 the warm-up takes 8,990 updates.
+    update has the decay 0.1, the 81st has 0.9. With decay=0.999 the warm-up takes 8,990 updates.
 
     The number of updates is a tensor on each device that holds averages, which every update advances:
     a captured CUDA graph counts its replays, while it would repeat a number of the host forever.
