@@ -39,6 +39,7 @@ class TrainerKeys(Keys):
     max_grad_norm: Positive | None
     ema: Fraction | None
     num_workers: NaturalNumber
+    loss_over_batch: bool
 
 
 class FitKeys(Keys):
