@@ -83,9 +83,10 @@ class SavedCheckpoint(ABC):
         groups = self.state["optimizer"]["param_groups"]
         saved = self._saved_optimizer()
         if not is_same(saved, state.optimizer):
+            found, expected = (", ".join(sorted(names)) for names in (saved.options, options_of(state.optimizer)))
             raise ConfigError(
-                f"{self.about}: was written with another optimizer: its options are {', '.join(sorted(saved.options))}; expected "
-                f"{', '.join(sorted(options_of(state.optimizer)))}. Use the optimizer that it was trained with, or another name"
+                f"{self.about}: was written with another optimizer: its options are {found}; expected {expected}. Use the "
+                "optimizer that it was trained with, or another name"
             )
         if line := describe_options(saved, state.optimizer):
             log.info(line)

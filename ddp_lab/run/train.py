@@ -185,6 +185,10 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
     else:
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
         epoch, criterion = progress.epoch - 1, None
+        if checkpoints.best is not None and checkpoints.best not in progress.best:
+            log.info(
+                f"{checkpoints.best} was not finite in any epoch, so that none is the best: the last weights are the result"
+            )
     metrics = run_dir.path / "metrics.jsonl"
     log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))
     row = row_of(metrics, epoch)

@@ -1,4 +1,4 @@
-"""A checkpoint of another release of torch, whose optimizers have other options, is resumed; that of another optimizer is not."""
+"""A checkpoint whose optimizer has the options of another release of torch is resumed; that of another optimizer is not."""
 
 import json
 import shutil
