@@ -6,7 +6,7 @@ The names of the options do not identify an optimizer: a release of torch may ad
 import inspect
 from collections.abc import Set
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -61,11 +61,11 @@ def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - {"params"}
     given = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted}
-    plain = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    plain: dict[str, Any] = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)
     with suppress(Exception):  # a class of the user's may need other arguments
-        like = for_cpu(kind([weight], **plain))
+        like = for_cpu(cast("Any", kind)([weight], **plain))
         like.step()
         return set(like.state[weight])
     return None
