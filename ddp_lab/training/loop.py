@@ -179,6 +179,6 @@ def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
     if settings.patience is not None and stalled >= settings.patience:
         no_better = f"the last {stalled} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"
         if name not in progress.best_epochs:
-            no_better = f"{name} was not finite in any of the {stalled} epochs"
+            no_better = f"none of the {stalled} epochs has a finite {name} that is kept as the best"
         reasons[f"patience above {stalled}"] = f"{no_better} (patience={settings.patience})"
     return reasons

@@ -39,7 +39,7 @@ def test_metric_that_is_not_finite_hides_no_other():
     assert progress.best_epochs == {"val_loss": 2, "val_mae": 3}
     assert not why_over(progress, FitSettings(9, patience=2))
     assert why_over(progress, FitSettings(9, patience=3, criterion="val_r2")) == {
-        "patience above 3": "val_r2 was not finite in any of the 3 epochs (patience=3)"
+        "patience above 3": "none of the 3 epochs has a finite val_r2 that is kept as the best (patience=3)"
     }
 
 
