@@ -52,6 +52,8 @@ CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  
 SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
 
+TRIPLET = "accumulate=2 loss=own loss._target_=batch_losses.triplet"  # a loss over the batch
+
 
 class Ended(NamedTuple):
     """A run: its exit code, its error, what it returned to a sweeper, and its directory."""
@@ -115,6 +117,10 @@ def refused(text: str) -> Effect:
     return lambda run, base: run.code == 2 and f"error: {text}" in run.errors
 
 
+def allows(text: str) -> Effect:
+    return lambda run, base: run.code == 0 and base.code == 2 and text in base.errors
+
+
 def writes(name: str) -> Effect:
     return lambda run, base: (run.path / name).exists() and not (base.path / name).exists()
 
@@ -134,6 +140,7 @@ KEYS: dict[str, Row | str] = {
     "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
     "accumulate": Row(f"{NORMED} accumulate=2", TRAINED, NORMED),  # statistics of BatchNorm are of micro-batches
+    "loss_over_batch": Row(f"{TRIPLET} loss_over_batch=true", allows("the loss is not a sum over samples: it "), TRIPLET),
     "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),

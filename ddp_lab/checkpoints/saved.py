@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ddp_lab.checkpoints.same_optimizer import SavedOptimizer, describe_options, is_same, options_of
 from ddp_lab.checkpoints.state import KEYS, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.log import log
 
 
 class SavedCheckpoint(ABC):
@@ -71,19 +73,24 @@ class SavedCheckpoint(ABC):
                     )
 
     def check_optimizer(self, state: State) -> None:
-        """Check that the optimizer has the options of this launch's, and the same parameters.
+        """Check that the optimizer is this launch's, and has the same parameters.
+
+        Its options need not be the same: they come from this launch, and a release of torch may add or remove one.
 
         Raises:
             ConfigError: it is another optimizer, or a parameter is frozen in one of the two only.
         """
-        saved = self.state["optimizer"]["param_groups"]
-        options, expected = saved[0].keys() - {"params"}, state.optimizer.param_groups[0].keys() - {"params"}
-        if options != expected:
+        groups = self.state["optimizer"]["param_groups"]
+        saved = self._saved_optimizer()
+        if not is_same(saved, state.optimizer):
+            found, expected = (", ".join(sorted(names)) for names in (saved.options, options_of(state.optimizer)))
             raise ConfigError(
-                f"{self.about}: was written with another optimizer: its options are {', '.join(sorted(options))}; expected "
-                f"{', '.join(sorted(expected))}. Use the optimizer that it was trained with, or another name"
+                f"{self.about}: was written with another optimizer: its options are {found}; expected {expected}. Use the "
+                "optimizer that it was trained with, or another name"
             )
-        trained = {name for group in saved for name in group["params"]}
+        if line := describe_options(saved, state.optimizer):
+            log.info(line)
+        trained = {name for group in groups for name in group["params"]}
         for name, parameter in state.strategy.module.named_parameters():
             if parameter.requires_grad != (name in trained):
                 now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
@@ -92,6 +99,13 @@ class SavedCheckpoint(ABC):
                     f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={self.path} "
                     "with another name"
                 )
+
+    def _saved_optimizer(self) -> SavedOptimizer:
+        """Return what the checkpoint records of its optimizer."""
+        optimizer = self.state["optimizer"]
+        parts = (key.rpartition(".") for key in self.tensors if key.startswith("optimizer."))
+        states = {name for _, _, name in parts} | {name for held in optimizer["state"].values() for name in held}
+        return SavedOptimizer(optimizer.get("kind"), optimizer["param_groups"][0].keys() - {"params"}, states)
 
     def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Read the weights to evaluate, their averages if there are any, into tensors by their names in the model, in place."""

@@ -65,7 +65,8 @@ class State:
             if not torch.is_tensor(value):
                 others.setdefault(name, {})[key] = value
         rest = {"progress": asdict(progress), "seed": self.seed, "scheduler": self.scheduler.state_dict()}
-        rest["optimizer"] = {"state": others, "param_groups": optimizer["param_groups"]}
+        kind = type(self.optimizer).__name__
+        rest["optimizer"] = {"kind": kind, "state": others, "param_groups": optimizer["param_groups"]}
         # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the description is enough: a
         # resume takes options from the config, and compares their names.
         plain = json.dumps(rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value))
@@ -101,6 +102,7 @@ def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
     states = [rest["optimizer"]["state"] for rest in rests]
     groups = zip(*(rest["optimizer"]["param_groups"] for rest in rests), strict=True)
     optimizer = {
+        "kind": rests[0]["optimizer"]["kind"],
         "state": {name: values for state in states for name, values in state.items()},
         "param_groups": [
             same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))} for same in groups

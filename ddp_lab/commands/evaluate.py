@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     given = parse(arguments)
     if given.json and env_int("RANK", 0) == 0:
         check_folder(given.json, "--json")
-    from ddp_lab.observe.metrics_file import describe_metrics
+    from ddp_lab.observe.metrics_file import describe_metrics, without_nan
     from ddp_lab.resilience.run_directory import write_json
     from ddp_lab.run.recorded_config import read_config
     from ddp_lab.run.trained import evaluate_run
@@ -45,4 +45,4 @@ def main(arguments: list[str]) -> None:
         where = f"on {found['samples']:,} samples ({found['where']})"
         print(f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} {where}")
         if given.json:
-            write_json(given.json, found)
+            write_json(given.json, without_nan(found))

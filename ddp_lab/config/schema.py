@@ -103,6 +103,7 @@ class RunConfig(Keys):
     lr_base_batch_size: Count
     warmup_epochs: NonNegative
     accumulate: Count | Literal["auto"]
+    loss_over_batch: bool
     memory_limit: Positive | None
     max_grad_norm: Positive | None
     ema: Fraction | None

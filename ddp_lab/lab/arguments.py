@@ -42,6 +42,7 @@ class TrainerKeys(Keys):
     ema: Fraction | None
     ema_warmup: bool
     num_workers: NaturalNumber
+    loss_over_batch: bool
 
 
 class FitKeys(Keys):

@@ -16,6 +16,7 @@ from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
+from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe
 from ddp_lab.lab.trainer import Trainer
@@ -140,6 +141,7 @@ class Lab:
         ema: float | None = None,
         ema_warmup: bool = True,
         num_workers: int = 0,
+        loss_over_batch: bool = False,
     ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it. Collective.
 
@@ -157,6 +159,9 @@ class Lab:
             ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
             ema_warmup: whether the decay begins lower, as min(ema, (1 + t) / (10 + t)) in the step after t others.
             num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+            loss_over_batch: whether a loss that compares the samples of a batch, such as a contrastive loss, may be computed
+                over each local batch or micro-batch. False: with a complete sample as `example` such a loss is refused where
+                the batch is divided.
 
         Raises:
             ConfigError: an argument is not allowed with this strategy, model or number of ranks.
@@ -164,7 +169,8 @@ class Lab:
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
-        validate(TrainerKeys, {**sizes, **averaging, "max_grad_norm": max_grad_norm})
+        others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
+        validate(TrainerKeys, {**sizes, **averaging, **others})
         strategy: Strategy = build(self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
@@ -175,10 +181,14 @@ class Lab:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         require_same(model, runtime)
+        task = as_task(loss)
+        division = Division(strategy, batch_size, accumulate)
+        if note := check_lab_loss(division, model, task, example, loss_over_batch):
+            self.print(note)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
+        trainer = Trainer(strategy, model, task, recipe, shapes, num_workers)
         trainer.logger = self._log
         return trainer

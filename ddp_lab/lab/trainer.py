@@ -27,6 +27,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.loop import Hooks, Parts, fit
 from ddp_lab.training.metrics import evaluate
+from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step, TrainStep
@@ -69,6 +70,7 @@ class Trainer:
         self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
+        self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
 
     def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's inputs and targets of every global batch of an epoch, on its device.
@@ -150,7 +152,7 @@ class Trainer:
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
         """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
-        parts = Parts(self.eager_step, self.train_step, loaders, settings, task)
+        parts = Parts(self.eager_step, self.train_step, loaders, settings, task, self._notes)
         self.progress = fit(parts, logger, hooks, self.progress)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
@@ -161,7 +163,9 @@ class Trainer:
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
         """
         with self._averages():
-            return evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task)).values
+            found = evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task))
+        self._notes.check(found, "")
+        return found.values
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the model in evaluation mode, without gradients.

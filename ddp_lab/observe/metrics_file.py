@@ -27,8 +27,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
     null stands for numbers that are not finite, which JSON has not.
     """
-    finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-    line = f"{json.dumps(finite)}\n".encode()
+    line = f"{json.dumps(without_nan(row))}\n".encode()
     try:
         with path.open("ab", buffering=0) as file:
             size = file.tell()
@@ -37,6 +36,11 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
                 raise OSError(f"only {written} of {len(line)} bytes were written")
     except OSError as error:  # missing records must not end the training
         log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
+
+
+def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with None in place of numbers that are not finite, which JSON has not."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
 def is_epoch(row: Mapping[str, Any]) -> bool:

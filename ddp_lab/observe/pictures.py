@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ddp_lab.observe.glyphs import drawable
 from ddp_lab.observe.plot import clipped, house_style
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
 
     Args:
         counts: int64 [classes, classes], a row per true class and a column per predicted class.
-        classes: the names of the classes.
+        classes: the names of the classes; a name that the font cannot draw is replaced by its number.
     """
     from matplotlib.figure import Figure
 
@@ -32,7 +33,7 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
     if size <= NAMED:
-        names = [clipped(name) for name in classes]
+        names = [clipped(name) for name in drawable(classes)]
         axes.set_xticks(range(size), names, rotation=90)
         axes.set_yticks(range(size), names)
         for row, column in counts.nonzero().tolist():
@@ -50,11 +51,11 @@ def prediction_grid(inputs: torch.Tensor, targets: list[int], predicted: list[in
         inputs: float [n, channels, height, width], in any range.
         targets: the true class of each image.
         predicted: the predicted class of each image.
-        classes: the names of the classes.
+        classes: the names of the classes; a name that the font cannot draw is replaced by its number.
     """
     from matplotlib.figure import Figure
 
-    names = [clipped(name, 11) for name in classes]
+    names = [clipped(name, 11) for name in drawable(classes)]
     inputs = inputs[:SHOWN] if inputs.shape[1] == 3 else inputs[:SHOWN, :1]  # not RGB: the first channel in grey
     figure = Figure((SHOWN * 1.6, 2.4), layout="constrained")
     for axes, image, target, guess in zip(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp_lab.observe.glyphs import without_glyph_warnings
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -198,5 +200,6 @@ def pixels(drawn: "Figure") -> NDArray[np.uint8]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(drawn)
-    canvas.draw()
+    with without_glyph_warnings():
+        canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -59,7 +59,8 @@ class Fault:
     def __call__(self, batch: Any) -> None:
         self.taken += 1
         done = self.run_dir / ".injected"
-        if self.taken == self.at and not (done.exists() and self.injection in done.read_text()):
+        before = done.read_text().splitlines() if self.taken == self.at and done.exists() else []
+        if self.taken == self.at and self.injection not in before:
             with done.open("a") as file:
                 file.write(self.injection + "\n")
             self._inject(batch)

@@ -30,6 +30,7 @@ from ddp_lab.lab.trainer import Trainer
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, count_flops, random_like
 from ddp_lab.observe.log import telling
+from ddp_lab.run.loss_check import check_divided_loss
 from ddp_lab.run.speed import find_options
 from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
@@ -119,6 +120,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     task = make_task(cfg, dataset)
     trial = make_trial(dataset, task)
     built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, trial, with_weights)
+    built.notes.extend(check_divided_loss(cfg, strategy, dataset, plan, built.model, task))
     job = arrange(cfg, strategy, dataset, plan, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 

@@ -18,7 +18,7 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
-from ddp_lab.observe.metrics_file import describe_result, row_of
+from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
 from ddp_lab.observe.profiler import Profiled
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import TrackedRun
@@ -186,6 +186,10 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
         epoch, criterion = progress.epoch - 1, None
     metrics = run_dir.path / "metrics.jsonl"
+    values = [row[checkpoints.best] for row in read_epochs(metrics) if checkpoints.best in row]
+    if values and not any(value is not None for value in values):
+        never = f"{checkpoints.best} was not finite in any epoch"
+        log.info(f"{never}, so that none is the best: the last weights are the result")
     log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))
     row = row_of(metrics, epoch)
     return {"epoch": epoch, "checkpoint": str(path)} | {key: row[key] for key in row if key.partition("_")[0] in SETS}

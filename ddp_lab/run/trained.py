@@ -19,6 +19,7 @@ from ddp_lab.run.data_record import DataRecord, compare_data, find_data, read_da
 from ddp_lab.run.job import build
 from ddp_lab.run.recorded_config import read_config
 from ddp_lab.training.metrics import evaluate
+from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
@@ -107,6 +108,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
     with float32_matmul(cfg.float32_matmul), slow:
         metrics = evaluate(job.strategy, job.loaders[split])
+    NotFiniteNotes(runtime.rank == 0).check(metrics, split)
     progress = Progress.of(saved.state["progress"])
     epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part
     found = {"checkpoint": str(path), "epoch": epoch, "step": progress.step, "samples": metrics.samples}

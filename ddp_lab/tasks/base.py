@@ -44,6 +44,8 @@ class Task(nn.Module):
         pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
         per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
             known without communication; None: it is known after the first step.
+        check_first: is called once in training, with the first outputs and targets, and raises an exception if the loss is
+            not supported for them; None: there is nothing to check.
     """
 
     running: ClassVar[tuple[str, ...]] = ()
@@ -54,6 +56,7 @@ class Task(nn.Module):
         super().__init__()
         self.loss = loss
         self.per_sample: bool | None = None
+        self.check_first: Callable[[torch.Tensor, torch.Tensor], object] | None = None
 
     def choosing(self, classes: int) -> list[str]:
         """Return the names of the metrics that can choose an epoch, for data with this number of classes; 0: none."""
@@ -79,7 +82,8 @@ class Task(nn.Module):
         if losses.shape[:1] != targets.shape[:1]:
             raise TrainingError(
                 f"the loss must return unreduced losses, [{len(targets)}, ...] for {len(targets)} samples, got "
-                f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch",
+                f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch. "
+                "A loss that is one number for a batch returns it for each sample, loss.expand(len(outputs))",
             )
         if weights.shape != losses.shape:
             raise TrainingError(
@@ -145,6 +149,9 @@ def measure(
         divisor: size of the GLOBAL batch; where gradients are averaged over replicas, divided by their number.
     """
     outputs, targets = in_float32(outputs[:real]), targets[:real]
+    if task.check_first is not None and real:
+        check, task.check_first = task.check_first, None
+        check(outputs, targets)
     loss_sum, weight = task.loss_sum(outputs, targets)
     dtype = sum_dtype(outputs.device)
     sums = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]

@@ -74,6 +74,6 @@ def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> s
     if losses.shape != targets.shape[:1]:
         return (
             f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab divides their sum by the size "
-            "of the global batch"
+            "of the global batch. A loss that is one number for a batch returns it for each sample, loss.expand(len(logits))"
         )
     return None if losses.requires_grad else "returned a tensor without a gradient"

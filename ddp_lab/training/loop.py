@@ -14,6 +14,7 @@ from ddp_lab.strategies.base import total
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import Evaluation, evaluate, means
+from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step, TrainStep
@@ -30,6 +31,7 @@ class Parts:
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
+        notes: says which metrics are not finite.
     """
 
     eager: Step
@@ -37,6 +39,7 @@ class Parts:
     loaders: Mapping[str, Loader]
     settings: FitSettings
     task: Task | None
+    notes: NotFiniteNotes
 
 
 class Hooks:
@@ -99,6 +102,8 @@ def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progr
             evaluated, following = evaluate_epoch(parts, hooks, progress)
             drawable = strategy.task.pictures and shown.inputs.dim() == 4
             logits = strategy.predict(shown.inputs) if drawable and drawn in evaluated else None
+        for name, found in evaluated.items():
+            parts.notes.check(found, name, f" after epoch {progress.epoch}")
         logger.epoch(
             progress.epoch,
             step=progress.step,
@@ -173,5 +178,7 @@ def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
         reasons["epochs"] = f"{progress.epoch - 1} of epochs={settings.epochs} are done"
     if settings.patience is not None and stalled >= settings.patience:
         no_better = f"the last {stalled} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"
+        if name not in progress.best_epochs:
+            no_better = f"none of the {stalled} epochs has a finite {name} that is kept as the best"
         reasons[f"patience above {stalled}"] = f"{no_better} (patience={settings.patience})"
     return reasons

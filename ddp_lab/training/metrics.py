@@ -26,11 +26,13 @@ class Evaluation:
         values: the mean loss, and the task's metrics, by name.
         samples: number of samples.
         sums: the task's sums over all samples, on the host, by name.
+        weight: sum of the weights of all losses; 0 if all targets are ignored, so that the loss is NaN.
     """
 
     values: dict[str, float]
     samples: int
     sums: dict[str, torch.Tensor]
+    weight: float
 
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
@@ -57,8 +59,9 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
             totals[name] = totals[name] + value if name in totals else value
         samples += count
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
-    loss = (sums.pop("loss") / sums.pop("weight")).item()
-    return Evaluation({"loss": loss, **task.metrics(sums)}, samples, sums)
+    loss, weight = sums.pop("loss").item(), sums.pop("weight").item()
+    mean = loss / weight if weight else math.nan
+    return Evaluation({"loss": mean, **task.metrics(sums)}, samples, sums, weight)
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:

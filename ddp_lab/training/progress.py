@@ -44,18 +44,17 @@ class Progress:
         return cls(**{key: value for key, value in saved.items() if key in known})
 
     def next_epoch(self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]) -> "Progress":
-        """Return the position at the beginning of the next epoch.
+        """Return the position at the beginning of the next epoch. A metric that is not finite is no better one.
 
         Args:
             validation: the metrics val_* after the epoch that ends; none without a validation set.
             lower_is_better: as `Task.lower_is_better`.
         """
         following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0)
-        finite = all(map(math.isfinite, validation.values()))
         better = {
             name: value
             for name, value in validation.items()
-            if finite and self._is_better(name, value, lower_is_better(name.removeprefix("val_")))
+            if math.isfinite(value) and self._is_better(name, value, lower_is_better(name.removeprefix("val_")))
         }
         following.best, following.best_epochs = self.best | better, self.best_epochs | dict.fromkeys(better, self.epoch)
         return following

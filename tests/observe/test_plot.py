@@ -1,5 +1,6 @@
 """Plots and pictures: marks are where the values are, and every text is readable."""
 
+import warnings
 from itertools import combinations
 
 import numpy as np
@@ -143,6 +144,23 @@ def test_names_counts_and_colours_of_a_confusion_matrix_are_at_their_classes():
     assert torch.allclose(torch.tensor(image.get_array()), expected), "not the fraction of the row"
     assert image.to_rgba(0.1)[0] > image.to_rgba(0.9)[0], "a larger fraction is not darker"
     assert bar.get_ylabel() == "fraction of the true class"
+
+
+CHINESE = ["\u732b", "dog", "\u725b and cow", "K\u00e4se"]  # of which the font has not the first and the third
+
+
+def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_nothing(tmp_path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        matrix = confusion_figure(torch.eye(4).long(), CHINESE)
+        grid = prediction_grid(torch.rand(4, 3, 8, 8), [0, 1, 2, 3], [0, 1, 2, 0], CHINESE)
+        for number, drawn in enumerate((matrix, grid)):
+            write(drawn, tmp_path / f"{number}.png")
+        beside([curves("\u732b: loss", "\u732b", "loss", [Curve("\u732b", [(1, 1)])])], tmp_path / "curves.png")
+    assert not [str(warning.message) for warning in found]
+    labels = [label.get_text() for label in matrix.axes[0].get_xticklabels()]
+    assert labels == ["0", "dog", "2", "K\u00e4se"]
+    assert [axes.get_xlabel() for axes in grid.axes if axes.images] == ["0", "dog", "2", "0\n(K\u00e4se)"]
 
 
 def test_file_has_the_pixels_and_the_resolution_of_the_figure_whatever_the_user_has_set(tmp_path):

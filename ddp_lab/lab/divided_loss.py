@@ -1,0 +1,127 @@
+"""The check that a strategy does not divide a loss over the batch, which would silently be another loss."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.over_batch import describe_coupling, is_own, outputs_of
+
+Samples = tuple[torch.Tensor, torch.Tensor]  # outputs and targets
+
+
+class Division(NamedTuple):
+    """How a global batch is divided into several calls of the loss.
+
+    nn.DataParallel does not divide it: it gathers the outputs of all replicas before the loss.
+
+    Attributes:
+        strategy: has local batches and micro-batches.
+        batch_size: samples of the GLOBAL batch.
+        accumulate: number of gradient-accumulation steps.
+    """
+
+    strategy: Strategy
+    batch_size: int
+    accumulate: int
+
+    @property
+    def causes(self) -> list[str]:
+        """What divides the batch; empty if nothing does."""
+        strategy = self.strategy
+        counts = {
+            f"strategy={strategy.name} on {strategy.dp_size} replicas": strategy.dp_size,
+            f"accumulate={self.accumulate}": self.accumulate,
+            f"strategy.num_microbatches={strategy.num_microbatches}": strategy.num_microbatches,
+        }
+        return [name for name, count in counts.items() if count > 1]
+
+    @property
+    def samples(self) -> int:
+        """How many samples of a full global batch a call of the loss gets at most."""
+        local_batch = self.batch_size / self.strategy.dp_size
+        return math.ceil(math.ceil(local_batch / self.accumulate) / self.strategy.num_microbatches)
+
+    def describe(self) -> str | None:
+        """Return a line for the log about loss_over_batch=true; None if the batch is not divided."""
+        if not self.causes:
+            return None
+        return f"loss_over_batch=true: the loss is computed over each local batch of {self.samples} samples"
+
+
+def check_loss(division: Division, task: Task, key: str, samples: Callable[[], Samples | None]) -> bool:
+    """Check that a loss which is divided is a sum over samples, as far as a trial finds it.
+
+    Args:
+        division: of the batch.
+        task: with the loss.
+        key: what chose the loss, for the message.
+        samples: returns outputs and targets to try it with; None if there are none. It is called if the loss is tried.
+
+    Returns:
+        Whether it is checked; False if there were no samples.
+
+    Raises:
+        ConfigError: the loss is over the batch.
+    """
+    if not division.causes or is_own(task):
+        return True
+    found = samples()
+    if found is None:
+        return False
+    how = describe_coupling(task, *found)
+    if how is not None:
+        raise ConfigError(
+            f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} would compute it over "
+            f"{division.samples} samples at a time, and not over the global batch of {division.batch_size}. Use "
+            "strategy=single with accumulate=1; or a loss that depends on one sample alone; or loss_over_batch=true, if it is "
+            "meant to be computed over each part of the batch"
+        )
+    return True
+
+
+def check_lab_loss(division: Division, model: nn.Module, task: Task, example: Any, over_batch: bool) -> str | None:
+    """Check the loss of a trainer of a Lab: now with a complete sample as example, else in the first step.
+
+    Args:
+        division: of the batch.
+        model: complete.
+        task: with the loss, on the CPU.
+        example: a sample, or its input; None: there is none.
+        over_batch: whether a loss over the batch is allowed.
+
+    Returns:
+        A line for the log; None if there is nothing to say.
+
+    Raises:
+        ConfigError: the loss is over the batch.
+    """
+    if over_batch:
+        return division.describe()
+    if not check_loss(division, task, "loss", lambda: samples_of(model, example)):
+        task.check_first = lambda outputs, targets: check_loss(division, task, "loss", lambda: (outputs, targets))
+    return None
+
+
+def samples_of(model: nn.Module, example: Any) -> Samples | None:
+    """Return the outputs and the targets of a complete sample; None if it is none, or if the model fails."""
+    if not isinstance(example, (tuple, list)) or len(cast("list[Any]", example)) != 2:
+        return None
+    sample: list[Any] = [*example]
+    with suppress(Exception):  # a target may be of any type, about which the loader reports
+        inputs, targets = (torch.as_tensor(part).unsqueeze(0) for part in sample)
+        is_image = inputs.dtype == torch.uint8 and inputs.dim() == 4
+        return outputs_for(model, inputs / 255 if is_image else inputs, targets)
+    return None
+
+
+def outputs_for(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Samples | None:
+    """Return the outputs of a model, as `outputs_of`, with the targets; None if the model fails."""
+    outputs = outputs_of(model, inputs)
+    return None if outputs is None else (outputs, targets)

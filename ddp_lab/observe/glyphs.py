@@ -1,0 +1,22 @@
+"""Names in scripts that the font of a picture does not have, such as Chinese: matplotlib would draw boxes, and warn of each."""
+
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+
+def drawable(names: Sequence[str]) -> list[str]:
+    """Return the names of classes, with its number in place of a name that the font in use cannot draw."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    font = get_font(findfont(FontProperties()))
+    known = [all(font.get_char_index(ord(character)) for character in name) for name in names]
+    return [name if known[number] else str(number) for number, name in enumerate(names)]
+
+
+@contextmanager
+def without_glyph_warnings() -> Generator[None]:
+    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield

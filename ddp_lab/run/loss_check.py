@@ -1,0 +1,49 @@
+"""The check of a run's loss before the ranks are connected: whether the run divides a loss over the batch."""
+
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.lab.divided_loss import Division, Samples, check_loss, outputs_for
+from ddp_lab.models.trial import random_like
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.over_batch import SAMPLES
+from ddp_lab.training.plan import Plan
+
+
+def check_divided_loss(
+    cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, model: nn.Module, task: Task
+) -> list[str]:
+    """Check that the run does not divide a loss over the batch, unless loss_over_batch=true; return notes for the log.
+
+    Args:
+        cfg: the config.
+        strategy: of the run.
+        dataset: of which some targets are read if the loss is tried.
+        plan: of the run.
+        model: the complete model.
+        task: with the loss, on the CPU.
+
+    Raises:
+        ConfigError: the loss is over the batch, and the strategy, accumulation or micro-batches divide the batch.
+    """
+    division = Division(strategy, plan.global_batch_size, cfg.accumulate)
+    if cfg.loss_over_batch:
+        note = division.describe()
+        return [note] if note else []
+    group = "task" if task.loss is None else "loss"
+    key = f"{group}._target_={cfg[group]['_target_']}"
+    check_loss(division, task, key, partial(samples_of, dataset, model))
+    return []
+
+
+def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:
+    """Return outputs of the model for random inputs, and the targets of the first samples of the training set."""
+    inputs, _ = dataset.example(2)
+    train, (_, dtype) = dataset.train, dataset.train.forms[1]
+    targets = [train.sample(0, index)[1] for index in range(min(SAMPLES, train.size))]
+    return outputs_for(model, random_like(inputs), torch.stack(targets).to(dtype))

@@ -1,0 +1,257 @@
+"""Whether a loss is a sum over samples, found by a trial on a few samples.
+
+The gradient of such a sum can be computed in parts: local batches, gradient-accumulation steps and micro-batches. A loss over
+the batch, such as a contrastive loss or the partial likelihood of Cox, compares the samples of a batch with each other, so that
+it is another function of each part.
+
+The trial computes the loss of some samples together and of each sample alone. A loss of samples that are computed one by one
+has the same sum both ways, whatever the outputs and the targets are: the trial may therefore make up both.
+"""
+
+import copy
+import random
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import describe_error
+from ddp_lab.models.trial import LARGE, meta_copy
+from ddp_lab.tasks.base import Task
+
+SAMPLES = 8  # of a trial: triplets need three, of which two are alike
+ELEMENTS = 2**23  # of the outputs of a trial; a single sample may have more
+EXACT = 1e-6  # relative tolerance for a loss in float64
+ROUNDED = 1e-5  # the least one for a loss that computes in a coarser dtype
+NOISE = 16  # times the change of such a loss by a rounding of its outputs
+
+
+class Sums(NamedTuple):
+    """The sum of the losses of some samples, and that of their weights."""
+
+    loss: float
+    weight: float
+
+
+class NotRepeatableError(Exception):
+    """The loss draws random numbers, or changes its state, so that two calls cannot be compared."""
+
+
+def is_own(task: Task) -> bool:
+    """Return whether the loss is one of ddp_lab's, which are sums over samples."""
+    parts = [task] if task.loss is None else [task, task.loss]
+    modules = [getattr(part, "__module__", None) or type(part).__module__ for part in parts]
+    return all(module.startswith("ddp_lab.") for module in modules)
+
+
+def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | None:
+    """Return how the loss shows that it is not a sum over samples, as the end of "the loss ...".
+
+    Torch's random state stays as it is, and so does the task, which is copied.
+
+    Args:
+        task: with the loss.
+        outputs: of the model for one or more samples, [m, ...]; on the meta device if only their shape is known.
+        targets: of one or more samples, [n, ...].
+
+    Returns:
+        None if it is a sum over samples, or if that cannot be found: it draws random numbers, or fails for these samples.
+    """
+    outputs = outputs.detach() if outputs.is_meta else outputs.detach().cpu()
+    with random_state_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as that of a standard deviation of one sample
+        for each_outputs, each_targets in make_cases(outputs, targets.detach().cpu()):
+            for training in (True, False):  # in evaluation mode dropout draws nothing
+                try:
+                    found = compare(copied(task).train(training), each_outputs, each_targets)
+                except NotRepeatableError:
+                    continue
+                if found:
+                    return found
+                break
+    return None
+
+
+def compare(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | None:
+    """Return how the loss of some samples together differs from that of each alone; None if it does not.
+
+    Args:
+        task: may be changed.
+        outputs: in float64.
+        targets: as many.
+
+    Raises:
+        NotRepeatableError: the loss cannot be computed twice.
+    """
+    for dtype in (torch.float64, torch.float32):
+        task, outputs = task.to("cpu", dtype), outputs.to(dtype)
+        targets = targets.to(dtype) if targets.is_floating_point() else targets
+        try:
+            together, result_dtype = sums_of(task, outputs, targets)
+        except NotRepeatableError:
+            raise
+        except Exception:  # it is not made for such outputs or targets, or not for float64
+            continue
+        return compare_with(task, outputs, targets, together, result_dtype)
+    return None
+
+
+def compare_with(task: Task, outputs: torch.Tensor, targets: torch.Tensor, together: Sums, dtype: torch.dtype) -> str | None:
+    """As `compare`, given the sums over all samples and the coarsest dtype in them."""
+    tolerance = EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
+    again, _ = sums_of(task, outputs, targets)
+    if not all(map(np.isfinite, together)):
+        return None
+    if not all(is_close(*pair, tolerance) for pair in zip(together, again, strict=True)):
+        raise NotRepeatableError
+    alone: list[Sums] = []
+    for row in range(len(outputs)):
+        one = slice(row, row + 1)
+        try:
+            found, _ = sums_of(task, outputs[one], targets[one])
+        except NotRepeatableError:
+            raise
+        except Exception as error:
+            return f"fails for one sample: {describe_error(error)}"
+        alone.append(found)
+    count = len(outputs)
+    for name, value, each in zip(("loss", "weight"), together, zip(*alone, strict=True), strict=True):
+        size = max(abs(value), sum(map(abs, each)))
+        if not is_close(value, sum(each), tolerance, size):
+            what = "is" if name == "loss" else "has the weight"
+            return f"{what} {value:.6g} for {count} samples together, and {sum(each):.6g} for each alone, in sum"
+    return None
+
+
+def is_close(one: float, other: float, tolerance: float, size: float = 0.0) -> bool:
+    """Return whether two sums are equal; NaN equals nothing.
+
+    Args:
+        one, other: the sums.
+        tolerance: relative to `size`, and absolute if that is below 1.
+        size: of the terms.
+    """
+    return abs(one - other) <= tolerance * max(1.0, size, abs(one))
+
+
+def measure_tolerance(task: Task, outputs: torch.Tensor, targets: torch.Tensor, together: Sums) -> float:
+    """Return the relative tolerance for a loss that does not compute in float64: a multiple of its rounding error."""
+    eps = torch.finfo(torch.float32).eps
+    generator = torch.Generator().manual_seed(1)
+    rounding = 2 * torch.rand(outputs.shape, generator=generator, dtype=outputs.dtype) - 1
+    with suppress(Exception):
+        rounded, _ = sums_of(task, outputs * (1 + eps * rounding), targets)
+        change = abs(rounded.loss - together.loss) / max(1.0, abs(together.loss))
+        return max(ROUNDED, NOISE * change)
+    return ROUNDED
+
+
+def sums_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[Sums, torch.dtype]:
+    """Return the sums over some samples, and the coarsest dtype that they were computed in.
+
+    Raises:
+        NotRepeatableError: the loss has drawn random numbers.
+        Exception: any other one of the loss.
+    """
+    before = random_states()
+    with torch.no_grad():
+        loss, weight = task.loss_sum(outputs, targets)
+    if random_states() != before:
+        raise NotRepeatableError
+    return Sums(float(loss), float(weight)), loss.dtype
+
+
+def make_cases(outputs: torch.Tensor, targets: torch.Tensor) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield outputs, [count, ...] in float64, and targets, [count, ...], on which a loss is tried.
+
+    Outputs of a model whose last layer is zero are all alike, and the first samples of a sorted dataset are of one class: a
+    loss over the batch may then look like a sum. So there are random outputs, and targets that differ.
+    """
+    size = max(1, outputs[0].numel())
+    count = max(2, min(SAMPLES, ELEMENTS // size))
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, *outputs.shape[1:])
+    of_outputs = [torch.randn(shape, generator=generator, dtype=torch.float64)]
+    rows = torch.arange(count)
+    of_targets = [targets[rows % len(targets)], mixed_targets(targets[rows % len(targets)], generator)]
+    if count * size <= ELEMENTS:
+        of_outputs.append(torch.rand(shape, generator=generator, dtype=torch.float64))  # probabilities
+        of_targets.append(targets[rows * 0])
+        if not outputs.is_meta:  # between outputs of the model, which have the values that the loss needs
+            shares = torch.rand(count, len(outputs), generator=generator, dtype=torch.float64)
+            shares /= shares.sum(1, keepdim=True)
+            of_outputs.append(torch.tensordot(shares, outputs.double(), dims=1))
+    for each_outputs in of_outputs:
+        for each_targets in of_targets:
+            yield each_outputs, each_targets
+
+
+def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return targets like these that differ from sample to sample, where some samples are alike."""
+    if targets.is_floating_point():
+        scaled = targets * (0.5 + torch.rand(targets.shape, generator=generator, dtype=targets.dtype))
+        binary = ((targets == 0) | (targets == 1)).all(0)
+        drawn = torch.randint(0, 2, targets.shape, generator=generator).to(targets.dtype)
+        return torch.where(binary, drawn, scaled)
+    values = targets.unique()
+    if len(values) == 1:
+        values = torch.stack([values[0], torch.zeros_like(values[0]) if values[0] else torch.ones_like(values[0])])
+    if targets.dim() == 1:  # classes: two samples of each
+        return values[torch.arange(len(targets)) // 2 % len(values)]
+    return values[torch.randint(0, len(values), targets.shape, generator=generator)]
+
+
+def outputs_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor | None:
+    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or returns no tensor.
+
+    The model, torch's random state and the mode of each module stay as they are. Of a large model, and of one on the meta
+    device, only the shape of the outputs is computed, if possible.
+
+    Args:
+        model: complete.
+        inputs: some samples.
+    """
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    found: object = None
+    if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        with suppress(Exception), torch.no_grad():
+            found = meta_copy(model).eval()(inputs.to("meta"))
+    if found is None and not on_meta:
+        modes = {module: module.training for module in model.modules()}
+        device = next((parameter.device for parameter in model.parameters()), inputs.device)
+        with suppress(Exception), torch.no_grad(), random_state_kept():
+            found = model.eval()(inputs.to(device))
+        for module, training in modes.items():
+            module.training = training
+    is_batch = isinstance(found, torch.Tensor) and found.dim() > 0 and len(found) == len(inputs)
+    return found if isinstance(found, torch.Tensor) and is_batch else None
+
+
+def copied(task: Task) -> Task:
+    """Return a copy of a task, whose state a trial may change; the task itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(task)
+    except Exception:
+        return task
+
+
+def random_states() -> tuple[object, ...]:
+    """Return the states of the global generators of torch, Python and NumPy, which can be compared."""
+    numpy_state = np.random.get_state(legacy=False)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy_state)
+
+
+@contextmanager
+def random_state_kept() -> Generator[None]:
+    """Restore the states of the global generators of torch, Python and NumPy on the CPU at the end."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(of_numpy)
