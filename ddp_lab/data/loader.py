@@ -68,6 +68,9 @@ class Loader(ABC):
         """Bytes of the batches that are in shared memory at the same time."""
         return 0
 
+    def close(self) -> None:  # noqa: B027, a loader without processes has nothing to end
+        """End the processes of the loader. It can be used no more."""
+
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Select an epoch, and so its order and augmentation. Without this call, every epoch is the same.
 

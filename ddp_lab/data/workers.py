@@ -1,10 +1,12 @@
 """The loader of samples that worker processes prepare in host memory."""
 
+import ctypes
 import math
 import mmap
-import signal
-import weakref
 from collections.abc import Iterator
+from functools import partial
+from multiprocessing import RawValue
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -15,16 +17,12 @@ from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Samples
 from ddp_lab.data.loader import Loader
-from ddp_lab.world.process import REQUESTS
+from ddp_lab.data.worker_process import Flag, begin_worker
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
+EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
+CLOSED = "batches: their Lab is closed; read them within its `with` block"
 RawBatch = tuple[torch.Tensor, torch.Tensor]
-
-
-def ignore_signals(worker: int) -> None:
-    """Ignore the signals that a scheduler or terminal sends to a whole launch: the main process handles them."""
-    for number in REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 class Batches(TorchDataset[tuple[torch.Tensor, Any]]):
@@ -46,11 +44,9 @@ class Batches(TorchDataset[tuple[torch.Tensor, Any]]):
         return inputs.permute(1, 2, 0) if self.data.is_image else inputs, target
 
 
-def stop_workers(loader: DataLoader[Any]) -> None:
-    """End the worker processes of a loader, also where an exception's frames keep the loader until the interpreter exits.
-
-    There multiprocessing would end them by SIGTERM, which they ignore, and wait for them forever.
-    """
+def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
+    """End the worker processes of a loader within seconds, whatever they are doing."""
+    ended.value = True
     if loader._iterator is not None:  # pyright: ignore[reportPrivateUsage]
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
@@ -65,17 +61,26 @@ class WorkerLoader(Loader):
         super().__init__(data, options)
         # Worker processes learn the epoch from each batch: nothing that is set in the main process reaches them once they run.
         self._batches: list[Any] = []
+        self._ended: Flag = RawValue(ctypes.c_bool, False)
         self.loader = DataLoader(
             Batches(data),
             batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
         )
         self._stream: Iterator[RawBatch] | None = None
-        weakref.finalize(self, stop_workers, self.loader)
+        # Called when the loader is freed or, where an exception's frames keep it, before this
+        # process waits for its children to exit. A child of multiprocessing, as the ranks of
+        # `launch` are, waits for them too, but calls neither atexit's functions nor weakref's.
+        arguments = self.loader, self._ended
+        self._end = Finalize(self, stop_workers, arguments, exitpriority=EXIT_PRIORITY)
+
+    def close(self) -> None:
+        self._stream = None
+        self._end()
 
     @property
     def shared_bytes(self) -> int:
@@ -88,12 +93,15 @@ class WorkerLoader(Loader):
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
+        if self._ended.value:
+            raise ConfigError(CLOSED)
         indices, size = order[self.start :].numpy(), self.local_batch_size  # tensors would go through shared memory
         self._batches[:] = [(self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)]
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._stream is not None, "start_epoch was not called"
+        if self._stream is None:
+            raise ConfigError(CLOSED)
         try:
             inputs, targets = next(self._stream)
         except SampleError as error:  # of a worker process, the text is a traceback that ends with the message

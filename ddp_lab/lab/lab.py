@@ -1,7 +1,7 @@
 """The ranks of a script or a notebook, and trainers of models on them."""
 
 import math
-import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,18 +13,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import ConfigError, TrainingError, multiples
+from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.recipe import Recipe
+from ddp_lab.lab.recipe import Recipe, TrainerOptions
+from ddp_lab.lab.report import wait_for_reporter
 from ddp_lab.lab.trainer import Trainer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
-
-REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
 
 
 class Lab:
@@ -67,6 +66,7 @@ class Lab:
         folder = None if run_dir is None else Path(run_dir)
         self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
         self._runtime: Runtime | None = None
+        self._trainers = weakref.WeakSet[Trainer]()
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -79,9 +79,10 @@ class Lab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
+        for trainer in list(self._trainers):
+            trainer.close()
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
-            time.sleep(REPORTING)
+        wait_for_reporter(error, runtime)
         runtime.__exit__(kind, error, traceback)
         forget_layouts()
 
@@ -174,6 +175,7 @@ class Lab:
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         recipe = Recipe(batch_size, optimizer, lambda made: LambdaLR(made, factor), step, ema)
-        trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
-        trainer.logger = self._log
+        options = TrainerOptions(self._log, num_workers)
+        trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, options)
+        self._trainers.add(trainer)
         return trainer

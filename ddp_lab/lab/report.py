@@ -1,0 +1,29 @@
+"""Which rank of a script reports an error: the one that has the cause. The others wait until its exit ends them."""
+
+import time
+
+from ddp_lab.config.errors import ConfigError, SampleError, TrainingError
+from ddp_lab.resilience.watchdog import SECONDARY
+from ddp_lab.world.runtime import Runtime
+
+REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
+EXITING = 3.0  # seconds in which a rank exits after an error that other ranks see as a closed connection
+TURN = 0.3  # seconds between the reports of two ranks that may have read the same sample
+TURNS = 10  # ranks that wait for each other at most
+
+
+def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
+    """Wait on a rank of torchrun, or of `launch`, for another rank that reports this error, or its cause.
+
+    Args:
+        error: raised in the body of a Lab; None: there is none.
+        runtime: this rank.
+    """
+    if error is None or not runtime.under_torchrun:
+        return
+    if isinstance(error, SampleError):
+        time.sleep(TURN * min(runtime.rank, TURNS))
+    elif isinstance(error, (ConfigError, TrainingError)):
+        time.sleep(REPORTING if runtime.rank else 0)
+    elif any(text in str(error) for text in SECONDARY):
+        time.sleep(EXITING)
