@@ -191,9 +191,13 @@ class DeviceLoader(Loader):
         super().__init__(data, options)
         self.inputs, self.targets = data.inputs.to(self.device), data.targets.to(self.device)
         self._order = self._range.new_zeros(self.samples)
+        labels = options.labels
+        self._labels = None if labels is None else labels.measure(data.targets)
 
     def _start(self, order: torch.Tensor) -> None:
         self._order.copy_(order)
+        if self.options.labels is not None and self._labels is not None:
+            self.options.labels.add(*self._labels)
 
     def _read(self, places: torch.Tensor) -> Tensors:
         index = self._order.index_select(0, places)

@@ -3,45 +3,77 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Samples
+from ddp_lab.data.labels import LabelRange
 from ddp_lab.data.loader import Loader
 from ddp_lab.data.worker_process import Flag, begin_worker
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
 EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
 CLOSED = "batches: their Lab is closed; read them within its `with` block"
-RawBatch = tuple[torch.Tensor, torch.Tensor]
+Sample = tuple[torch.Tensor, torch.Tensor]
+RawBatch = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]  # inputs, targets, and the range of the labels
 
 
-class Batches(TorchDataset[tuple[torch.Tensor, Any]]):
+class Batches(TorchDataset[Sample]):
     """The samples of a split. The channels of images come last, because those that were decoded have so."""
 
     def __init__(self, data: Samples):
         self.data = data
 
-    def __getitems__(self, batch: tuple[int, Any]) -> list[tuple[torch.Tensor, Any]]:
+    def __getitems__(self, batch: tuple[int, Any]) -> list[Sample]:
         """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader."""
         epoch, indices = batch
-        return [self._sample(epoch, index) for index in indices.tolist()]
+        samples = [self._sample(epoch, index) for index in indices.tolist()]
+        require_equal_shapes(samples, [self.data.number(index) for index in indices.tolist()])
+        if self.data.is_image:
+            return [(inputs.permute(1, 2, 0), target) for inputs, target in samples]
+        return samples
 
-    def _sample(self, epoch: int, index: int) -> tuple[torch.Tensor, Any]:
+    def _sample(self, epoch: int, index: int) -> Sample:
         try:
-            inputs, target = self.data.sample(epoch, index)
+            return self.data.sample(epoch, index)
         except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
             raise SampleError(str(error)) from None
-        return inputs.permute(1, 2, 0) if self.data.is_image else inputs, target
+
+
+def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> None:
+    """Check that samples can be put into one batch.
+
+    Args:
+        samples: of the batch.
+        numbers: their numbers in the dataset.
+
+    Raises:
+        SampleError: their inputs, or their targets, have different shapes.
+    """
+    for place, what in enumerate(("inputs", "targets")):
+        shapes = [tuple(sample[place].shape) for sample in samples]
+        other = next((at for at, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if other is not None:
+            raise SampleError(
+                f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
+                f"their {what} have the shapes {list(shapes[0])} and {list(shapes[other])}. Pad them "
+                "to one shape in the dataset, and let the loss ignore the padding, or cut them to one"
+            )
+
+
+def collate(labels: LabelRange | None, samples: list[Sample]) -> RawBatch:
+    """Return the batch of some samples, with the range of its labels, which costs the worker less than the rank."""
+    inputs, targets = default_collate(samples)
+    return inputs, targets, labels.measure(targets) if labels else (0, 0)
 
 
 def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
@@ -67,6 +99,7 @@ class WorkerLoader(Loader):
             batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
+            collate_fn=partial(collate, options.labels),
             worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
@@ -103,9 +136,11 @@ class WorkerLoader(Loader):
         if self._stream is None:
             raise ConfigError(CLOSED)
         try:
-            inputs, targets = next(self._stream)
+            inputs, targets, found = next(self._stream)
         except SampleError as error:  # of a worker process, the text is a traceback that ends with the message
             raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
+        if self.options.labels is not None:
+            self.options.labels.add(*found)
         inputs = inputs.to(self.device, non_blocking=True)
         if self.data.is_image:  # not contiguous(), which leaves images of one channel with the strides of channels_last
             inputs = inputs.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)

@@ -129,6 +129,7 @@ class LocalBatches:
             shuffle=shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
+            labels=strategy.task.labels,
         )
 
     def iterate(self, loader: Loader, order: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
