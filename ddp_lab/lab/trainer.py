@@ -51,7 +51,7 @@ class Trainer:
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
         train_step: the step that `fit` takes.
-        progress: the position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
+        position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
         logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
     """
 
@@ -73,7 +73,7 @@ class Trainer:
         self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
         self.train_step: TrainStep = self.eager_step
-        self.progress = Progress(first_order=0)
+        self.position = Progress(first_order=0)
         self.logger = options.logger
         self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
@@ -81,6 +81,12 @@ class Trainer:
         # What the model's `training` was after the last switch to training; None: an evaluation or the beginning of a loop
         # came after it.
         self._training: bool | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The position as a loop counts it: the epoch from 0, which is the next argument of `batches`."""
+        counts_from_1 = self.position.first_order is not None  # a loop of an older version has not saved it so
+        return replace(self.position, epoch=self.position.epoch - counts_from_1)
 
     def close(self) -> None:
         """End the processes that read datasets. A Lab calls it when its `with` block is left."""
@@ -102,12 +108,12 @@ class Trainer:
             ConfigError: the dataset has no length, is empty, or its samples are no pairs.
         """
         order = epoch + self._first_order(0)
-        start = self.progress.samples if self._resumed and order == self.progress.order else 0
+        start = self.position.samples if self._resumed and order == self.position.order else 0
         self._resumed, self._training = False, None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
         yield from self._batches.iterate(loader, order, start)
-        if self.progress.order == order and self.progress.samples == loader.data.size:
-            self.progress = self.progress.next_epoch({}, self.strategy.task.lower_is_better)
+        if self.position.order == order and self.position.samples == loader.data.size:
+            self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
@@ -128,10 +134,10 @@ class Trainer:
             strategy.train()
             self._training = strategy.module.training
         self.eager_step(batch)
-        self.progress.step += 1
+        self.position.step += 1
         if handed:
-            self.progress.epoch += handed.order - self.progress.order
-            self.progress.samples = handed.samples
+            self.position.epoch += handed.order - self.position.order
+            self.position.samples = handed.samples
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
@@ -167,9 +173,9 @@ class Trainer:
     def fit_loaders(
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
-        """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
+        """Train from `position` to the end, as `training.loop.fit`, whose position at the end becomes `position`."""
         parts = Parts(self.eager_step, self.train_step, loaders, settings, task)
-        self.progress = fit(parts, logger, hooks, self.progress)
+        self.position = fit(parts, logger, hooks, self.position)
         self._training = None
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
@@ -223,7 +229,7 @@ class Trainer:
         folder = Path(folder)
         self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
-        checkpoints.save(self.progress)
+        checkpoints.save(self.position)
         checkpoints.wait()
         if problem := self.strategy.runtime.agree("checkpoint", lambda: checkpoints.problem):
             raise ConfigError(problem)
@@ -240,10 +246,9 @@ class Trainer:
         """
         checkpoints = self._checkpoints_in(Path(folder))
         progress = checkpoints.resume(checkpoints.folder, lambda found: found.step)
-        self.progress = progress if progress.step else Progress(first_order=0)
+        self.position = progress if progress.step else Progress(first_order=0)
         self._resumed = True
-        done = self.progress.epoch - (self.progress.first_order is not None)
-        return done, math.ceil(self.progress.samples / self.batch_size)
+        return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
 
     def _first_order(self, new: int) -> int:
         """Return the number of the order of the first epoch.
@@ -252,12 +257,12 @@ class Trainer:
             new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an older version numbers its
                 epochs as the orders, from here, too.
         """
-        progress = self.progress
-        if not progress.step:
-            self.progress = Progress(first_order=new)
-        elif progress.first_order is None:
-            self.progress = replace(progress, epoch=progress.epoch + 1 - new, first_order=new)
-        return self.progress.order - self.progress.epoch + 1
+        position = self.position
+        if not position.step:
+            self.position = Progress(first_order=new)
+        elif position.first_order is None:
+            self.position = replace(position, epoch=position.epoch + 1 - new, first_order=new)
+        return self.position.order - self.position.epoch + 1
 
     def _checkpoints_in(self, folder: Path) -> Checkpoints:
         folder = folder.resolve()

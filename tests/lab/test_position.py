@@ -64,7 +64,7 @@ def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
     class Stop(Hooks):
         def after_step(self, progress: Progress, here) -> None:
             if progress.step == stop:
-                trainer.progress = here()
+                trainer.position = here()
                 raise Left
 
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
 def run(trainer: Trainer, how: str, epochs: int, stop: int | None = None) -> None:
     """Train until `epochs` epochs are done, in a loop that begins where the trainer is, or by `fit`."""
     if how == "loop":
-        loop(trainer, trainer.progress.epoch - 1, epochs, stop)
+        loop(trainer, trainer.progress.epoch, epochs, stop)
     else:
         fit(trainer, epochs, stop)
 
@@ -98,6 +98,17 @@ def test_orders_of_a_loop_and_of_fit_stay_as_they_were(how, first):
         trainer, model = trainer_of(lab)
         run(trainer, how, 2)
     assert flat(model.batches) == [*order_of(first), *order_of(first + 1)]
+
+
+@pytest.mark.parametrize(("how", "first"), [("loop", 0), ("fit", 1)])
+def test_epoch_of_the_position_is_the_one_that_a_loop_reads_next(how, first):
+    with Lab(device="cpu") as lab:
+        trainer, model = trainer_of(lab)
+        run(trainer, how, 1)
+        while trainer.progress.epoch < 3:
+            for inputs, targets in trainer.batches(data(), trainer.progress.epoch):
+                trainer.step(inputs, targets)
+    assert flat(model.batches) == [number for epoch in range(3) for number in order_of(first + epoch)]
 
 
 def test_fit_after_a_loop_trains_the_epochs_that_are_left():
@@ -144,7 +155,7 @@ def test_checkpoint_of_an_older_version_is_read_as_it_was(how, epoch, position, 
     with Lab(device="cpu") as lab:
         trainer, _ = trainer_of(lab)
         run(trainer, how, EPOCHS, stop=STEPS + 1)
-        old = {key: value for key, value in asdict(trainer.progress).items() if key != "first_order"} | {"epoch": epoch}
+        old = {key: value for key, value in asdict(trainer.position).items() if key != "first_order"} | {"epoch": epoch}
         trainer.checkpoint(tmp_path)
         trainer, model = trainer_of(lab)
         resume = Checkpoints.resume
