@@ -8,8 +8,6 @@ from ddp_lab.world.runtime import Runtime
 
 REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
 EXITING = 3.0  # seconds in which a rank exits after an error that other ranks see as a closed connection
-TURN = 0.3  # seconds between the reports of two ranks that may have read the same sample
-TURNS = 10  # ranks that wait for each other at most
 
 
 def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
@@ -21,8 +19,9 @@ def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
     """
     if error is None or not runtime.under_torchrun:
         return
-    if isinstance(error, SampleError):
-        time.sleep(TURN * min(runtime.rank, TURNS))
+    if isinstance(error, SampleError):  # of this rank, or of several that have read the same sample
+        first = runtime.world_size == 1 or runtime.store.add("sample_error", 1) == 1
+        time.sleep(0 if first else REPORTING)
     elif isinstance(error, (ConfigError, TrainingError)):
         time.sleep(REPORTING if runtime.rank else 0)
     elif any(text in str(error) for text in SECONDARY):

@@ -52,7 +52,14 @@ def end(mark: str) -> None:
 
 
 def test_launch_ends_with_worker_processes():
-    ways = {"fit": "fit", "break": "break", "stuck": "stuck", "raise": "ValueError: .* cause", "kill": "rank 1 .* SIGKILL"}
+    ways = {
+        "fit": "fit",
+        "break": "break",
+        "stuck": "stuck",
+        "open": "open",
+        "raise": "ValueError: .* cause",
+        "kill": "rank 1 .* SIGKILL",
+    }
     process, mark = start([sys.executable, str(SUPPORT / "ending.py"), "launch", *ways])
     output = finish(process, mark)
     for how, outcome in ways.items():
@@ -87,3 +94,9 @@ def test_script_ends_with_worker_processes(command, how):
     assert (process.returncode == 0) == (how == "stuck"), output
     assert output.count("ValueError: this rank has the cause") == (how == "raise"), output
     assert "Connection" not in output
+
+
+def test_error_that_all_ranks_of_a_script_raise_is_printed_by_one():
+    process, mark = start([*TORCHRUN, "script", "label"])
+    output = finish(process, mark)
+    assert output.count("SampleError: the targets contain the label 7, but") == 1, output

@@ -3,7 +3,8 @@
     python ending.py launch HOW...    one call of `launch` for each
     python ending.py script HOW       a Lab in this process, or in torchrun's ranks
 
-HOW is one of: fit, break, stuck, raise, kill, wait. After each launch it prints the processes that are still there.
+HOW is one of: fit, break, stuck, open, raise, kill, wait, label. After each
+launch it prints the processes that are still there.
 """
 
 import os
@@ -15,6 +16,7 @@ from functools import partial
 import psutil
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from ddp_lab import Lab, launch, tasks
 from ddp_lab.lab.launch import RankError
@@ -59,7 +61,30 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
+def leave_open() -> str:
+    """Return without leaving the `with` block of the Lab, of which an iterator is kept, too."""
+    lab = Lab("scratch", device="cpu").__enter__()
+    make = partial(torch.optim.SGD, lr=1e-3)
+    trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=8, num_workers=2)
+    batches = trainer.batches(Numbers(slow=True), 0, shuffle=False)
+    next(batches)
+    kept.extend([lab, trainer, batches])
+    return "open"
+
+
+def label_out_of_range() -> None:
+    with Lab("ddp", device="cpu") as lab:
+        data = TensorDataset(torch.zeros(8, 4), torch.full((8,), 7))
+        make = partial(torch.optim.SGD, lr=1e-3)
+        trainer = lab.trainer(nn.Linear(4, 3), tasks.Classification(), make, batch_size=8)
+        trainer.fit(data, data, epochs=1)
+
+
 def train(how: str) -> str:
+    if how == "open":
+        return leave_open()
+    if how == "label":
+        label_out_of_range()
     with Lab("scratch", device="cpu") as lab:
         make = partial(torch.optim.SGD, lr=1e-3)
         trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=8, num_workers=2)
@@ -75,7 +100,7 @@ def train(how: str) -> str:
             if how in ("break", "stuck"):
                 break
             if how == "wait":
-                print("waiting", flush=True)
+                os.write(1, b"waiting\n")  # in one piece, unlike the print of two ranks
                 time.sleep(600)
             if lab.rank == lab.world_size - 1:
                 if how == "raise":
