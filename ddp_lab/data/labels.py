@@ -12,6 +12,10 @@ import torch
 from ddp_lab.config.errors import SampleError
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch has no minimum of the others
+PART = 2**24  # labels of which a copy is made at once
+
+
 class LabelRange:
     """The smallest and the largest label that this process has read.
 
@@ -31,11 +35,15 @@ class LabelRange:
 
     def measure(self, targets: torch.Tensor) -> tuple[int, int]:
         """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they are no integers."""
-        if targets.is_floating_point() or targets.dtype == torch.bool or not targets.numel():
+        if targets.dtype not in INTEGERS or not targets.numel():
             return 0, 0
-        counted = targets if self.ignore is None else torch.where(targets == self.ignore, 0, targets)
-        low, high = counted.aminmax()
-        return min(0, int(low)), max(0, int(high))
+        low, high = (int(bound) for bound in targets.aminmax())
+        if self.ignore is not None and low <= self.ignore <= high:
+            rows = max(1, PART * len(targets) // targets.numel())
+            counted = [part.where(part != self.ignore, 0).aminmax() for part in targets.split(rows)]
+            low = min(int(found.min) for found in counted)
+            high = max(int(found.max) for found in counted)
+        return min(0, low), max(0, high)
 
     def add(self, low: int, high: int) -> None:
         """Widen the range to include labels from `low` to `high`."""

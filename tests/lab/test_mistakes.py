@@ -200,9 +200,11 @@ def test_masks_and_tokens_have_a_range_without_what_they_ignore(task, ignore):
             use(outputs, targets)
 
 
-def test_range_of_labels_reads_no_value_of_a_device():
+def test_range_of_labels_reads_no_value_of_a_device(monkeypatch):
     labels = LabelRange(ignore=255)
-    assert labels.measure(torch.tensor([[4, 255], [1, 0]], dtype=torch.uint8)) == (0, 4)
+    monkeypatch.setattr("ddp_lab.data.labels.PART", 2)  # the labels are looked at in parts
+    assert labels.measure(torch.tensor([[4, 255], [1, 0], [6, 2]], dtype=torch.uint8)) == (0, 6)
+    assert LabelRange(-100).measure(torch.tensor([-100, -3, 2])) == (-3, 2)
     assert labels.measure(torch.rand(3)) == labels.measure(torch.zeros(0, dtype=torch.int64)) == (0, 0)
     labels.require(torch.zeros(3, dtype=torch.int64, device="meta"), classes=2)
     labels.add(0, 2)

@@ -88,7 +88,7 @@ def train(how: str) -> str:
     with Lab("scratch", device="cpu") as lab:
         make = partial(torch.optim.SGD, lr=1e-3)
         trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=8, num_workers=2)
-        data = Numbers(slow=how == "stuck")
+        data = Numbers(slow=how in ("stuck", "wait", "kill"))
         kept.append(trainer)
         if how == "fit":
             trainer.fit(data, data, epochs=1)
