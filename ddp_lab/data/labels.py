@@ -11,7 +11,6 @@ import torch
 
 from ddp_lab.config.errors import SampleError
 
-
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch has no minimum of the others
 PART = 2**24  # labels of which a copy is made at once
 
