@@ -20,9 +20,16 @@ def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
     if error is None or not runtime.under_torchrun:
         return
     if isinstance(error, SampleError):  # of this rank, or of several that have read the same sample
-        first = runtime.world_size == 1 or runtime.store.add("sample_error", 1) == 1
-        time.sleep(0 if first else REPORTING)
+        time.sleep(0 if is_first(runtime) else REPORTING)
     elif isinstance(error, (ConfigError, TrainingError)):
         time.sleep(REPORTING if runtime.rank else 0)
     elif any(text in str(error) for text in SECONDARY):
         time.sleep(EXITING)
+
+
+def is_first(runtime: Runtime) -> bool:
+    """Return whether this rank is the first one that reports a sample."""
+    try:
+        return runtime.world_size == 1 or runtime.store.add("sample_error", 1) == 1
+    except RuntimeError:  # the rank that keeps the store has exited
+        return True

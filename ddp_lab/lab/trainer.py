@@ -175,8 +175,8 @@ class Trainer:
     ) -> None:
         """Train from `position` to the end, as `training.loop.fit`, whose position at the end becomes `position`."""
         parts = Parts(self.eager_step, self.train_step, loaders, settings, task)
-        self.position = fit(parts, logger, hooks, self.position)
         self._training = None
+        self.position = fit(parts, logger, hooks, self.position)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
@@ -251,7 +251,7 @@ class Trainer:
         return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
 
     def _first_order(self, new: int) -> int:
-        """Return the number of the order of the first epoch.
+        """Return the number of the order of the first epoch, after `position` has it, too.
 
         Args:
             new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an older version numbers its
