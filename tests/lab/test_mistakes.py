@@ -242,6 +242,18 @@ class Masks(Labelled):
         return torch.zeros(1, 8, 8), mask
 
 
+class Lengths(Labelled):
+    """Numbers, of which one sample has more."""
+
+    def __getitem__(self, index):
+        return torch.zeros(6 if index == SIZE - 1 else 4), 0
+
+
+class Few(nn.Linear):
+    def __init__(self):
+        super().__init__(4, CLASSES)
+
+
 class Pixels(nn.Conv2d):
     def __init__(self):
         super().__init__(1, CLASSES, 1)
@@ -303,14 +315,28 @@ def test_mistake_that_shows_at_the_start_is_reported_by_rank_0(tmp_path):
         assert (code, other, nothing) == (2, 2, "")
 
 
+READ = {
+    "label": (
+        ["Masks", "task=segmentation", "model._target_=test_mistakes.Pixels"],
+        "the targets contain the label 9, but the",
+    ),
+    "length": (
+        ["Lengths", "model._target_=test_mistakes.Few"],
+        "39 of the dataset are in one batch, but their inputs have the",
+    ),
+}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_label_that_is_read_while_training_is_one_message_of_the_command(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", READ)
+def test_sample_that_is_read_while_training_is_one_message_of_the_command(case, ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     strategy = ["single", "ddp"][ranks - 1]
-    options = [*DATA, f"{NAME}.Masks", "+data.dataset.how=late", "task=segmentation", "model=own", f"runs_dir={tmp_path}"]
-    more = ["model._target_=test_mistakes.Pixels", "data.val_fraction=0.1", f"strategy={strategy}", "batch_size=8", "epochs=9"]
+    (dataset, *more), message = READ[case]
+    options = [*DATA, f"{NAME}.{dataset}", "+data.dataset.how=late", "model=own", f"runs_dir={tmp_path}", "batch_size=8"]
+    more += ["data.val_fraction=0.1", f"strategy={strategy}", "epochs=9"]
     code, printed = launches.launch(f"ddp-lab train --nproc {ranks}", *options, *more)
     assert code != 0
-    assert printed.count("the targets contain the label 9, but the outputs of the model have 3 classes") == 1, printed
+    assert printed.count(message) == 1, printed
     assert "Traceback" not in printed
-    assert "IndexError" not in printed
+    assert "Error: " not in printed
