@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from ddp_lab.data.labels import LabelRange
+
 
 class Batch(NamedTuple):
     """One rank's local batch.
@@ -62,6 +64,7 @@ class LoaderOptions:
         ignore: value of the border of a mask, [height, width], that is the target of an image and is cropped with it.
         flip: whether each image is flipped left to right with probability 1/2.
         num_workers: number of processes of a `WorkerLoader`; 0: it loads in the main process.
+        labels: gets the range of the targets; None: nobody needs it.
     """
 
     batch_size: int
@@ -76,6 +79,7 @@ class LoaderOptions:
     flip: bool = False
     ignore: int = 255
     num_workers: int = 0
+    labels: LabelRange | None = None
 
 
 def local_order(samples: int, rank: int, ranks: int, seed: int | None, epoch: int) -> torch.Tensor:

@@ -35,6 +35,10 @@ class Samples(ABC):
     def subset(self, indices: torch.Tensor, augment: bool) -> "Samples":
         """Return some of the samples, int64 [n], as training samples (`augment`) or to evaluate with."""
 
+    def number(self, index: int) -> int:
+        """Return the number that the user's dataset has for the sample `index`."""
+        return index
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a sample's input, for example channels, height and width."""
@@ -115,8 +119,11 @@ class Indexed(Samples):
 
     def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         with seeded("sample", seed=self.seed, epoch=epoch, index=index):
-            inputs, target = self.read(int(self.numbers[index]))
+            inputs, target = self.read(self.number(index))
             return self.view(inputs) if isinstance(inputs, Image.Image) else inputs, target
+
+    def number(self, index: int) -> int:
+        return int(self.numbers[index])
 
     def subset(self, indices: torch.Tensor, augment: bool) -> "Indexed":
         return replace(self, numbers=self.numbers[indices], augment=augment)

@@ -68,6 +68,9 @@ class Loader(ABC):
         """Bytes of the batches that are in shared memory at the same time."""
         return 0
 
+    def close(self) -> None:  # noqa: B027, a loader without processes has nothing to end
+        """End the processes of the loader. It can be used no more."""
+
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
         """Select an epoch, and so its order and augmentation. Without this call, every epoch is the same.
 
@@ -188,9 +191,13 @@ class DeviceLoader(Loader):
         super().__init__(data, options)
         self.inputs, self.targets = data.inputs.to(self.device), data.targets.to(self.device)
         self._order = self._range.new_zeros(self.samples)
+        labels = options.labels
+        self._labels = None if labels is None else labels.measure(data.targets)
 
     def _start(self, order: torch.Tensor) -> None:
         self._order.copy_(order)
+        if self.options.labels is not None and self._labels is not None:
+            self.options.labels.add(*self._labels)
 
     def _read(self, places: torch.Tensor) -> Tensors:
         index = self._order.index_select(0, places)

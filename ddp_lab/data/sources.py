@@ -168,11 +168,15 @@ def samples_of(
     Raises:
         ConfigError: it is not map-style, is empty, or its first sample is not a pair of tensors or numbers.
     """
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        require_no_transforms(dataset.tensors[0], name, images)
-        return InMemory(*dataset.tensors)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
         raise ConfigError(f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
+    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+        inputs, targets = dataset.tensors
+        require_no_transforms(inputs, name, images)
+        if classes and targets.dim() == 1 and not targets.is_floating_point():
+            wrong = ((targets < 0) | (targets >= classes)).nonzero().flatten().tolist()
+            require_class(targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes)
+        return InMemory(inputs, targets)
     samples = Indexed(partial(read, dataset, name, images, classes), torch.arange(len(dataset)), seed, images, augment)
     _ = samples.first
     return samples
@@ -193,7 +197,8 @@ def read(
     except Exception as error:
         raise ConfigError(f"{name}: sample {number} cannot be read: {describe_error(error)}") from None
     if not isinstance(item, (tuple, list)) or len(item) != 2:
-        raise ConfigError(f"{name}: sample {number} must be (input, target), got {type(item).__name__}")
+        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+        raise ConfigError(f"{name}: sample {number} must be (input, target), got {type(item).__name__}{size}")
     inputs, target = item
     try:
         if not (images and isinstance(inputs, Image.Image)):
@@ -209,13 +214,18 @@ def read(
             f"{name}: the target of sample {number} is {list(target.shape)}, but would not be resized with its "
             "image of Pillow. Return both as tensors of one size"
         )
-    is_number = not target.dim() and not target.is_floating_point()
-    if classes and is_number and not 0 <= int(target) < classes:
+    if classes and not target.dim() and not target.is_floating_point():
+        require_class(target, name, number, classes)
+    return inputs, target
+
+
+def require_class(target: torch.Tensor, name: str, number: int, classes: int) -> None:
+    """Raise a ConfigError unless the target of a sample, an integer, is one of the classes. The arguments are as in `read`."""
+    if not 0 <= int(target) < classes:
         raise ConfigError(
             f"{name}: the target of sample {number} is {int(target)}; with {classes} classes it must be 0 to {classes - 1} "
             "(attribute classes, or data.num_classes)"
         )
-    return inputs, target
 
 
 def require_no_transforms(inputs: torch.Tensor, name: str, images: ImageOptions | None) -> None:

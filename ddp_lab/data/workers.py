@@ -1,56 +1,84 @@
 """The loader of samples that worker processes prepare in host memory."""
 
+import ctypes
 import math
 import mmap
-import signal
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from multiprocessing import RawValue
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Samples
+from ddp_lab.data.labels import LabelRange
 from ddp_lab.data.loader import Loader
-from ddp_lab.world.process import REQUESTS
+from ddp_lab.data.worker_process import Flag, begin_worker
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
-RawBatch = tuple[torch.Tensor, torch.Tensor]
+EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
+CLOSED = "batches: their Lab is closed; read them within its `with` block"
+Sample = tuple[torch.Tensor, torch.Tensor]
+RawBatch = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]  # inputs, targets, and the range of the labels
 
 
-def ignore_signals(worker: int) -> None:
-    """Ignore the signals that a scheduler or terminal sends to a whole launch: the main process handles them."""
-    for number in REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-class Batches(TorchDataset[tuple[torch.Tensor, Any]]):
+class Batches(TorchDataset[Sample]):
     """The samples of a split. The channels of images come last, because those that were decoded have so."""
 
     def __init__(self, data: Samples):
         self.data = data
 
-    def __getitems__(self, batch: tuple[int, Any]) -> list[tuple[torch.Tensor, Any]]:
+    def __getitems__(self, batch: tuple[int, Any]) -> list[Sample]:
         """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader."""
         epoch, indices = batch
-        return [self._sample(epoch, index) for index in indices.tolist()]
+        samples = [self._sample(epoch, index) for index in indices.tolist()]
+        require_equal_shapes(samples, [self.data.number(index) for index in indices.tolist()])
+        if self.data.is_image:
+            return [(inputs.permute(1, 2, 0), target) for inputs, target in samples]
+        return samples
 
-    def _sample(self, epoch: int, index: int) -> tuple[torch.Tensor, Any]:
+    def _sample(self, epoch: int, index: int) -> Sample:
         try:
-            inputs, target = self.data.sample(epoch, index)
+            return self.data.sample(epoch, index)
         except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
             raise SampleError(str(error)) from None
-        return inputs.permute(1, 2, 0) if self.data.is_image else inputs, target
 
 
-def stop_workers(loader: DataLoader[Any]) -> None:
-    """End the worker processes of a loader, also where an exception's frames keep the loader until the interpreter exits.
+def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> None:
+    """Check that samples can be put into one batch.
 
-    There multiprocessing would end them by SIGTERM, which they ignore, and wait for them forever.
+    Args:
+        samples: of the batch.
+        numbers: their numbers in the dataset.
+
+    Raises:
+        SampleError: their inputs, or their targets, have different shapes.
     """
+    for place, what in enumerate(("inputs", "targets")):
+        shapes = [tuple(sample[place].shape) for sample in samples]
+        other = next((at for at, shape in enumerate(shapes) if shape != shapes[0]), None)
+        if other is not None:
+            raise SampleError(
+                f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
+                f"their {what} have the shapes {list(shapes[0])} and {list(shapes[other])}. Pad them "
+                "to one shape in the dataset, and let the loss ignore the padding, or cut them to one"
+            )
+
+
+def collate(labels: LabelRange | None, samples: list[Sample]) -> RawBatch:
+    """Return the batch of some samples, with the range of its labels, which costs the worker less than the rank."""
+    inputs, targets = default_collate(samples)
+    return inputs, targets, labels.measure(targets) if labels else (0, 0)
+
+
+def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
+    """End the worker processes of a loader within seconds, whatever they are doing."""
+    ended.value = True
     if loader._iterator is not None:  # pyright: ignore[reportPrivateUsage]
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
@@ -65,17 +93,27 @@ class WorkerLoader(Loader):
         super().__init__(data, options)
         # Worker processes learn the epoch from each batch: nothing that is set in the main process reaches them once they run.
         self._batches: list[Any] = []
+        self._ended: Flag = RawValue(ctypes.c_bool, False)
         self.loader = DataLoader(
             Batches(data),
             batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
-            worker_init_fn=ignore_signals,
+            collate_fn=partial(collate, options.labels),
+            worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
         )
         self._stream: Iterator[RawBatch] | None = None
-        weakref.finalize(self, stop_workers, self.loader)
+        # Called when the loader is freed or, where an exception's frames keep it, before this
+        # process waits for its children to exit. A child of multiprocessing, as the ranks of
+        # `launch` are, waits for them too, but calls neither atexit's functions nor weakref's.
+        arguments = self.loader, self._ended
+        self._end = Finalize(self, stop_workers, arguments, exitpriority=EXIT_PRIORITY)
+
+    def close(self) -> None:
+        self._stream = None
+        self._end()
 
     @property
     def shared_bytes(self) -> int:
@@ -88,16 +126,21 @@ class WorkerLoader(Loader):
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
+        if self._ended.value:
+            raise ConfigError(CLOSED)
         indices, size = order[self.start :].numpy(), self.local_batch_size  # tensors would go through shared memory
         self._batches[:] = [(self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)]
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._stream is not None, "start_epoch was not called"
+        if self._stream is None:
+            raise ConfigError(CLOSED)
         try:
-            inputs, targets = next(self._stream)
+            inputs, targets, found = next(self._stream)
         except SampleError as error:  # of a worker process, the text is a traceback that ends with the message
             raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
+        if self.options.labels is not None:
+            self.options.labels.add(*found)
         inputs = inputs.to(self.device, non_blocking=True)
         if self.data.is_image:  # not contiguous(), which leaves images of one channel with the strides of channels_last
             inputs = inputs.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)

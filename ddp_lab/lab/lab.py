@@ -1,7 +1,7 @@
 """The ranks of a script or a notebook, and trainers of models on them."""
 
 import math
-import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import build
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import ConfigError, TrainingError, multiples
+from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
 from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.recipe import Recipe
+from ddp_lab.lab.recipe import Recipe, TrainerOptions
+from ddp_lab.lab.report import wait_for_reporter
 from ddp_lab.lab.trainer import Trainer
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
-
-REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
 
 
 class Lab:
@@ -69,6 +68,7 @@ class Lab:
         folder = None if run_dir is None else Path(run_dir)
         self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
         self._runtime: Runtime | None = None
+        self._trainers = weakref.WeakSet[Trainer]()
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -81,9 +81,10 @@ class Lab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
+        for trainer in list(self._trainers):
+            trainer.close()
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
-            time.sleep(REPORTING)
+        wait_for_reporter(error, runtime)
         runtime.__exit__(kind, error, traceback)
         forget_layouts()
 
@@ -189,6 +190,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        trainer = Trainer(strategy, model, task, recipe, shapes, num_workers)
-        trainer.logger = self._log
+        options = TrainerOptions(self._log, num_workers)
+        trainer = Trainer(strategy, model, task, recipe, shapes, options)
+        self._trainers.add(trainer)
         return trainer

@@ -4,9 +4,10 @@ import logging
 import os
 import pickle
 import re
+import socket
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import Process
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ddp_lab.config.errors import ConfigError
 
 Result = TypeVar("Result")
+HOST = "127.0.0.1"
+KILLED = 5.0  # seconds to wait for a rank that was killed, which a driver may delay
 
 
 class RankError(RuntimeError):
@@ -40,21 +43,30 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
     """
     refuse(nproc)
     logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # torch warns about each rank that it ends
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ddp_lab_") as folder:
         file = Path(folder, "result")
-        ranks: Any = start_processes(
-            run_rank, (nproc, store.port, file, function, args), nproc, join=False, start_method="fork"
-        )
+        arguments = nproc, port, file, function, args
+        ranks: Any = start_processes(run_rank, arguments, nproc, join=False, start_method="fork")
         try:
+            # Not before: a rank that is forked while the store's thread holds a lock would wait for it forever.
+            _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
             while not ranks.join():
                 pass
             return pickle.loads(file.read_bytes())
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise RankError(describe(error)) from None
         finally:
-            for process in ranks.processes:  # after Ctrl-C
-                process.kill()
+            end_ranks(ranks.processes)
+
+
+def end_ranks(processes: Sequence[Process]) -> None:
+    """Kill the ranks that still run, as after Ctrl-C, and wait for them. Their worker processes end by themselves."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(KILLED)
 
 
 def refuse(nproc: Any) -> None:
@@ -81,15 +93,10 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
         Exception: the function raised it.
     """
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
-    try:
-        result = function(*args)
-    except Exception as error:
-        if "onnection" in str(error):  # of a rank that has ended: let its error be found first, which ends this rank
-            time.sleep(2)
-        raise
+    result = function(*args)
     if rank:
         return
     try:

@@ -15,7 +15,7 @@ from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.speed.fastest import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
 
-KEPT = 4  # datasets whose loaders are kept
+KEPT = 8  # datasets whose loaders are kept
 
 Purpose = Literal["shuffled", "ordered", "evaluation"]
 
@@ -25,18 +25,33 @@ class Handed:
     """The batch that the loop has now.
 
     Attributes:
-        epoch: its epoch.
+        order: number of the order of its epoch.
         samples: samples of the epoch up to its end, over all ranks.
         real: samples of this rank.
         size: the same with padding, which is equal on all ranks.
         count: samples over all ranks.
     """
 
-    epoch: int
+    order: int
     samples: int
     real: int
     size: int
     count: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A dataset with its loaders.
+
+    Attributes:
+        dataset: of the user; it is kept, so that its id stays its own.
+        samples: those of the dataset.
+        loaders: one for each purpose for which it has been used.
+    """
+
+    dataset: Any
+    samples: Samples
+    loaders: dict[Purpose, Loader]
 
 
 class LocalBatches:
@@ -55,7 +70,8 @@ class LocalBatches:
     def __init__(self, strategy: Strategy, batch_size: int, seed: int, num_workers: int):
         self.strategy, self.batch_size, self.seed, self.num_workers = strategy, batch_size, seed, num_workers
         self.handed: Handed | None = None
-        self._loaders: dict[int, tuple[Any, Samples, dict[str, Loader]]] = {}  # with the dataset, so that its id stays its own
+        self._kept: dict[int, Kept] = {}  # by the id of the dataset, the most recently used one last
+        self._iterated: list[Loader] = []  # of the loops that have not ended
 
     def loader(self, dataset: Any, purpose: Purpose) -> Loader:
         """Return the loader of a map-style dataset of (input, target), the same one for the same dataset and purpose.
@@ -67,16 +83,29 @@ class LocalBatches:
         Raises:
             ConfigError: it is not map-style, is empty, or its first sample is not a pair.
         """
-        if id(dataset) not in self._loaders:
-            samples = self._place(samples_of(dataset, "the dataset", self.seed))
-            if len(self._loaders) == KEPT:
-                del self._loaders[next(iter(self._loaders))]  # the oldest
-            self._loaders[id(dataset)] = dataset, samples, {}
-        _, samples, loaders = self._loaders[id(dataset)]
-        if purpose not in loaders:
+        kept = self._kept.pop(id(dataset), None)
+        if kept is None:
+            kept = Kept(dataset, self._place(samples_of(dataset, "the dataset", self.seed)), {})
+            self._make_room()
+        self._kept[id(dataset)] = kept
+        if purpose not in kept.loaders:
+            samples = kept.samples
             is_here = isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
-            loaders[purpose] = (DeviceLoader if is_here else WorkerLoader)(samples, self._options(purpose == "shuffled"))
-        return loaders[purpose]
+            make = DeviceLoader if is_here else WorkerLoader
+            kept.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+        return kept.loaders[purpose]
+
+    def close(self) -> None:
+        """End the worker processes of all loaders."""
+        for kept in self._kept.values():
+            close_all(kept)
+        self._kept.clear()
+
+    def _make_room(self) -> None:
+        """Forget the least recently used datasets until there is room for another one, but none that a loop still reads."""
+        for key, kept in list(self._kept.items()):
+            if len(self._kept) >= KEPT and not any(each in self._iterated for each in kept.loaders.values()):
+                close_all(self._kept.pop(key))
 
     def _place(self, samples: Samples) -> Samples:
         """Return samples in memory on the device, if that has room for them; others as they are."""
@@ -100,25 +129,28 @@ class LocalBatches:
             shuffle=shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
+            labels=strategy.task.labels,
         )
 
-    def iterate(self, loader: Loader, epoch: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def iterate(self, loader: Loader, order: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the batches of an epoch without padding.
 
         Args:
             loader: from `loader`.
-            epoch: number of the epoch.
+            order: number of the order of the epoch, as in `Progress`.
             samples: samples to skip, over all ranks.
         """
-        loader.set_epoch(epoch, samples)
+        loader.set_epoch(order, samples)
+        self._iterated.append(loader)
         try:
             for inputs, targets, count in loader:
                 samples += count
                 real = real_samples(count, self.strategy.dp_rank, self.strategy.dp_size)
-                self.handed = Handed(epoch, samples, real, len(inputs), count)
+                self.handed = Handed(order, samples, real, len(inputs), count)
                 yield inputs[:real], targets[:real]
         finally:
             self.handed = None
+            self._iterated.remove(loader)
 
     def padded(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Batch, Handed | None]:
         """Return a local batch with padding, so that it has the same size on every rank, and which batch of `iterate` it is.
@@ -141,6 +173,12 @@ class LocalBatches:
                 f"{self.batch_size} is that of all ranks, and is divided among {self.strategy.dp_size} replicas"
             )
         return Batch(inputs, targets, self.batch_size), None
+
+
+def close_all(kept: Kept) -> None:
+    """End the worker processes of the loaders of a dataset."""
+    for loader in kept.loaders.values():
+        loader.close()
 
 
 def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.lab.log import LabLogger
 from ddp_lab.speed.convolution import to_channels_last
 from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
@@ -39,6 +40,19 @@ class Recipe:
     ema_warmup: bool = True
     decay_norms_and_biases: bool = True
     performance: PerformanceOptions = field(default_factory=PerformanceOptions)
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What only a loop in a Lab needs of a trainer.
+
+    Attributes:
+        logger: of the Lab.
+        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+    """
+
+    logger: LabLogger = field(default_factory=lambda: LabLogger(None, "none", {}, {}))
+    num_workers: int = 0
 
 
 def place(strategy: Strategy, model: nn.Module, task: Task, performance: PerformanceOptions) -> None:

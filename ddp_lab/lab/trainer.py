@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.lab.arguments import FitKeys
 from ddp_lab.lab.local_batches import LocalBatches, padded
-from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.recipe import Recipe, make_optimizer, place
+from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
 from ddp_lab.models.weights import write_weights
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy, total
@@ -44,7 +44,7 @@ class Trainer:
         task: what it is trained for, with the loss.
         recipe: how.
         shapes: the shape of each tensor of the complete model, by name.
-        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+        options: what only a loop in a Lab needs.
 
     Attributes:
         strategy: after `setup`.
@@ -52,11 +52,20 @@ class Trainer:
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
         train_step: the step that `fit` takes.
-        progress: the position: epoch, samples of it over all ranks, and steps since the beginning.
+        position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
         logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
     """
 
-    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, shapes: Shapes, num_workers: int = 0):
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        task: Task,
+        recipe: Recipe,
+        shapes: Shapes,
+        options: TrainerOptions | None = None,
+    ):
+        options = options or TrainerOptions()
         place(strategy, model, task, recipe.performance)
         self.strategy, self.batch_size = strategy, recipe.batch_size
         self.optimizer = make_optimizer(recipe, strategy)
@@ -65,12 +74,25 @@ class Trainer:
         self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
         self.train_step: TrainStep = self.eager_step
-        self.progress = Progress(epoch=0)
-        self.logger: LabLogger
-        self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, num_workers)
+        self.position = Progress(first_order=0)
+        self.logger = options.logger
+        self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
+        # What the model's `training` was after the last switch to training; None: an evaluation or the beginning of a loop
+        # came after it.
+        self._training: bool | None = None
+
+    @property
+    def progress(self) -> Progress:
+        """The position as a loop counts it: the epoch from 0, which is the next argument of `batches`."""
+        counts_from_1 = self.position.first_order is not None  # a loop of an older version has not saved it so
+        return replace(self.position, epoch=self.position.epoch - counts_from_1)
+
+    def close(self) -> None:
+        """End the processes that read datasets. A Lab calls it when its `with` block is left."""
+        self._batches.close()
 
     def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's inputs and targets of every global batch of an epoch, on its device.
@@ -81,18 +103,19 @@ class Trainer:
         Args:
             dataset: map-style, of (input, target): tensors of any shape and dtype. uint8 images [channels, height, width]
                 become floats in [0, 1].
-            epoch: determines the order, and what the dataset draws at random.
+            epoch: number of the epoch, from 0; determines the order, and what the dataset draws at random.
             shuffle: whether every epoch has a random order.
 
         Raises:
             ConfigError: the dataset has no length, is empty, or its samples are no pairs.
         """
-        resumes = self._resumed and epoch == self.progress.epoch
-        self._resumed = False
+        order = epoch + self._first_order(0)
+        start = self.position.samples if self._resumed and order == self.position.order else 0
+        self._resumed, self._training = False, None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
-        yield from self._batches.iterate(loader, epoch, self.progress.samples if resumes else 0)
-        if self.progress.epoch == epoch and self.progress.samples == loader.data.size:
-            self.progress = self.progress.next_epoch({}, self.strategy.task.lower_is_better)
+        yield from self._batches.iterate(loader, order, start)
+        if self.position.order == order and self.position.samples == loader.data.size:
+            self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
@@ -109,23 +132,25 @@ class Trainer:
         """
         batch, handed = self._batches.padded(inputs, targets)
         strategy = self.strategy
-        if not strategy.module.training:
+        if strategy.module.training is not self._training:
             strategy.train()
+            self._training = strategy.module.training
         self.eager_step(batch)
-        self.progress.step += 1
+        self.position.step += 1
         if handed:
-            self.progress.epoch, self.progress.samples = handed.epoch, handed.samples
+            self.position.epoch += handed.order - self.position.order
+            self.position.samples = handed.samples
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
     def fit(
         self, train: Any, validation: Any, epochs: int, task: Task | None = None, log_every: int | str | None = None
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done, which are counted from 1, and evaluate after each. It continues after `resume`.
+        """Train until `epochs` epochs are done, and evaluate after each. Epochs of a loop, and those before `resume`, count.
 
         Args:
             train, validation: datasets, as for `batches`.
-            epochs: number of the last epoch.
+            epochs: number of epochs in total, and so the number of the last one, which is counted from 1.
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
             log_every: also log the metrics within an epoch: every N steps, as 100, or seconds, as "10s"; None: never.
 
@@ -142,8 +167,7 @@ class Trainer:
             "val": self._batches.loader(validation, "evaluation"),
         }
         self._resumed = False
-        if not self.progress.step:
-            self.progress = Progress()
+        self._first_order(1)
         self.logger.last_epoch = {}
         self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
         return self.logger.last_epoch
@@ -151,9 +175,10 @@ class Trainer:
     def fit_loaders(
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
-        """Train from `progress` to the end, as `training.loop.fit`, whose position at the end becomes `progress`."""
+        """Train from `position` to the end, as `training.loop.fit`, whose position at the end becomes `position`."""
         parts = Parts(self.eager_step, self.train_step, loaders, settings, task, self._notes)
-        self.progress = fit(parts, logger, hooks, self.progress)
+        self._training = None
+        self.position = fit(parts, logger, hooks, self.position)
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
@@ -162,6 +187,7 @@ class Trainer:
             dataset: as for `batches`.
             task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
         """
+        self._training = None
         with self._averages():
             found = evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task))
         self._notes.check(found, "")
@@ -174,6 +200,7 @@ class Trainer:
             inputs: this rank's own, [b, ...], of any number. Ranks that share a model (pipeline, tp) need the same ones.
         """
         inputs = inputs.to(self.strategy.device)
+        self._training = None
         with self._averages():
             self.strategy.train(False)
             return self.strategy.predict(padded(inputs, max(1, len(inputs))))[: len(inputs)]
@@ -206,7 +233,7 @@ class Trainer:
         folder = Path(folder)
         self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
-        checkpoints.save(self.progress)
+        checkpoints.save(self.position)
         checkpoints.wait()
         if problem := self.strategy.runtime.agree("checkpoint", lambda: checkpoints.problem):
             raise ConfigError(problem)
@@ -215,16 +242,31 @@ class Trainer:
         """Load the newest checkpoint in `folder`. The next call of `batches` for its epoch, or of `fit`, continues there.
 
         Returns:
-            The epoch, and the number of its steps that are done; (0, 0) if there is no checkpoint yet.
+            The epoch, from 0, which is the number of epochs that are done, and the number of its steps that are done; (0, 0) if
+            there is no checkpoint yet.
 
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
         checkpoints = self._checkpoints_in(Path(folder))
         progress = checkpoints.resume(checkpoints.folder, lambda found: found.step)
-        self.progress = progress if progress.step else Progress(epoch=0)
+        self.position = progress if progress.step else Progress(first_order=0)
         self._resumed = True
-        return self.progress.epoch, math.ceil(self.progress.samples / self.batch_size)
+        return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
+
+    def _first_order(self, new: int) -> int:
+        """Return the number of the order of the first epoch, after `position` has it, too.
+
+        Args:
+            new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an older version numbers its
+                epochs as the orders, from here, too.
+        """
+        position = self.position
+        if not position.step:
+            self.position = Progress(first_order=new)
+        elif position.first_order is None:
+            self.position = replace(position, epoch=position.epoch + 1 - new, first_order=new)
+        return self.position.order - self.position.epoch + 1
 
     def _checkpoints_in(self, folder: Path) -> Checkpoints:
         folder = folder.resolve()

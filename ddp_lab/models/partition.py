@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.outputs import require_tensor
 from ddp_lab.models.trial import meta_copy
+
+BLOCK = "a block of the model"
 
 
 class Partition:
@@ -79,7 +82,8 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
     flops, shapes = list[int](), [activation.shape[1:]]
     with torch.no_grad():
         for block in chain:
-            count, activation = trace_block(block, activation)
+            count, output = trace_block(block, activation)
+            activation = require_tensor(output, BLOCK)
             flops.append(count)
             shapes.append(activation.shape[1:])
     return flops, shapes
@@ -96,7 +100,7 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
         return counter.get_total_flops(), output
     with FlopCounterMode(display=False) as counter:
         output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
-    return counter.get_total_flops(), output.to("meta")
+    return counter.get_total_flops(), require_tensor(output, BLOCK).to("meta")
 
 
 def cut(costs: list[int], stages: int) -> list[range]:

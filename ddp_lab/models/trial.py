@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.models.outputs import require_tensor
 from ddp_lab.world.runtime import Runtime
 
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
@@ -76,6 +77,8 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             return without_gradient(meta_copy(model), trial, "meta")
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
+    except (ConfigError, SampleError) as error:
+        raise ConfigError(f"{key}: {error}") from None
     except Exception as error:
         other = (
             "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
@@ -104,13 +107,13 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
     """
     inputs = trial.inputs.to(device)
     outputs = model.train()(inputs)
-    require_tensor(outputs, len(inputs), "")
+    require_batch(require_tensor(outputs), len(inputs), "")
     trial.check(outputs)
     if outputs.requires_grad:
         outputs.float().sum().backward()
     with torch.no_grad():
         outputs = model.eval()(inputs)
-        require_tensor(outputs, len(inputs), "in evaluation mode ")
+        require_batch(require_tensor(outputs, "in evaluation mode the model"), len(inputs), "in evaluation mode ")
         trial.check(outputs)
     model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
@@ -129,10 +132,10 @@ def count_flops(model: nn.Module, inputs: torch.Tensor) -> float | None:
     return None
 
 
-def require_tensor(outputs: object, size: int, when: str) -> None:
-    """Raise a TypeError unless a model has returned a tensor, [size, ...]."""
-    if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,):
-        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+def require_batch(outputs: torch.Tensor, size: int, when: str) -> None:
+    """Raise a TypeError unless a model has returned outputs of all samples, [size, ...]."""
+    if outputs.shape[:1] != (size,):
+        found = list(outputs.shape)
         raise TypeError(f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -171,8 +172,24 @@ def make_trial(dataset: Dataset, task: Task) -> Trial:
     """Return what the model is tried with: two samples in the form of the dataset's."""
     inputs, targets = dataset.example(2)
     if isinstance(task, Classification):
+        for name, samples in dataset.sets.items():
+            require_class_targets(name, *samples.forms[1])
         return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)))
     return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)), of_all=True)
+
+
+def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check that the targets of a set are classes, by the shape and dtype of the first one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if shape or dtype != torch.int64:
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"task=classification: the targets of the {name} set are {kind} of shape {list(shape)}; expected a class for "
+            "each sample, int64 of shape []. Return it by int(target), or choose another task"
+        )
 
 
 def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task) -> Job:
@@ -254,6 +271,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         flip=data.flip,
         num_workers=data.num_workers,
         ignore=getattr(job.task, "ignore", 255),
+        labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)

@@ -99,7 +99,7 @@ def train_guarded(
     mirror = Mirror(cfg.checkpoint.mirror, run_dir.path) if cfg.checkpoint.mirror and runtime.rank == 0 else None
     if mirror:
         checkpoints.after_write = mirror.upload
-    trainer.progress = progress = checkpoints.resume(source, job.plan.steps_before)
+    trainer.position = progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, best)
     if reasons := why_over(progress, job.fit_settings):
@@ -152,7 +152,7 @@ def train_guarded(
     if mirror:
         mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
     has_result = status == "finished" and runtime.rank == 0
-    result = log_result(job, run_dir, trainer.progress, checkpoints) if has_result else {}
+    result = log_result(job, run_dir, trainer.position, checkpoints) if has_result else {}
     if runtime.rank == 0:
         run_dir.end(status, guard.progress if status == "finished" else checkpoints.kept)
     logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker

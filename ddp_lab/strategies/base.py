@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
+from ddp_lab.models.outputs import require_tensor
 from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_supported
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
@@ -236,7 +237,7 @@ class Strategy(ABC):
             divisor: what the summed loss is divided by.
         """
         with self.autocast():
-            outputs = self.forward(inputs)
+            outputs = require_tensor(self.forward(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
@@ -256,7 +257,7 @@ class Strategy(ABC):
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
         with self.autocast():
-            return self.forward(inputs)
+            return require_tensor(self.forward(inputs))
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

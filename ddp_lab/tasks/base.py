@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.data.labels import LabelRange
 
 Losses = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 LossFunction = Callable[[torch.Tensor, torch.Tensor], Losses]
@@ -42,6 +43,7 @@ class Task(nn.Module):
         better: which values of its metrics are better, by name, so that `checkpoint.best=val_NAME` can choose by them. The
             mean loss is always among them.
         pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
+        labels: the range of the labels, of a task whose targets are classes; None: they are not.
         per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
             known without communication; None: it is known after the first step.
         check_first: is called once in training, with the first outputs and targets, and raises an exception if the loss is
@@ -51,6 +53,7 @@ class Task(nn.Module):
     running: ClassVar[tuple[str, ...]] = ()
     better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
+    labels: LabelRange | None = None
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
@@ -99,6 +102,15 @@ class Task(nn.Module):
         if isinstance(found, tuple):
             return (found[0] * found[1]).sum(), found[1].sum()
         return found.sum(), torch.full((), found.numel(), device=found.device)
+
+    def require_labels(self, targets: torch.Tensor, classes: int) -> None:
+        """Check that targets are classes of the outputs, without a wait for a device.
+
+        Raises:
+            SampleError: one is none.
+        """
+        if self.labels is not None:
+            self.labels.require(targets, classes)
 
     @classmethod
     def lower_is_better(cls, metric: str) -> bool:

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_lab.config.errors import SampleError, TrainingError
 from ddp_lab.config.types import Fraction
+from ddp_lab.data.labels import LabelRange
 from ddp_lab.tasks.base import LossFunction, Task
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
@@ -44,20 +46,45 @@ class Classification(Task):
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
         self.per_sample = True
+        self.labels = LabelRange()
 
     def choosing(self, classes: int) -> list[str]:
         return [name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP]
 
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel
+            self._require_classes(outputs, targets)
             reduction = "none" if targets.dim() == 2 else "sum"
             return self.loss(outputs, targets, reduction).sum(), torch.full((), len(targets), device=outputs.device)
         return super().loss_sum(outputs, targets)
+
+    def _require_classes(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Check that targets are classes, or probabilities of the classes, of outputs that are logits.
+
+        Raises:
+            TrainingError: the outputs are no logits.
+            SampleError: the targets are not what they must be.
+        """
+        if outputs.dim() != 2:
+            raise TrainingError(
+                f"the outputs must be logits [b, classes], got {list(outputs.shape)}. Change the end of the model"
+            )
+        if targets.shape == outputs.shape and targets.is_floating_point():
+            return
+        if targets.dim() != 1 or targets.dtype != torch.int64:
+            kind = str(targets.dtype).removeprefix("torch.")
+            raise SampleError(
+                f"the targets of a batch are {kind}, {list(targets.shape)}; classification needs "
+                f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), and "
+                "targets.flatten() where each row has one"
+            )
+        self.require_labels(targets, outputs.size(1))
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         return [(outputs.argmax(1) == classes_of(targets)).sum()]
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        self._require_classes(outputs, targets)
         classes = outputs.size(1)
         top = outputs.topk(min(TOP, classes), dim=1).indices
         predicted = outputs.argmax(1)

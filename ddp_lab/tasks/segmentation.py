@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ddp_lab.data.labels import LabelRange
 from ddp_lab.tasks.base import Losses, LossFunction, Task
 
 
@@ -25,14 +26,17 @@ class Segmentation(Task):
     def __init__(self, loss: LossFunction | None = None, ignore: int = 255):
         super().__init__(loss)
         self.ignore = ignore
+        self.labels = LabelRange(ignore)
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         targets = targets.long()
+        self.require_labels(targets, outputs.size(1))
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
         return losses, (targets != self.ignore).to(losses.dtype)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         classes, targets = outputs.size(1), targets.long()
+        self.require_labels(targets, classes)
         real = (targets != self.ignore).double().flatten()
         cells = torch.where(targets == self.ignore, 0, targets) * classes + outputs.argmax(1)
         confusion = real.new_zeros(classes * classes).index_add_(0, cells.flatten(), real)

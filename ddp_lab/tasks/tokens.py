@@ -7,7 +7,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.tasks.base import Losses, Task
+from ddp_lab.config.errors import SampleError
+from ddp_lab.data.labels import LabelRange
+from ddp_lab.tasks.base import Losses, LossFunction, Task
 
 IGNORE = -100  # the target of positions that do not count, as in F.cross_entropy
 
@@ -21,7 +23,13 @@ class Tokens(Task):
 
     better: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}
 
+    def __init__(self, loss: LossFunction | None = None):
+        super().__init__(loss)
+        self.labels = LabelRange(IGNORE)
+
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+        require_int64(targets)
+        self.require_labels(targets, outputs.size(-1))
         losses = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
         return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
 
@@ -36,3 +44,10 @@ class Tokens(Task):
         perplexity = math.exp(min(nats, 700.0))  # above it math.exp overflows
         accuracy = float(sums["correct"] / sums["tokens"])
         return {"accuracy": accuracy, "perplexity": perplexity, "bits_per_byte": nats / math.log(2)}
+
+
+def require_int64(targets: torch.Tensor) -> None:
+    """Raise a SampleError unless the targets are of the dtype that torch's cross-entropy needs."""
+    if targets.dtype != torch.int64:
+        kind = str(targets.dtype).removeprefix("torch.")
+        raise SampleError(f"the targets are {kind}; numbers of tokens must be int64. Use targets.long()")

@@ -127,7 +127,7 @@ def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, me
     """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
     strategy, step, loader = parts.eager.strategy, parts.step, parts.loaders["train"]
     totals = parts.eager.running_sums.totals
-    loader.set_epoch(before.epoch, before.samples)
+    loader.set_epoch(before.order, before.samples)
     strategy.train()
     totals.zero_()
     meter.begin(before, loader.data.size)

@@ -69,7 +69,7 @@ class Meter:
 
     def begin(self, before: Progress, size: int) -> None:
         """Begin with the remaining steps of an epoch of `size` samples, at the position `before`."""
-        self._before, self._size, self._waited = before, size, 0.0
+        self._size, self._waited = size, 0.0
         if self._last_step < 0:
             self._last_step = before.step
             self._next = sys.maxsize if self.every == Every() else before.step + 1

@@ -24,6 +24,8 @@ class Progress:
         lr: learning rate of the last step.
         best: best value of each metric of the validation set so far, by name, for example val_loss; empty without such a set.
         best_epochs: their epochs.
+        first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a run that a loop in a Lab
+            began, else 1. None: a checkpoint of an older version, which does not say who began the run.
     """
 
     epoch: int = 1
@@ -36,12 +38,20 @@ class Progress:
     lr: float = 0.0
     best: dict[str, float] = field(default_factory=dict[str, float])
     best_epochs: dict[str, int] = field(default_factory=dict[str, int])
+    first_order: int | None = 1
+
+    @property
+    def order(self) -> int:
+        """The number of the order of this epoch's samples, as `Loader.set_epoch` takes it."""
+        return self.epoch - 1 + (1 if self.first_order is None else self.first_order)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Progress":
         """Return the position in a checkpoint. Older versions chose the best by the test set: that choice is left out."""
         known = {each.name for each in fields(cls)}
-        return cls(**{key: value for key, value in saved.items() if key in known})
+        values = {key: value for key, value in saved.items() if key in known}
+        values.setdefault("first_order", None)
+        return cls(**values)
 
     def next_epoch(self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]) -> "Progress":
         """Return the position at the beginning of the next epoch. A metric that is not finite is no better one.

@@ -369,7 +369,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
         Path(folder).mkdir(exist_ok=True)
     checkpoints = [Checkpoints(Path(folder, form), state, sharded=form == "sharded") for form in FORMS if folder]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
-    trainer.progress = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
+    trainer.position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
     steps_left = cfg.epochs * job.plan.steps_per_epoch
     trainer.train_step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
@@ -383,7 +383,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     if chosen == "test":
         assert tested.samples == confusion.sum() == TEST_SAMPLES
         assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
-    full, rests = collect(strategy, *state.part(trainer.progress))
+    full, rests = collect(strategy, *state.part(trainer.position))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
