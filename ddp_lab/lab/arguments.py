@@ -12,8 +12,10 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
+from ddp_lab.data.dataset import InMemory
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain, require_chain
+from ddp_lab.models.memory import give_own_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.world.runtime import Runtime
@@ -91,11 +93,12 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
     Raises:
         ConfigError: the strategy cannot cut the model, or needs an example for it.
     """
+    give_own_memory(model, "the model")
     found: Any = example[0] if isinstance(example, (tuple, list)) else example
     if found is not None:
         if not isinstance(found, torch.Tensor):
             raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(found).__name__}")
-        strategy.input_shape, strategy.input_dtype = tuple(found.shape), found.dtype
+        strategy.input_shape, strategy.input_dtype = InMemory(found[None], found[None]).forms[0]
     elif isinstance(model, Chain):
         strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
     if not strategy.needs_chain or isinstance(model, Chain):
@@ -108,7 +111,7 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
             "lab.trainer(..., example=dataset[0])"
         )
     assert isinstance(chain, Chain)
-    chain.input_dtype = found.dtype
+    chain.input_dtype = strategy.input_dtype
     return chain
 
 

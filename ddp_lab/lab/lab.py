@@ -18,6 +18,7 @@ from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, 
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe
 from ddp_lab.lab.trainer import Trainer
+from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
@@ -149,8 +150,9 @@ class Lab:
             batch_size: samples of the GLOBAL batch; divisible by the number of replicas.
             accumulate: number of gradient-accumulation steps.
             max_grad_norm: largest L2 norm of the gradient; None: no clipping.
-            example: a sample, or its input, which strategies that cut a model into blocks need. With it DDP on more than two
-                ranks also resumes to the last bit.
+            example: a sample, (input, target), with which the model is tried before anything starts: parameters that it does
+                not use are frozen. Strategies that cut a model into blocks need a sample or its input; with it DDP on more than
+                two ranks also resumes to the last bit.
             schedule: factor of the learning rate by the number of steps before; None: 1.
             ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
             num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
@@ -167,13 +169,15 @@ class Lab:
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
                 f"share it; use {multiples(batch_size, strategy.replicas)}"
             )
-        model = in_blocks(model, strategy, example)
+        model, task = in_blocks(model, strategy, example), as_task(loss)
+        for note in try_model(model, task, example, strategy):
+            self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         require_same(model, runtime)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         recipe = Recipe(batch_size, optimizer, lambda made: LambdaLR(made, factor), step, ema)
-        trainer = Trainer(strategy, model, as_task(loss), recipe, shapes, num_workers)
+        trainer = Trainer(strategy, model, task, recipe, shapes, num_workers)
         trainer.logger = self._log
         return trainer

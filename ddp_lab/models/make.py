@@ -16,6 +16,7 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
+from ddp_lab.models.memory import give_own_memory
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.weights import match_weights, read
@@ -137,6 +138,7 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> 
             f"model._target_={target}: {lazy[0]} of a lazy module has no shape yet. Call the model once at the end "
             f"of its constructor: self(torch.zeros(1, {', '.join(map(str, shape_of(shape)))}))"
         )
+    give_own_memory(model, f"model._target_={target}")
     return as_chain(model, shape_of(shape))
 
 

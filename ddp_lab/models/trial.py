@@ -23,11 +23,13 @@ class Trial:
         inputs: two samples, on the CPU; those of numbers with a fraction are random.
         check: raises an exception if the outputs, on any device, are not those that the task needs.
         of_all: whether ddp_lab's own models are tried, too, which may be made for another task.
+        freezes: whether parameters without a gradient are frozen; False if other steps may use them.
     """
 
     inputs: torch.Tensor
     check: Callable[[torch.Tensor], object]
     of_all: bool = False
+    freezes: bool = True
 
 
 def random_like(inputs: torch.Tensor) -> torch.Tensor:
@@ -43,7 +45,7 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
-        model: the complete model, on the CPU. Its buffers and torch's random state are restored.
+        model: the complete model. Its device, buffers and modes, and torch's random state, are restored.
         trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
@@ -58,9 +60,10 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
             f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
             "Leave requires_grad=True for some of the parameters that `forward` uses, for example for the head"
         )
-    for name in unused:
+    for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
-    notes = {"frozen": frozen, "not used in training, so they stay as they are": unused}
+    what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
+    notes = {"frozen": frozen, what: unused}
     return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
 
 
@@ -68,14 +71,18 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with suppress(Exception):  # a model that reads values cannot run on the meta device, which computes shapes only
+        with suppress(Exception), torch.random.fork_rng([]):  # a model that reads values cannot run on the meta device, which computes shapes only
             return without_gradient(meta_copy(model), trial, "meta")
     device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
+    before = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
     try:
         if on_meta:
             return without_gradient(meta_copy(model), trial, "meta")
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
+    except ConfigError:  # of the check of the outputs
+        raise
     except Exception as error:
         other = (
             "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
@@ -86,9 +93,11 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
     finally:
-        model.to("meta" if on_meta else "cpu").zero_grad()
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        model.to(before).zero_grad()
+        for module, training in modes.items():
+            module.training = training
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
 
 
 def describe(inputs: torch.Tensor) -> str:

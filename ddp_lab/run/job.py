@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -117,7 +118,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     dataset = load_dataset(cfg, runtime)
     plan = make_plan(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
-    trial = make_trial(dataset, task)
+    trial = make_trial(dataset, task, freezes=not strategy.find_unused_parameters)
     built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, trial, with_weights)
     job = arrange(cfg, strategy, dataset, plan, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
@@ -165,12 +166,16 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
 
 
-def make_trial(dataset: Dataset, task: Task) -> Trial:
-    """Return what the model is tried with: two samples in the form of the dataset's."""
+def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:
+    """Return what the model is tried with: two samples in the form of the dataset's. `freezes` is that of a Trial."""
     inputs, targets = dataset.example(2)
     if isinstance(task, Classification):
-        return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)))
-    return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)), of_all=True)
+        return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)), freezes=freezes)
+
+    def check(outputs: torch.Tensor) -> None:
+        task.loss_sum(outputs.float(), targets.to(outputs.device))
+
+    return Trial(random_like(inputs), check, of_all=True, freezes=freezes)
 
 
 def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task) -> Job:

@@ -163,6 +163,9 @@ PRESETS = {
     "step": "samples=24 epochs=1 float64",
     "regression": "task=regression data=own data.dataset._target_=own_datasets.numbers model=own "
     "model._target_=own_models.regressor model.dropout=0.0",
+    "unused": "optimizer.weight_decay=0.1 float64",
+    "experts": "own=Experts unused",
+    "weights": "optimizer.weight_decay=0.1",
     "multi_label": "regression task=multi_label data.dataset._target_=own_datasets.signs",
     "segmentation": "task=segmentation data=own data.loader=workers data.num_workers=0 data.num_classes=2 data.flip=true "
     "data.crop_padding=2 data.dataset._target_=own_datasets.Masks model=own model._target_=own_models.segmenter",
