@@ -36,9 +36,7 @@ class DDP(Strategy):
 
     performance_options = ALL_PERFORMANCE_OPTIONS
 
-    def __init__(
-        self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool
-    ):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool):
         super().__init__(runtime, batch_norm=batch_norm)
         self.averaged = self.dp_size
         self.find_unused_parameters = find_unused_parameters
@@ -53,7 +51,7 @@ class DDP(Strategy):
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
+            find_unused_parameters=bool(self.find_unused_parameters),
             gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
         )
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
@@ -86,7 +84,7 @@ class DDP(Strategy):
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         try:
             return super().add_gradient(inputs, targets, real, divisor)
-        except RuntimeError as error:
+        except Exception as error:
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
             if len(inputs) == 0 and self.find_unused_parameters:
@@ -104,7 +102,7 @@ class DDP(Strategy):
         return names[int(number[1])] if number else names[-1]
 
 
-def empty_error(rank: int, error: RuntimeError) -> TrainingError:
+def empty_error(rank: int, error: Exception) -> TrainingError:
     """Return the error about a model that does not support an empty batch, with the error of its forward pass."""
     return TrainingError(
         f"strategy=ddp: strategy.find_unused_parameters=true needs a model that supports empty batches, and rank {rank} has no "

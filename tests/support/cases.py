@@ -161,7 +161,10 @@ MATRIX = [
 
 
 def tolerance_of(case: str) -> float:
-    """Return by how much weights may differ from those of `single`: cases with BatchNorm or unused parameters are in float64."""
+    """Return by how much weights may differ from those of `single`.
+
+    Cases with BatchNorm, and with parameters that some steps do not use, are computed in float64.
+    """
     if "find_unused_parameters=true" in case:
         return 1e-12
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & {*case.split()} else 1e-6
