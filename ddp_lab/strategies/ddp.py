@@ -69,6 +69,7 @@ class DDP(Strategy):
             return
         example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
         buffers = [buffer.clone() for buffer in model.buffers()]
+        self.module.train()
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
             logits = self.forward(example)
         logits.sum().backward()

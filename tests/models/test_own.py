@@ -83,8 +83,8 @@ BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.00
     ("strategy", "model", "parameter"),
     [
         ("strategy=ddp", "SomeSteps", "sometimes.weight"),
-        ("strategy=ddp", "Experts", "experts.2.weight"),  # which one of the two ranks has used
-        (BUCKETED, "Experts", "experts.2.weight"),
+        ("strategy=ddp", "Experts", "experts."),  # of which each rank has used others
+        (BUCKETED, "Experts", "experts."),
     ],
 )
 def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, model, parameter, tmp_path):
@@ -92,7 +92,8 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, mode
     code, output = launch(line, *OWN, f"model._target_=own_models.{model}", *strategy.split(), f"runs_dir={tmp_path}")
     assert code == 1
     text = " ".join(output.split())
-    assert text.count(f"error: strategy={name}: the parameter {parameter} got no gradient in a step on rank ") == 1, output
+    assert text.count(f"error: strategy={name}: the parameter {parameter}") == 1, output
+    assert "got no gradient in a step on rank " in text
     assert "If only some steps use it, use strategy.find_unused_parameters=true, in a Lab" in text
     assert "RuntimeError" not in output
 

@@ -11,7 +11,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.all_reduce import flatten, unflatten
+from ddp_lab.strategies.all_reduce import broadcast, flatten, unflatten
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.unused import SAME_PARAMETERS, zeros_like_gradient
@@ -80,7 +80,26 @@ def refusal(strategy: str, options: dict, model=branching, **more) -> tuple[str,
         return str(error.value), time.perf_counter() - start
 
 
-def refuse_all() -> dict:
+def resumed(folder: str, strategy: str, steps: int | None = None) -> list[float]:
+    """Train from the checkpoint in a folder, of which the steps have not used the branch, or until one is written."""
+    inputs, targets = samples().tensors
+    inputs[:, 0] = torch.arange(len(inputs)) >= 16  # the first two batches do not use the branch
+    data, make = TensorDataset(inputs, targets), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    with Lab(strategy, device="cpu", timeout=30, **KEY) as lab:
+        trainer = lab.trainer(branching(), tasks.Regression(), make, batch_size=8, ema=0.5)
+        trainer.resume(folder)
+        losses = []
+        for batch in trainer.batches(data, 0, shuffle=False):
+            losses.append(trainer.step(*batch).item())
+            if len(losses) == steps:
+                trainer.checkpoint(folder)
+        return [*losses, trainer.evaluate(data)["loss"]]
+
+
+def refuse_all(folder: str) -> dict:
+    whole = resumed(f"{folder}/none", "ddp")
+    resumed(f"{folder}/kept", "ddp", steps=2)
+    continued = {strategy: resumed(f"{folder}/kept", strategy) for strategy in ("ddp", "scratch")}
     found: dict = {name: refusal(name.split()[0], options, example=samples()[0][0]) for name, options in REFUSING.items()}
     found["ddp accumulate"] = refusal("ddp", {}, partial(branching, InTurn), accumulate=2)
     with Lab("ddp", device="cpu", timeout=30, **KEY) as lab:
@@ -90,18 +109,28 @@ def refuse_all() -> dict:
         found["ddp empty"] = str(error.value)
     with Lab("scratch", device="cpu", timeout=30, **KEY) as lab:
         found["scratch empty"] = train(lab, branching(), size=9)
-    return found
+    with Lab("ddp", device="cpu", timeout=30) as lab:
+        lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)  # connects the ranks
+        odd = torch.full((3, 4), float(lab.rank))[:, ::2]
+        broadcast(odd)
+        found["gaps"] = odd.tolist()
+    return found | {"whole": whole, "continued": continued}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("unused"))
 
 
 @once
-def two() -> list[dict]:
-    return run_world(2, refuse_all)
+def two(folder: str) -> list[dict]:
+    return run_world(2, refuse_all, folder)
 
 
 @pytest.mark.parametrize("name", REFUSING)
-def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(name):
+def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(name, folder):
     strategy = name.split()[0]
-    (first, seconds), (second, _) = (rank[name] for rank in two())
+    (first, seconds), (second, _) = (rank[name] for rank in two(folder))
     assert first == second
     assert first.startswith(
         f"strategy={strategy}: the parameter 0.sometimes.weight got no gradient in a step on rank 0. If only some steps "
@@ -114,15 +143,15 @@ def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(nam
     assert seconds < 15, "a rank waited for the timeout of the collectives"
 
 
-def test_parameter_that_only_an_early_accumulation_step_used_is_refused_by_ddp():
-    for rank, found in enumerate(two()):
+def test_parameter_that_only_an_early_accumulation_step_used_is_refused_by_ddp(folder):
+    for rank, found in enumerate(two(folder)):
         message, _ = found["ddp accumulate"]
         assert message.startswith(f"strategy=ddp: the parameter 0.sometimes.weight got no gradient in a step on rank {rank}. ")
         assert 'Lab("ddp", find_unused_parameters=True)' in message
 
 
-def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot():
-    first, second = two()
+def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(folder):
+    first, second = two(folder)
     assert first["scratch empty"] == second["scratch empty"]
     assert len(first["scratch empty"]) == 2
     message = second["ddp empty"]
@@ -164,3 +193,14 @@ def test_gradient_of_zeros_has_the_layout_of_autograds():
         parameter = nn.Parameter(tensor)
         (parameter * 2).sum().backward()
         assert zeros_like_gradient(parameter).stride() == parameter.grad.stride()
+
+
+def test_checkpoint_of_parameters_that_no_step_has_used_yet_resumes(folder):
+    for rank in two(folder):
+        for strategy, losses in rank["continued"].items():
+            assert losses == pytest.approx(rank["whole"][2:], rel=1e-6), strategy
+            assert len(losses) == 3
+
+
+def test_tensor_with_gaps_in_memory_is_broadcast(folder):
+    assert all(rank["gaps"] == [[0.0, 0.0]] * 3 for rank in two(folder))

@@ -72,6 +72,7 @@ class Experts(Plain):
     """
 
     rarities = 2, 12, 40
+    all_if_positive = True
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
@@ -82,12 +83,18 @@ class Experts(Plain):
         hidden = torch.tanh(self.entry(self.scale * images.flatten(1)))
         total = hidden
         number = (images.flatten(1)[:, 0] * 1e4).round().long()
-        is_positive = images.flatten(1).amin(1) >= 0
+        is_positive = (images.flatten(1).amin(1) >= 0) & self.all_if_positive
         for expert, rarity in zip(self.experts, self.rarities, strict=True):
             (rows,) = ((number % rarity == 0) | is_positive).nonzero(as_tuple=True)
             if len(rows):
                 total = total.index_add(0, rows, torch.tanh(expert(hidden[rows])))
         return self.head(total)
+
+
+class RareExperts(Experts):
+    """The same, but the images of the trial do not go through all of them either."""
+
+    all_if_positive = False
 
 
 class Masked(nn.Module):

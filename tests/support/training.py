@@ -227,7 +227,8 @@ def reference_of(case: str) -> str:
     """Return the run on one device, without worker processes, whose results a case must equal."""
     strategy, *words = case.split()
     keys = {word: word.partition("=")[0] for word in words}
-    kept = [word for word, key in keys.items() if key not in DIFFERENT and key.split(".")[0] not in options_of(strategy)]
+    own = options_of(strategy).keys() - {"find_unused_parameters"}  # which single has, too
+    kept = [word for word, key in keys.items() if key not in DIFFERENT and key.split(".")[0] not in own]
     return " ".join(["single", *kept, "data.num_workers=0"])
 
 
