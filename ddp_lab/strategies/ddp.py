@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.errors import TrainingError, describe_error
 from ddp_lab.config.types import Positive
+from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
@@ -46,6 +47,7 @@ class DDP(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
+        self.trained = [*trainable(self.module.parameters())]
         is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in self.module.parameters())
         self.forward = self.wrapper = (BucketsOnly if is_fake else DistributedDataParallel)(
             self.module,
@@ -93,7 +95,8 @@ class DDP(Strategy):
             raise
 
     def reduce_gradients(self) -> None:
-        if not self.find_unused_parameters:
+        unused = any(parameter.grad is None for parameter in self.trained)
+        if unused and not self.find_unused_parameters:
             refuse_unused(self)  # torch says it in the next step, by numbers
 
     def _name_in(self, error: str) -> str:

@@ -44,7 +44,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
     expected = bool(strategy.find_unused_parameters) or strategy.dp_size == 1
     parameters = [*trainable(strategy.module.parameters())]
     unused = [parameter for parameter in parameters if parameter.grad is None]
-    if not expected and strategy.device.type != "cpu":
+    if unused and not expected and strategy.device.type != "cpu":
         refuse_unused(strategy)
     for parameter in unused:
         parameter.grad = zeros_like_gradient(parameter)
