@@ -125,6 +125,16 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
 
 
+@pytest.mark.parametrize("strategy", ["single", "scratch", "ddp"])
+def test_parameters_that_some_steps_may_use_are_not_frozen(strategy):
+    """The images of the trial go through the first expert only."""
+    case = f"{strategy} own=RareExperts"
+    for key, frozen in (("", 4), ("find_unused_parameters=true", 0)):
+        job = build_job(config_of(f"{case} {key}"), Runtime("cpu"))
+        assert sum(not parameter.requires_grad for parameter in job.model.parameters()) == frozen
+        assert job.notes[0].startswith("4 parameters are not used ")
+
+
 @pytest.mark.parametrize("large", [0, 10**9])
 def test_model_that_reads_values_is_tried_with_real_images(large, monkeypatch):
     monkeypatch.setattr(trial, "LARGE", large)

@@ -17,6 +17,7 @@ from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.unused import SAME_PARAMETERS, zeros_like_gradient
 from ddp_lab.world.runtime import Runtime
 
+TIMEOUT = 15  # seconds in which a rank that waits for another one ends
 KEY = {"find_unused_parameters": True}
 # Strategies that sum the gradients of replicas themselves, without the key.
 REFUSING = {
@@ -73,7 +74,7 @@ def train(lab: Lab, model: nn.Module, size: int = 32, **options) -> list[float]:
 
 def refusal(strategy: str, options: dict, model=branching, **more) -> tuple[str, float]:
     """Return the message with which training ends on this rank, and after how many seconds."""
-    with Lab(strategy, device="cpu", timeout=30, **options) as lab:
+    with Lab(strategy, device="cpu", timeout=TIMEOUT, **options) as lab:
         start = time.perf_counter()
         with pytest.raises(TrainingError) as error:
             train(lab, model(), **more)
@@ -140,7 +141,7 @@ def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(nam
     assert (remedy in first) == (strategy == "scratch")
     assert "strategy.find_unused_parameters=true" in first
     assert "lab.trainer(..., example=dataset[0])" in first
-    assert seconds < 15, "a rank waited for the timeout of the collectives"
+    assert seconds < TIMEOUT, "a rank waited for the timeout of the collectives"
 
 
 def test_parameter_that_only_an_early_accumulation_step_used_is_refused_by_ddp(folder):
