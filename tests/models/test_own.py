@@ -8,7 +8,7 @@ from configs import config
 from launches import OWN, launch, main_in_world, refusal_in_world
 from own_models import ReadsValues, Wrong, finetuned
 from torch import nn
-from training import config_of
+from training import config_of, dtype_of
 from worlds import run_world
 
 from ddp_lab.config.build import build
@@ -128,9 +128,10 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
 @pytest.mark.parametrize("strategy", ["single", "scratch", "ddp"])
 def test_parameters_that_some_steps_may_use_are_not_frozen(strategy):
     """The images of the trial go through the first expert only."""
-    case = f"{strategy} own=RareExperts"
     for key, frozen in (("", 4), ("find_unused_parameters=true", 0)):
-        job = build_job(config_of(f"{case} {key}"), Runtime("cpu"))
+        case = f"{strategy} own=RareExperts unused {key}"
+        with dtype_of(case):
+            job = build_job(config_of(case), Runtime("cpu"))
         assert sum(not parameter.requires_grad for parameter in job.model.parameters()) == frozen
         assert job.notes[0].startswith("4 parameters are not used ")
 

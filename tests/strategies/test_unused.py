@@ -125,7 +125,7 @@ def folder(tmp_path_factory) -> str:
 
 @once
 def two(folder: str) -> list[dict]:
-    return run_world(2, refuse_all, folder)
+    return run_world(2, refuse_all, folder, timeout=90)
 
 
 @pytest.mark.parametrize("name", REFUSING)
