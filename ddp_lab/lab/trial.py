@@ -1,4 +1,4 @@
-"""The trial of a model in a Lab: that of train.py, with two copies of the example that the user has given."""
+"""The trial of a model in a Lab: that of train.py, with two copies of the user's example."""
 
 from typing import Any
 
@@ -13,23 +13,29 @@ from ddp_lab.tasks.base import Task, in_float32
 
 
 def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) -> list[str]:
-    """Freeze the parameters that training never uses, as train.py does, and return notes about them. Collective.
+    """Freeze the parameters that training never uses, as train.py does. Collective.
 
     Without a target no loss can be computed, so nothing is tried.
 
     Args:
-        model: the complete model, on the CPU or on a device, where it stays. Only `requires_grad` of what is frozen changes.
+        model: the complete model, on the CPU or on a device, where it stays. Only `requires_grad`
+            of what is frozen changes.
         task: with the loss.
         example: a sample, (input, target); or its input; or None.
         strategy: before `partition`.
 
+    Returns:
+        Notes about what is frozen.
+
     Raises:
-        ConfigError: model or loss fail for the sample, or the ranks would freeze different parameters; on all ranks.
+        ConfigError: model or loss fail for the sample, or the ranks would freeze different
+            parameters; on all ranks.
     """
     if not (isinstance(example, (tuple, list)) and len(example) == 2):
         return []
     runtime = strategy.runtime
-    trial = make_trial(example[0], example[1], task.to(runtime.device), freezes=not strategy.find_unused_parameters)
+    freezes = not strategy.find_unused_parameters
+    trial = make_trial(example[0], example[1], task.to(runtime.device), freezes)
     problem, notes = "", list[str]()
     try:
         notes = freeze_unused(model, trial, runtime, "the model")
@@ -58,27 +64,28 @@ def make_trial(inputs: torch.Tensor, target: Any, task: Task, freezes: bool) -> 
         raise ConfigError(
             f"example: the target of a sample must be a tensor or a number, got {type(target).__name__} ({error})"
         ) from None
-    found = zip((samples.inputs, samples.targets), samples.forms, strict=True)
-    pair = [tensor.expand(2, *shape).to("cpu", dtype).contiguous() for tensor, (shape, dtype) in found]
+    pair: list[torch.Tensor] = []
+    for tensor, (shape, dtype) in zip((samples.inputs, samples.targets), samples.forms, strict=True):
+        pair.append(tensor.expand(2, *shape).to("cpu", dtype).contiguous())
 
     def check(outputs: torch.Tensor) -> None:
         targets = pair[1].to(outputs.device)
         try:
             task.loss_sum(in_float32(outputs), targets)
-        except TrainingError as error:  # its message says what is wrong with the loss or its arguments
+        except TrainingError as error:  # its message says what is wrong
             raise ConfigError(str(error)) from None
         except Exception as error:
             raise ConfigError(
-                f"loss: failed for outputs of {list(outputs.shape)} and targets of {list(targets.shape)}, "
-                f"{targets.dtype}, which are two copies of the example: {describe_error(error)}. Correct the loss, or the "
-                "last layer of the model"
+                f"loss: failed for outputs of {list(outputs.shape)} and targets of "
+                f"{list(targets.shape)}, {targets.dtype}, which are two copies of the example: "
+                f"{describe_error(error)}. Correct the loss, or the last layer of the model"
             ) from None
 
     return Trial(random_like(pair[0]), check, of_all=True, freezes=freezes)
 
 
 def require_same_trial(found: list[list[Any]]) -> None:
-    """Check what the trials of all ranks have found: a problem, and the names of the parameters that are trained.
+    """Check what the trials of all ranks have found: a problem, and the trained parameters.
 
     Raises:
         ConfigError: there is a problem, or the names differ.
@@ -89,6 +96,6 @@ def require_same_trial(found: list[list[Any]]) -> None:
     for rank, (_, trained) in enumerate(found):
         if different := sorted({*trained} ^ {*found[0][1]}):
             raise ConfigError(
-                f"example: for that of rank {rank} the model uses other parameters than for that of rank 0, for example "
-                f"{different[0]}. Give the same example on all ranks, for example dataset[0]"
+                f"example: for that of rank {rank} the model uses other parameters than for that of "
+                f"rank 0, for example {different[0]}. Give the same example on all ranks, for example dataset[0]"
             )

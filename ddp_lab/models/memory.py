@@ -1,4 +1,4 @@
-"""Parameters and buffers whose elements do not lie side by side in memory of their own, as those of `Tensor.expand`."""
+"""Parameters and buffers whose elements share memory, as those of `Tensor.expand`."""
 
 import torch
 from torch import nn
@@ -8,10 +8,11 @@ from ddp_lab.config.errors import ConfigError
 
 
 def give_own_memory(model: nn.Module, what: str) -> None:
-    """Make the buffers of a model contiguous, in place, so that copies and collectives can write into them.
+    """Make the buffers of a model contiguous, in place, so that they can be written into.
 
-    An expanded buffer, for example a mask, has one element in memory for several of its own. torch refuses to write into it,
-    as a broadcast, a checkpoint that is loaded and on_nan=skip do. A buffer with several names keeps them.
+    An expanded buffer, for example a mask, has one element in memory for several of its own. torch
+    refuses to write into it, as a broadcast, a checkpoint that is loaded and on_nan=skip do. A
+    buffer with several names keeps them.
 
     Args:
         model: with its weights, or on the meta device.
@@ -23,8 +24,8 @@ def give_own_memory(model: nn.Module, what: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_lazy(parameter) and is_expanded(parameter):
             raise ConfigError(
-                f"{what}: the parameter {name} is expanded: several of its elements share one place in memory, so that no "
-                "optimizer can update it. Make it by nn.Parameter(tensor.expand(...).clone())"
+                f"{what}: the parameter {name} is expanded: several of its elements share one place in "
+                "memory, so that no optimizer can update it. Make it by nn.Parameter(tensor.expand(...).clone())"
             )
     contiguous: dict[int, torch.Tensor] = {}  # by the id of the buffer that it replaces
     replaced: list[torch.Tensor] = []  # kept alive, so that their ids stay their own
@@ -39,7 +40,7 @@ def give_own_memory(model: nn.Module, what: str) -> None:
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is contiguous, or is one of images that is contiguous in the channels-last format."""
+    """Return whether a tensor is contiguous, in the default or the channels-last format."""
     channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor.is_contiguous() or channels_last
 

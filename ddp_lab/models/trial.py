@@ -71,10 +71,8 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with (
-            suppress(Exception),
-            torch.random.fork_rng([]),
-        ):  # a model that reads values cannot run on the meta device, which computes shapes only
+        # A model that reads values cannot run on the meta device, which computes shapes only.
+        with suppress(Exception), torch.random.fork_rng([]):
             return without_gradient(meta_copy(model), trial, "meta")
     device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
     before = next(model.parameters()).device

@@ -1,8 +1,8 @@
-"""Parameters that a step does not use on every rank: what their gradient is, or the error where this is not supported.
+"""Parameters that a step does not use on every rank: their gradient, or an error.
 
 | a step has used the parameter | its gradient, on every rank |
 |---|---|
-| on no rank | None: the optimizer leaves it as it is, without weight decay and momentum, as on one device |
+| on no rank | None: the optimizer leaves it as it is, as on one device |
 | on some ranks | the sum, to which the other ranks add zeros |
 
 torch's DistributedDataParallel does the same with find_unused_parameters=True.
@@ -20,26 +20,28 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.all_reduce import in_memory_order, trainable
 from ddp_lab.strategies.base import Strategy
 
-# Why strategies whose steps may leave parameters unused exclude performance options, by name (`Strategy.refusals`).
+# Why steps that may leave parameters unused exclude performance options (`Strategy.refusals`).
 SAME_PARAMETERS = {
-    "cuda_graph": "a captured step uses the same parameters every time, unlike those of strategy.find_unused_parameters=true",
+    "cuda_graph": "a captured step always uses the same parameters, and those of strategy.find_unused_parameters=true do not",
     "compile": "compiled steps of strategy.find_unused_parameters=true were never tested",
 }
 
 
 @contextmanager
 def every_gradient(strategy: Strategy) -> Generator[None]:
-    """Let each parameter that is not frozen have a gradient in the body, which sums the gradients over the ranks. Collective.
+    """Let each parameter that is not frozen have a gradient in the body, which sums them. Collective.
 
-    With `find_unused_parameters`, a bitmap of the used parameters is combined after the body, one bit for each parameter. Only
-    a rank that has not used one waits for it, and so for its device: it has to know whether another rank has.
+    With `find_unused_parameters`, a bitmap of the used parameters is combined after the body, one
+    bit for each parameter. Only a rank that has not used one waits for it, and so for its device:
+    it has to know whether another rank has.
 
     Args:
         strategy: after the backward pass. All ranks of `dp_group` have the same parameters.
 
     Raises:
-        TrainingError: a rank has not used a parameter, and the strategy does not expect it. On CPUs it is raised on all ranks.
-            On GPUs the other ranks would have to wait for the device in every step, so they are ended with this one.
+        TrainingError: a rank has not used a parameter, and the strategy does not expect it. On CPUs
+            it is raised on all ranks. On GPUs the other ranks would have to wait for the device in
+            every step, so they are ended with this one.
     """
     expected = bool(strategy.find_unused_parameters) or strategy.dp_size == 1
     parameters = [*trainable(strategy.module.parameters())]
@@ -56,7 +58,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
 
 
 def zeros_like_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return zeros in the layout that autograd gives a gradient: that of the parameter if its elements lie side by side."""
+    """Return zeros in the layout of a gradient: that of a parameter whose elements lie side by side."""
     if in_memory_order(parameter).is_contiguous():
         return torch.zeros_like(parameter)
     return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -92,7 +94,7 @@ def refuse_unused(strategy: Strategy) -> None:
 
 
 def refuse_unused_anywhere(strategy: Strategy, unused: Sequence[nn.Parameter]) -> None:
-    """Raise the same TrainingError on all ranks if one has not used a parameter in the step. Collective.
+    """Raise the same TrainingError on all ranks if one has not used a parameter. Collective.
 
     Args:
         strategy: of the parameters.
@@ -120,8 +122,8 @@ def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
     else:
         remedy = f'use {key}, in a Lab Lab("{strategy.name}", find_unused_parameters=True)'
     return TrainingError(
-        f"strategy={strategy.name}: the parameter {name} got no gradient in a step on rank {rank}. If only some steps use it, "
-        f"{remedy}. If none does, freeze it by requires_grad_(False); a Lab does this for you if it gets a sample: "
-        "lab.trainer(..., example=dataset[0])",
+        f"strategy={strategy.name}: the parameter {name} got no gradient in a step on rank {rank}. "
+        f"If only some steps use it, {remedy}. If none does, freeze it by requires_grad_(False); a Lab "
+        "does this for you if it gets a sample: lab.trainer(..., example=dataset[0])",
         rank=rank,
     )
