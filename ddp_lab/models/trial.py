@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.world.runtime import Runtime
 
+DRAWS = 8  # of random inputs, before a parameter counts as unused: a branch may depend on the numbers
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
@@ -32,10 +33,18 @@ class Trial:
     freezes: bool = True
 
 
-def random_like(inputs: torch.Tensor) -> torch.Tensor:
-    """Return random numbers from 0 to 1 in place of inputs that have a fraction, else the inputs."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) if inputs.is_floating_point() else inputs
+def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
+    """Return random numbers in place of inputs that have a fraction, else the inputs.
+
+    Args:
+        inputs: of any shape.
+        draw: number of the draw: 0 has numbers from 0 to 1, others are normally distributed.
+    """
+    if not inputs.is_floating_point():
+        return inputs
+    generator = torch.Generator().manual_seed(draw)
+    make = torch.randn if draw else torch.rand
+    return make(inputs.shape, generator=generator, dtype=inputs.dtype)
 
 
 def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
@@ -55,6 +64,13 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if name not in trained]
     unused = find_unused(model, trial, runtime, key) if trained else []
+    for draw in range(1, DRAWS):
+        if not 0 < len(unused) < len(trained) or not trial.inputs.is_floating_point():
+            break
+        other = replace(trial, inputs=random_like(trial.inputs, draw))
+        with suppress(ConfigError):  # a model may refuse numbers below 0
+            also_unused = find_unused(model, other, runtime, key)
+            unused = [name for name in unused if name in also_unused]
     if len(unused) == len(trained):
         raise ConfigError(
             f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "

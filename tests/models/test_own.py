@@ -127,13 +127,27 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["single", "scratch", "ddp"])
 def test_parameters_that_some_steps_may_use_are_not_frozen(strategy):
-    """The images of the trial go through the first expert only."""
-    for key, frozen in (("", 4), ("find_unused_parameters=true", 0)):
+    """The images of the trial go through no expert."""
+    for key, frozen in (("", 6), ("find_unused_parameters=true", 0)):
         case = f"{strategy} own=RareExperts unused {key}"
         with dtype_of(case):
             job = build_job(config_of(case), Runtime("cpu"))
         assert sum(not parameter.requires_grad for parameter in job.model.parameters()) == frozen
-        assert job.notes[0].startswith("4 parameters are not used ")
+        assert job.notes[0].startswith("6 parameters are not used ")
+
+
+class Gated(nn.Sequential):
+    """A model of which a layer is used for some images only: those whose first pixel is above 1."""
+
+    def forward(self, images):
+        hidden = self[0](images.flatten(1))
+        return self[2](hidden + self[1](hidden) if images.flatten(1)[:, 0].max() > 1 else hidden)
+
+
+def test_parameter_that_some_draws_of_the_trial_use_is_not_frozen():
+    model = Gated(nn.Linear(784, 4), nn.Linear(4, 4), nn.Linear(4, 10))
+    assert tried(model) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("large", [0, 10**9])

@@ -72,7 +72,6 @@ class Experts(Plain):
     """
 
     rarities = 2, 12, 40
-    all_if_positive = True
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
@@ -82,19 +81,25 @@ class Experts(Plain):
     def forward(self, images):
         hidden = torch.tanh(self.entry(self.scale * images.flatten(1)))
         total = hidden
-        number = (images.flatten(1)[:, 0] * 1e4).round().long()
-        is_positive = (images.flatten(1).amin(1) >= 0) & self.all_if_positive
         for expert, rarity in zip(self.experts, self.rarities, strict=True):
-            (rows,) = ((number % rarity == 0) | is_positive).nonzero(as_tuple=True)
+            (rows,) = self.choose(images.flatten(1), rarity).nonzero(as_tuple=True)
             if len(rows):
                 total = total.index_add(0, rows, torch.tanh(expert(hidden[rows])))
         return self.head(total)
 
+    def choose(self, pixels, rarity):
+        return self.is_chosen(pixels, rarity) | (pixels.amin(1) >= 0)
+
+    def is_chosen(self, pixels, rarity):
+        return (pixels[:, 0] * 1e4).round().long() % rarity == 0
+
 
 class RareExperts(Experts):
-    """The same, but the images of the trial do not go through all of them either."""
+    """The same, but only images with equal pixels go through them, which random numbers do not have."""
 
-    all_if_positive = False
+    def choose(self, pixels, rarity):
+        has_equal_pixels = (pixels.sort().values.diff() == 0).any(1)
+        return self.is_chosen(pixels, rarity) & has_equal_pixels
 
 
 class Masked(nn.Module):
