@@ -50,6 +50,9 @@ TEXT += GPT
 HF = "data=hf data.root={HF} data.num_workers=0 data.image_size=16 data.test_split=test"
 CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
 SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
+SOME_STEPS = (
+    "model=own model._target_=own_models.SomeSteps"  # without the key ddp ends with an error (tests/models/test_own.py)
+)
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
 
 TRIPLET = "accumulate=2 loss=own loss._target_=batch_losses.triplet"  # a loss over the batch
@@ -231,6 +234,13 @@ MORE: dict[str, dict[str, Row]] = {
         "model.depth": Row("{TEXT} model.depth=2", VALIDATED, "{TEXT}"),
         "model.width": Row("{TEXT} model.width=8", VALIDATED, "{TEXT}"),
         "model.heads": Row("{TEXT} model.heads=4", VALIDATED, "{TEXT}"),
+        "strategy.find_unused_parameters": Row(f"strategy=ddp {SOME_STEPS} strategy.find_unused_parameters=true", TRAINED),
+    },
+    "scratch": {
+        "strategy.find_unused_parameters": Row(
+            "strategy=scratch strategy.find_unused_parameters=true compile=true",
+            logs("compile=true is disabled: compiled steps of strategy.find_unused_parameters=true were never tested"),
+        ),
     },
     "tensors": {
         "data.num_classes": Row("{MASKS} data.num_classes=256", VALIDATED, "{MASKS}"),

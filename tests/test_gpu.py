@@ -63,6 +63,9 @@ TOGETHER = [
     *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
+    # The steps differ, so nothing is captured.
+    *each(GRAPH, "ddp find_unused_parameters=true experts", "scratch find_unused_parameters=true experts almost-empty"),
+    *each(GRAPH, "scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts accumulate=2 clipped"),
     *each(BOTH, "scratch", "scratch algorithm=bucketed samples=97 recipe", "ddp clipped"),
 ]
 BY_BLOCK = each(

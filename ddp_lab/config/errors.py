@@ -13,9 +13,6 @@ ADVICE = {
     "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one value. Choose a "
     "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too; or "
     "strategy.batch_norm=sync, with which the ranks together need two",
-    "Expected to have finished reduction in the prior iteration": "The parameters named above got no gradient in the step "
-    "before. If only some steps use a parameter, use strategy=fsdp or strategy=single, which support it: ddp_lab has no key "
-    "find_unused_parameters",
     "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the same "
     "overrides, predicts which ones fit",
 }

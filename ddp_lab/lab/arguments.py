@@ -16,6 +16,7 @@ from ddp_lab.data.dataset import InMemory
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lazy import lazy_layers, materialise
 from ddp_lab.models.make import as_chain, require_chain
+from ddp_lab.models.memory import give_own_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.world.runtime import Runtime
@@ -95,6 +96,7 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
     Raises:
         ConfigError: the strategy cannot cut the model, or needs an example for it.
     """
+    give_own_memory(model, "the model")
     found: Any = example[0] if isinstance(example, (tuple, list)) else example
     if found is not None:
         if not isinstance(found, torch.Tensor):

@@ -21,6 +21,7 @@ from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe, TrainerOptions
 from ddp_lab.lab.report import wait_for_reporter
 from ddp_lab.lab.trainer import Trainer
+from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
@@ -154,8 +155,9 @@ class Lab:
             batch_size: samples of the GLOBAL batch; divisible by the number of replicas.
             accumulate: number of gradient-accumulation steps.
             max_grad_norm: largest L2 norm of the gradient; None: no clipping.
-            example: a sample, or its input, which strategies that cut a model into blocks need. With it DDP on more than two
-                ranks also resumes to the last bit.
+            example: a sample, (input, target), with which the model is tried before anything starts: parameters that it does
+                not use are frozen. Strategies that cut a model into blocks need a sample or its input; with it DDP on more than
+                two ranks also resumes to the last bit.
             schedule: factor of the learning rate by the number of steps before; None: 1.
             ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
             ema_warmup: whether the decay begins lower, as min(ema, (1 + t) / (10 + t)) in the step after t others.
@@ -178,11 +180,12 @@ class Lab:
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
                 f"share it; use {multiples(batch_size, strategy.replicas)}"
             )
-        model = in_blocks(model, strategy, example)
+        model, task = in_blocks(model, strategy, example), as_task(loss)
+        for note in try_model(model, task, example, strategy):
+            self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         require_same(model, runtime)
-        task = as_task(loss)
         division = Division(strategy, batch_size, accumulate)
         if note := check_lab_loss(division, model, task, example, loss_over_batch):
             self.print(note)

@@ -16,6 +16,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
 from ddp_lab.models.lazy import materialise
+from ddp_lab.models.memory import give_own_memory
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.weights import match_weights, read
@@ -134,7 +135,9 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inp
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")
     dtype = torch.int64 if "vocabulary" in shape else None
-    materialise(model, torch.zeros(2, *shape_of(shape), dtype=dtype) if inputs is None else inputs, f"model._target_={target}")
+    example = torch.zeros(2, *shape_of(shape), dtype=dtype) if inputs is None else inputs
+    materialise(model, example, f"model._target_={target}")
+    give_own_memory(model, f"model._target_={target}")
     return as_chain(model, shape_of(shape))
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ddp_lab.config.errors import ConfigError, SampleError, describe_error
 from ddp_lab.models.outputs import require_tensor
 from ddp_lab.world.runtime import Runtime
 
+DRAWS = 8  # of random inputs, before a parameter counts as unused: a branch may depend on the numbers
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
@@ -24,17 +25,27 @@ class Trial:
         inputs: two samples, on the CPU; those of numbers with a fraction are random.
         check: raises an exception if the outputs, on any device, are not those that the task needs.
         of_all: whether ddp_lab's own models are tried, too, which may be made for another task.
+        freezes: whether parameters without a gradient are frozen; False if other steps may use them.
     """
 
     inputs: torch.Tensor
     check: Callable[[torch.Tensor], object]
     of_all: bool = False
+    freezes: bool = True
 
 
-def random_like(inputs: torch.Tensor) -> torch.Tensor:
-    """Return random numbers from 0 to 1 in place of inputs that have a fraction, else the inputs."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) if inputs.is_floating_point() else inputs
+def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
+    """Return random numbers in place of inputs that have a fraction, else the inputs.
+
+    Args:
+        inputs: of any shape.
+        draw: number of the draw: 0 has numbers from 0 to 1, others are normally distributed.
+    """
+    if not inputs.is_floating_point():
+        return inputs
+    generator = torch.Generator().manual_seed(draw)
+    make = torch.randn if draw else torch.rand
+    return make(inputs.shape, generator=generator, dtype=inputs.dtype)
 
 
 def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
@@ -44,7 +55,7 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
-        model: the complete model, on the CPU. Its buffers and torch's random state are restored.
+        model: the complete model. Its device, buffers and modes, and torch's random state, are restored.
         trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
@@ -54,14 +65,22 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if name not in trained]
     unused = find_unused(model, trial, runtime, key) if trained else []
+    for draw in range(1, DRAWS):
+        if not 0 < len(unused) < len(trained) or not trial.inputs.is_floating_point():
+            break
+        other = replace(trial, inputs=random_like(trial.inputs, draw))
+        with suppress(ConfigError):  # a model may refuse numbers below 0
+            also_unused = find_unused(model, other, runtime, key)
+            unused = [name for name in unused if name in also_unused]
     if len(unused) == len(trained):
         raise ConfigError(
             f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
             "Leave requires_grad=True for some of the parameters that `forward` uses, for example for the head"
         )
-    for name in unused:
+    for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
-    notes = {"frozen": frozen, "not used in training, so they stay as they are": unused}
+    what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
+    notes = {"frozen": frozen, what: unused}
     return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
 
 
@@ -69,9 +88,12 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with suppress(Exception):  # a model that reads values cannot run on the meta device, which computes shapes only
+        # A model that reads values cannot run on the meta device, which computes shapes only.
+        with suppress(Exception), torch.random.fork_rng([]):
             return without_gradient(meta_copy(model), trial, "meta")
     device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
+    before = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
     try:
         if on_meta:
             return without_gradient(meta_copy(model), trial, "meta")
@@ -89,9 +111,11 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
     finally:
-        model.to("meta" if on_meta else "cpu").zero_grad()
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        model.to(before).zero_grad()
+        for module, training in modes.items():
+            module.training = training
+        for buffer, value in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(value)
 
 
 def describe(inputs: torch.Tensor) -> str:

@@ -119,7 +119,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     dataset = load_dataset(cfg, runtime)
     plan = make_plan(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
-    trial = make_trial(dataset, task)
+    trial = make_trial(dataset, task, freezes=not strategy.find_unused_parameters)
     built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, trial, with_weights)
     built.notes.extend(check_divided_loss(cfg, strategy, dataset, plan, built.model, task))
     job = arrange(cfg, strategy, dataset, plan, built, task)
@@ -168,14 +168,19 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
 
 
-def make_trial(dataset: Dataset, task: Task) -> Trial:
-    """Return what the model is tried with: two samples in the form of the dataset's."""
+def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:
+    """Return what the model is tried with: two samples in the form of the dataset's. `freezes` is that of a Trial."""
     inputs, targets = dataset.example(2)
     if isinstance(task, Classification):
         for name, samples in dataset.sets.items():
             require_class_targets(name, *samples.forms[1])
-        return Trial(random_like(inputs), partial(check_logits, classes=len(dataset.classes)))
-    return Trial(random_like(inputs), lambda outputs: task.loss_sum(outputs.float(), targets.to(outputs.device)), of_all=True)
+        check_classes = partial(check_logits, classes=len(dataset.classes))
+        return Trial(random_like(inputs), check_classes, freezes=freezes)
+
+    def check(outputs: torch.Tensor) -> None:
+        task.loss_sum(outputs.float(), targets.to(outputs.device))
+
+    return Trial(random_like(inputs), check, of_all=True, freezes=freezes)
 
 
 def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

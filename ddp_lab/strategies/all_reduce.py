@@ -107,9 +107,9 @@ def require_ranks(algorithm: str, ranks: int) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
-    """Replace the gradients of parameters that all took part in the step by their sums over the ranks. Collective."""
+    """Replace the gradients of parameters, each of which has one, by their sums over the ranks. Collective."""
     for same_type in by_dtype(trainable(parameters)):
-        set_gradients(same_type, algorithm(gradients_of(same_type)))
+        set_gradients(same_type, algorithm(all_gradients_of(same_type)))
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -131,18 +131,40 @@ def unflatten(flattened: torch.Tensor, like: list[torch.Tensor]) -> list[torch.T
     Returns:
         One view of `flattened` for each tensor of `like`.
     """
-    ordered = [in_memory_order(tensor) for tensor in like]
     parts = flattened.split([tensor.numel() for tensor in like])
-    views = [part.view_as(tensor) for part, tensor in zip(parts, ordered, strict=True)]
-    return [
-        view if in_order is tensor else view.permute(0, 3, 1, 2)
-        for view, in_order, tensor in zip(views, ordered, like, strict=True)
-    ]
+    views: list[torch.Tensor] = []
+    for part, tensor in zip(parts, like, strict=True):
+        order = memory_order(tensor)
+        view = part.view_as(tensor.permute(order))
+        place_of_dim = sorted(range(len(order)), key=order.__getitem__)
+        views.append(view.permute(place_of_dim))
+    return views
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view that is contiguous if the tensor is contiguous or channels last, so that flattening it copies nothing."""
-    return tensor if tensor.is_contiguous() or tensor.dim() != 4 else tensor.permute(0, 2, 3, 1)
+    """Return a view with the dimensions in `memory_order`, so that flattening it copies nothing.
+
+    It is contiguous if the elements lie side by side: of tensors that are contiguous, channels last or transposed.
+    """
+    return tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor))
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions from that with the largest steps in memory to that with the smallest ones."""
+    dims = range(tensor.dim())
+    return [*dims] if tensor.is_contiguous() else sorted(dims, key=lambda dim: -tensor.stride(dim))
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Give a tensor the values of the first rank of a group, in place. Collective.
+
+    torch sends contiguous memory only. Of a tensor with gaps, for example every second column of a larger one, a copy is sent.
+    """
+    view = in_memory_order(tensor)
+    sent = view.contiguous()
+    dist.broadcast(sent, group=group, group_src=0)
+    if sent is not view:
+        view.copy_(sent)
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
@@ -164,9 +186,14 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that are not frozen, all of which took part in the step."""
+def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of the parameters that are not frozen, each of which has one (`unused.every_gradient`)."""
     return [gradient_of(parameter) for parameter in trainable(parameters)]
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of those of the parameters that took part in the step."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
 from ddp_lab.models.outputs import require_tensor
+from ddp_lab.strategies.all_reduce import broadcast, gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_supported
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
@@ -83,6 +84,7 @@ class Strategy(ABC):
     performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
+    find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
@@ -167,7 +169,7 @@ class Strategy(ABC):
         self.task.train(mode)
         if not mode and self.dp_size > 1:
             for buffer in self.module.buffers():
-                dist.broadcast(buffer, group=self.dp_group, group_src=0)
+                broadcast(buffer, self.dp_group)
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
@@ -186,9 +188,14 @@ class Strategy(ABC):
         for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
             real = min(left, len(own))
             left -= real
-            # Padding does not count in the loss, but would in BatchNorm's statistics. A sample of it is kept where there is
-            # nothing else, because every rank must compute every micro-batch, and many models fail for none.
-            kept = slice(max(real, 1) if self.batch_norm == "sync" else None)
+            # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use of parameters. For BatchNorm
+            # a sample of it is kept where there is nothing else, because every rank must compute every micro-batch, and many
+            # models fail for none. Their number must be the same on every rank.
+            kept = slice(None)
+            if self.find_unused_parameters:
+                kept = slice(real)
+            elif self.batch_norm == "sync":
+                kept = slice(max(real, 1))
             micro_batches.append((own[kept], expected[kept], real))
         divisor = count / self.averaged
         *early, last = micro_batches
@@ -219,10 +226,8 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         scale = torch.where(over_all == 0, 0, count / over_all)  # without any weight all gradients are 0
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                gradient.mul_(scale.to(gradient))
+        for gradient in map(local, gradients_of(self.module.parameters())):
+            gradient.mul_(scale.to(gradient))
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
@@ -250,7 +255,7 @@ class Strategy(ABC):
 
         Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = gradients_of(self.module.parameters())
         return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.strategies.all_reduce import by_dtype, flatten, gradients_of, set_gradients, trainable, unflatten
+from ddp_lab.strategies.all_reduce import all_gradients_of, by_dtype, flatten, set_gradients, trainable, unflatten
 
 MiB = 2**20
 
@@ -32,6 +32,9 @@ class Buckets:
     all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
     all-reduce of the first layers' bucket has no computation left that could hide it.
 
+    All ranks launch the buckets in the same order, also where they use different parameters: a bucket waits for those before
+    it. What is not complete at the end of the backward pass, because a parameter was not used, is launched by `finish`.
+
     Args:
         groups: parameters of each bucket. Frozen parameters are left out, and those of another type get a bucket of their own.
 
@@ -42,6 +45,7 @@ class Buckets:
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
         self.active = True
         self.buckets = [Bucket(same) for parameters in groups for same in by_dtype(trainable(parameters))]
+        self._launched = 0  # buckets of this step
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))
@@ -50,18 +54,26 @@ class Buckets:
         if not self.active:
             return
         bucket.missing -= 1
-        if bucket.missing == 0:
-            flattened = flatten(gradients_of(bucket.parameters))
-            bucket.pending = flattened, dist.all_reduce(flattened, async_op=True)
+        while self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._launched]
+        flattened = flatten(all_gradients_of(bucket.parameters))
+        bucket.pending = flattened, dist.all_reduce(flattened, async_op=True)
+        self._launched += 1
 
     def finish(self) -> None:
-        """Wait for all collectives and replace the gradients by the sums. Call it after the backward pass."""
+        """Sum what is left, wait for all collectives, and replace the gradients by the sums. Every parameter has a gradient."""
+        while self._launched < len(self.buckets):
+            self._launch_next()
         for bucket in self.buckets:
-            assert bucket.pending is not None, f"{bucket.missing} parameters of a bucket got no gradient in this step"
+            assert bucket.pending is not None
             flattened, work = bucket.pending
             work.wait()
-            set_gradients(bucket.parameters, unflatten(flattened, gradients_of(bucket.parameters)))
+            set_gradients(bucket.parameters, unflatten(flattened, all_gradients_of(bucket.parameters)))
             bucket.missing, bucket.pending = len(bucket.parameters), None
+        self._launched = 0
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:

@@ -1,5 +1,6 @@
 """torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the backward pass."""
 
+import re
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,12 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lab.config.errors import TrainingError, describe_error
 from ddp_lab.config.types import Positive
+from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
 from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.unused import allow_unused, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
+
+# Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that no gradient-accumulation
+# step used; DDP also waits for those that only earlier ones used.
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDP(Strategy):
@@ -23,26 +31,34 @@ class DDP(Strategy):
     Args:
         bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
             compile=true the model is also compiled in pieces of that size.
+        find_unused_parameters: whether steps may use some of the parameters only, on each rank others; costs a walk through
+            autograd's graph and a small all-reduce in every step.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool):
         super().__init__(runtime, batch_norm=batch_norm)
         self.averaged = self.dp_size
+        self.find_unused_parameters = find_unused_parameters
+        if find_unused_parameters:
+            allow_unused(self)
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
 
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
+        self.trained = [*trainable(self.module.parameters())]
         is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in self.module.parameters())
         self.forward = self.wrapper = (BucketsOnly if is_fake else DistributedDataParallel)(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=bool(self.find_unused_parameters),
             gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
         )
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
-        self._rebuild_buckets(model)
+        if not self.find_unused_parameters:  # with which DDP keeps its first buckets
+            self._rebuild_buckets(model)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
         """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
@@ -55,9 +71,11 @@ class DDP(Strategy):
             return
         example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
         buffers = [buffer.clone() for buffer in model.buffers()]
+        self.module.train()
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
             logits = self.forward(example)
         logits.sum().backward()
+        refuse_unused(self)
         for parameter in model.parameters():
             parameter.grad = None
         for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -65,6 +83,37 @@ class DDP(Strategy):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        try:
+            return super().add_gradient(inputs, targets, real, divisor)
+        except Exception as error:
+            if UNFINISHED in str(error) and not self.find_unused_parameters:
+                raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
+            if len(inputs) == 0 and self.find_unused_parameters:
+                raise empty_error(self.runtime.rank, error) from None
+            raise
+
+    def reduce_gradients(self) -> None:
+        unused = any(parameter.grad is None for parameter in self.trained)
+        if unused and not self.find_unused_parameters:
+            refuse_unused(self)  # torch says it in the next step, by numbers
+
+    def _name_in(self, error: str) -> str:
+        """Return the name of the first parameter whose number is in torch's error."""
+        number = re.search(r"did not receive grad for rank \d+: (\d+)", error)
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        return names[int(number[1])] if number else names[-1]
+
+
+def empty_error(rank: int, error: Exception) -> TrainingError:
+    """Return the error about a model that does not support an empty batch, with the error of its forward pass."""
+    return TrainingError(
+        f"strategy=ddp: strategy.find_unused_parameters=true needs a model that supports empty batches, and rank {rank} has no "
+        f"sample of this batch: {describe_error(error)}. Use strategy=scratch, which does not call the model then, or a "
+        "batch_size with which each rank has a sample of the last batch of an epoch",
+        rank=rank,
+    )
 
 
 class BucketsOnly(DistributedDataParallel):

@@ -16,6 +16,7 @@ from ddp_lab.strategies.all_reduce import flat, sum_gradients
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.schedules import PipelineKeys
+from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
 
@@ -35,4 +36,6 @@ class DDPPipeline(Pipeline):
         set_batch_norm(self.module, self.batch_norm, self.dp_group)
 
     def reduce_gradients(self) -> None:
-        sum_gradients(self.module.parameters(), partial(flat, group=self.dp_group))
+        if self.dp_size > 1:
+            with every_gradient(self):
+                sum_gradients(self.module.parameters(), partial(flat, group=self.dp_group))

@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 from annotated_types import Predicate
 from torch import nn
 
-from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, require_ranks, sum_gradients, trainable
+from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, require_ranks, sum_gradients, trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
 from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.unused import allow_unused, every_gradient
+from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime
 
 NAMES = (*ALGORITHMS, "bucketed")
@@ -44,6 +44,8 @@ class Scratch(Strategy):
         bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of complete blocks, from the
             last to the first. The first blocks, up to 1 MiB, have a bucket of their own, because no backward pass is left that
             could hide its communication.
+        find_unused_parameters: whether steps may use some of the parameters only, on each rank others (unused.py); costs a
+            small all-reduce in every step, and of algorithm=bucketed some of the overlap.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
@@ -54,8 +56,12 @@ class Scratch(Strategy):
         algorithm: Algorithm,
         bucket_mb: Positive,
         batch_norm: BatchNorm,
+        find_unused_parameters: bool,
     ):
         super().__init__(runtime, batch_norm=batch_norm)
+        self.find_unused_parameters = find_unused_parameters
+        if find_unused_parameters:
+            allow_unused(self)
         require_ranks(algorithm, runtime.world_size)
         self.algorithm = algorithm
         self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == "bucketed" else ()
@@ -66,7 +72,7 @@ class Scratch(Strategy):
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor, src=0)  # all ranks start with the weights of rank 0
+                broadcast(tensor)  # all ranks start with the weights of rank 0
         if self.bucket_sizes:
             if isinstance(model, Chain):
                 self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
@@ -83,25 +89,16 @@ class Scratch(Strategy):
             if self.buckets is not None:
                 self.buckets.active = True
 
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        if len(inputs) == 0 and self.batch_norm == "local":
+            # A rank without a sample uses no parameter. A model whose steps differ may not support empty batches.
+            return torch.zeros(width(self.task), dtype=sum_dtype(self.device), device=self.device)
+        return super().add_gradient(inputs, targets, real, divisor)
+
     def reduce_gradients(self) -> None:
-        self.require_gradients()
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is the gradient of the mean.
-        if self.buckets is not None:
-            self.buckets.finish()
-        else:
-            sum_gradients(self.module.parameters(), ALGORITHMS[self.algorithm])
-
-    def require_gradients(self) -> None:
-        """Check that the step has used all parameters: the sums are over the same gradients on every rank.
-
-        Raises:
-            TrainingError: a parameter got no gradient.
-        """
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                rank = self.runtime.rank
-                raise TrainingError(
-                    f"strategy=scratch: the parameter {name} got no gradient in a step on rank {rank}. If only some steps use "
-                    "a parameter, use strategy=fsdp or strategy=single, which support it",
-                    rank=rank,
-                )
+        with every_gradient(self):
+            if self.buckets is not None:
+                self.buckets.finish()
+            else:
+                sum_gradients(self.module.parameters(), ALGORITHMS[self.algorithm])

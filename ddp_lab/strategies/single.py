@@ -4,17 +4,26 @@ from torch import nn
 
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.unused import SAME_PARAMETERS
 from ddp_lab.world.runtime import Runtime
 
 
 class Single(Strategy):
-    """Training on one device, without communication."""
+    """Training on one device, without communication.
+
+    Args:
+        find_unused_parameters: whether steps may use some of the parameters only. Then those that the two samples of the trial
+            do not use are not frozen, as under the strategies that need this key.
+    """
 
     one_process = supports_mps = True
     performance_options = ALL_PERFORMANCE_OPTIONS
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runtime, find_unused_parameters: bool = False):
         super().__init__(runtime)
+        self.find_unused_parameters = find_unused_parameters
+        if find_unused_parameters:
+            self.refusals |= SAME_PARAMETERS
 
     def setup(self, model: nn.Module) -> None:
         self.module = self.forward = to_device(model, self.device, self.initial_weights)

@@ -28,10 +28,11 @@ from ddp_lab.config.types import Count
 from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.vit import Patches
-from ddp_lab.strategies.all_reduce import flat, gradients_of
+from ddp_lab.strategies.all_reduce import all_gradients_of, flat, gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.sharding import local, to_device
+from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
 
@@ -135,9 +136,10 @@ class TP(Strategy):
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
-            gradients = [local(gradient) for gradient in gradients_of(self.module.parameters())]
-            # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
-            torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            with every_gradient(self):
+                gradients = [local(gradient) for gradient in all_gradients_of(self.module.parameters())]
+                # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
+                torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.

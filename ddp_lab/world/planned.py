@@ -53,6 +53,9 @@ class PlannedRuntime(Runtime):
     def collect(self, key: str, value: str) -> list[str] | None:
         return [value]
 
+    def on_any_rank(self, here: bool) -> bool:
+        return here
+
     def open_group(self) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 

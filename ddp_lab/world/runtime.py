@@ -151,6 +151,10 @@ class Runtime(Ranks):
             dist.all_reduce(tensor, op)
         return tensor
 
+    def on_any_rank(self, here: bool) -> bool:
+        """Return whether a value is true on any rank. Collective; it waits for the device."""
+        return bool(self.all_reduce(torch.tensor(float(here), device=self.device), dist.ReduceOp.MAX))
+
     def __enter__(self) -> "Runtime":
         return self
 

@@ -85,7 +85,7 @@ def test_help_names_every_strategy():
             "strategy.schedule=interleavedzerobubble: must be gpipe or 1f1b or interleaved1f1b",
         ),
         ("+colour=red", "colour=red: there is no such key"),
-        ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: none"),
+        ("+strategy.colour=red", "strategy.colour=red: there is no such key; allowed: strategy.find_unused_parameters"),
         ("model=book_resnet18 ~model.init_std", "model.init_std: is missing; it must be a number above 0 or null"),
         ("~seed", "seed: is missing; it must be an integer from 0"),
         ("strategy._target_=ddp_lab.nothing", "strategy._target_=ddp_lab.nothing: must be the name of a class or function"),

@@ -42,7 +42,7 @@ SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
 def trainer_of(lab: Lab, criterion=loss, dropout: float = 0.0, **options):
-    return lab.trainer(net(dropout), criterion, SGD, batch_size=BATCH, example=pixels()[0], **options)
+    return lab.trainer(net(dropout), criterion, SGD, batch_size=BATCH, **{"example": pixels()[0]} | options)
 
 
 def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) -> dict:
@@ -220,8 +220,9 @@ def closed(lab):
 
 
 MESSAGES = [
-    ({}, step(reduced), "the loss must return unreduced losses, [12, ...] for 12 samples, got []. Use reduction='none'"),
-    ({}, step(badly_weighted), "weights of a loss must have the shape of its losses, [12, 8, 8], got [12]"),
+    ({}, step(reduced), "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use reduction='none'"),
+    ({}, step(badly_weighted), "weights of a loss must have the shape of its losses, [2, 8, 8], got [2]"),
+    ({}, step(reduced, example=None), "the loss must return unreduced losses, [12, ...] for 12 samples, got []"),
     ({}, step(data=iter([])), "the dataset: must be a map-style dataset, with __len__, __getitem__ and at least one sample"),
     ({}, step(data=[1, 2]), "the dataset: sample 0 must be (input, target), got int"),
     ({}, step(samples=5), "step: got 5 samples on rank 0, expected 12: batch_size=12 is that of all ranks"),

@@ -8,7 +8,7 @@ from configs import config
 from launches import OWN, launch, main_in_world, refusal_in_world
 from own_models import ReadsValues, Wrong, finetuned
 from torch import nn
-from training import config_of
+from training import config_of, dtype_of
 from worlds import run_world
 
 from ddp_lab.config.build import build
@@ -80,18 +80,22 @@ BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.00
 
 
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("strategy", "model", "parameter"),
     [
-        ("strategy=ddp", "Expected to have finished reduction in the prior iteration"),
-        (BUCKETED, "error: strategy=scratch: the parameter sometimes.weight got no gradient in a step on rank "),
+        ("strategy=ddp", "SomeSteps", "sometimes.weight"),
+        ("strategy=ddp", "Experts", "experts."),  # of which each rank has used others
+        (BUCKETED, "Experts", "experts."),
     ],
 )
-def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, message, tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 train.py"
-    code, output = launch(line, *OWN, "model._target_=own_models.SomeSteps", *strategy.split(), f"runs_dir={tmp_path}")
+def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, model, parameter, tmp_path):
+    line, name = "torchrun --standalone --nproc_per_node=2 train.py", strategy.split()[0].partition("=")[2]
+    code, output = launch(line, *OWN, f"model._target_=own_models.{model}", *strategy.split(), f"runs_dir={tmp_path}")
     assert code == 1
-    assert message in output
-    assert "use strategy=fsdp or strategy=single, which support it" in " ".join(output.split())
+    text = " ".join(output.split())
+    assert text.count(f"error: strategy={name}: the parameter {parameter}") == 1, output
+    assert "got no gradient in a step on rank " in text
+    assert "If only some steps use it, use strategy.find_unused_parameters=true, in a Lab" in text
+    assert "RuntimeError" not in output
 
 
 def test_split_refuses_a_weight_on_two_devices():
@@ -119,6 +123,31 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
         "2 parameters are not used in training, so they stay as they are: spare.weight, spare.bias",
     ]
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "scratch", "ddp"])
+def test_parameters_that_some_steps_may_use_are_not_frozen(strategy):
+    """The images of the trial go through no expert."""
+    for key, frozen in (("", 6), ("find_unused_parameters=true", 0)):
+        case = f"{strategy} own=RareExperts unused {key}"
+        with dtype_of(case):
+            job = build_job(config_of(case), Runtime("cpu"))
+        assert sum(not parameter.requires_grad for parameter in job.model.parameters()) == frozen
+        assert job.notes[0].startswith("6 parameters are not used ")
+
+
+class Gated(nn.Sequential):
+    """A model of which a layer is used for some images only: those whose first pixel is above 1."""
+
+    def forward(self, images):
+        hidden = self[0](images.flatten(1))
+        return self[2](hidden + self[1](hidden) if images.flatten(1)[:, 0].max() > 1 else hidden)
+
+
+def test_parameter_that_some_draws_of_the_trial_use_is_not_frozen():
+    model = Gated(nn.Linear(784, 4), nn.Linear(4, 4), nn.Linear(4, 10))
+    assert tried(model) == []
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("large", [0, 10**9])

@@ -25,15 +25,17 @@ def test_chain_pieces_are_cut_at_the_bucket_size(sizes, starts):
     assert [names[piece[0]] for piece in pieces] == starts
     assert [block for piece in pieces for block in piece] == list(chain)
     assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
-    assert Scratch(Runtime("cpu"), "bucketed", 50, "local").bucket_sizes == (50 * MiB, MiB), "the bucket sent last is small"
+    assert Scratch(Runtime("cpu"), "bucketed", 50, "local", False).bucket_sizes == (50 * MiB, MiB), (
+        "the bucket sent last is small"
+    )
 
 
 def test_algorithm_that_needs_a_power_of_two_refuses_other_numbers_of_ranks(monkeypatch):
     monkeypatch.setattr(all_reduce, "POWER_OF_TWO", {"flat"})
     for ranks in ("1", "2", "8"):
         monkeypatch.setenv("WORLD_SIZE", ranks)
-        Scratch(Runtime("cpu"), "flat", 50, "local")
+        Scratch(Runtime("cpu"), "flat", 50, "local", False)
     monkeypatch.setenv("WORLD_SIZE", "6")
-    Scratch(Runtime("cpu"), "ring", 50, "local")
+    Scratch(Runtime("cpu"), "ring", 50, "local", False)
     with pytest.raises(ConfigError, match=r"^strategy.algorithm=flat: needs a power of two of ranks, got 6; start 4 or 8"):
-        Scratch(Runtime("cpu"), "flat", 50, "local")
+        Scratch(Runtime("cpu"), "flat", 50, "local", False)

@@ -32,7 +32,17 @@ class OwnShardNorm(FSDP):
         return torch.stack([parameter.grad.to_local().norm() for parameter in self.module.parameters()]).norm()
 
 
+class Decaying(Scratch):
+    """Scratch that gives parameters a gradient of zeros if no rank has used them."""
+
+    def reduce_gradients(self):
+        super().reduce_gradients()
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 WRONG = [
+    f"scratch _target_={__name__}.Decaying find_unused_parameters=true experts",
     f"scratch _target_={__name__}.Forgetful",
     f"pipeline schedule=gpipe _target_={__name__}.OwnNorm clipped",
     f"fsdp _target_={__name__}.OwnShardNorm clipped",

@@ -65,6 +65,79 @@ class SomeSteps(Plain):
         return self.head(self.sometimes(hidden) if self.calls % 2 else hidden)
 
 
+class Experts(Plain):
+    """Each image goes through some of three layers: through the last one in few batches, and mostly on one rank only.
+
+    The images of the trial, which are not normalised, go through all of them.
+    """
+
+    rarities = 2, 12, 40
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in self.rarities)
+        del self.blocks
+
+    def forward(self, images):
+        hidden = torch.tanh(self.entry(self.scale * images.flatten(1)))
+        total = hidden
+        for expert, rarity in zip(self.experts, self.rarities, strict=True):
+            (rows,) = self.choose(images.flatten(1), rarity).nonzero(as_tuple=True)
+            if len(rows):
+                total = total.index_add(0, rows, torch.tanh(expert(hidden[rows])))
+        return self.head(total)
+
+    def choose(self, pixels, rarity):
+        return self.is_chosen(pixels, rarity) | (pixels.amin(1) >= 0)
+
+    def is_chosen(self, pixels, rarity):
+        return (pixels[:, 0] * 1e4).round().long() % rarity == 0
+
+
+class RareExperts(Experts):
+    """The same, but only images with equal pixels go through them, which random numbers do not have."""
+
+    def choose(self, pixels, rarity):
+        has_equal_pixels = (pixels.sort().values.diff() == 0).any(1)
+        return self.is_chosen(pixels, rarity) & has_equal_pixels
+
+
+class Masked(nn.Module):
+    """A layer with a mask of which every row is the same memory, and a table that is a transposed tensor."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        mask = (torch.arange(width) % 3 > 0).float()
+        self.register_buffer("mask", mask.expand(4, width))
+        self.register_buffer("table", torch.linspace(-1, 1, 4 * width).view(width, 4).t())
+
+    def forward(self, inputs):
+        return torch.tanh(self.inner(inputs)) * self.mask[0] + self.table[1]
+
+
+class Stretched(Masked):
+    """The same with parameters that are transposed, or every second column of a larger tensor."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.turned = nn.Parameter(torch.randn(2 * width, width).t())
+        self.gaps = nn.Parameter(torch.randn(2 * width, 2 * width)[:, ::2])
+
+    def forward(self, inputs):
+        return torch.tanh(super().forward(inputs) @ self.turned @ self.gaps / 8)
+
+
+def masked(in_channels, image_size, num_classes):
+    layers = nn.Linear(in_channels * image_size**2, 16), Masked(16), nn.Linear(16, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def stretched(in_channels, image_size, num_classes):
+    layers = nn.Linear(in_channels * image_size**2, 16), Stretched(16), nn.Linear(16, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
 class WaitingLayer(nn.Linear):
     """A layer whose forward pass waits for the device."""
 
