@@ -16,7 +16,7 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
-from ddp_lab.lab.arguments import FitKeys
+from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe, make_optimizer, place
@@ -168,8 +168,12 @@ class Trainer:
 
         Args:
             inputs: this rank's own, [b, ...], of any number. Ranks that share a model (pipeline, tp) need the same ones.
+
+        Raises:
+            ConfigError: ranks that share a model got inputs of different shapes, or the model does not support them.
         """
         inputs = inputs.to(self.strategy.device)
+        require_same_form(inputs, self.strategy)
         with self._averages():
             self.strategy.train(False)
             return self.strategy.predict(padded(inputs, max(1, len(inputs))))[: len(inputs)]

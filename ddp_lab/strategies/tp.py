@@ -43,13 +43,19 @@ class ShardedConv2d(nn.Conv2d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective."""
+        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective.
+
+        Args:
+            input: also of a single image, [c, height, width].
+        """
         mesh = cast(DTensor, self.weight).device_mesh
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al. 2019, arXiv:1909.08053).
         same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
+        channels = own.dim() - 3  # a single image has no batch dimension
+        outputs = DTensor.from_local(own, mesh, [Shard(channels)], run_check=False)
+        return outputs.full_tensor(grad_placements=[Replicate()]).clone()  # as `copied`
 
 
 def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
@@ -62,6 +68,15 @@ def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
         sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
         conv.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
     conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
+
+
+def copied(layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a sharded layer's gathered outputs, which an activation may change in place.
+
+    What torch returns is a view, which autograd refuses to change in place, and of a linear layer its all_gather has only
+    begun. The copy takes far less time than the all_gather, and what was gathered is freed at once.
+    """
+    return outputs.clone()
 
 
 def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
@@ -119,6 +134,7 @@ class TP(Strategy):
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+                layer.register_forward_hook(copied)  # after those of torch
             else:
                 shard_channels(layer, mesh["tp"])
 
@@ -127,10 +143,6 @@ class TP(Strategy):
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
-
-    @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().predict(inputs).clone()  # torch's sharded Linear only starts the last all_gather; clone waits for it
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
