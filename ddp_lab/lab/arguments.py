@@ -155,8 +155,8 @@ def require_same_form(inputs: torch.Tensor, strategy: Strategy) -> None:
             if found[other] != found[rank]:
                 _, expected, expected_dtype = found[other]
                 raise ConfigError(
-                    f"predict: rank {rank} got inputs of {shape} ({dtype}), but rank {other}, which shares a model with it, got "
-                    f"{expected} ({expected_dtype}). Call it with the same inputs on both"
+                    f"predict: rank {rank} got inputs of {shape} ({dtype}), but rank {other}, which shares a model with it, "
+                    f"got {expected} ({expected_dtype}). Call it with the same inputs on both"
                 )
 
     runtime.conclude("inputs", own, compare)
