@@ -4,8 +4,8 @@ torch's pipelining is imported where it is used, because that takes 1.2 s (it im
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from typing import Any, NamedTuple, cast
 
@@ -150,7 +150,8 @@ class PipelineExecutor:
         batch = self._prepare(inputs, training=True)
         self._divisor, self._left, self._results = divisor, real, []
         expected = targets[batch.rows] if self.has_loss else None
-        batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
+        with unwrapped():
+            batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
         if self.has_loss:
             return reduce(torch.add, self._results)
         return torch.zeros(width(self.task), dtype=torch.float64, device=self.device)
@@ -167,7 +168,8 @@ class PipelineExecutor:
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
         batch = self._prepare(inputs, training=False)
-        logits = batch.schedule.step(*batch.arguments)
+        with unwrapped():
+            logits = batch.schedule.step(*batch.arguments)
         if logits is None:  # on all ranks but the last
             rows, *others = batch.outputs.shape
             shape = rows * self.plan.num_microbatches, *others
@@ -240,6 +242,17 @@ class PipelineExecutor:
             loss_fn=self._loss if training else None,
             scale_grads=False,
         )
+
+
+@contextmanager
+def unwrapped() -> Generator[None]:
+    """Raise the TrainingError of a stage in place of torch's error about the stage that raised it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, TrainingError):
+            raise error.__cause__ from None
+        raise
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:

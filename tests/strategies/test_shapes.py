@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 from training import full_weights, largest_difference
 from worlds import once, run_world
 
-from ddp_lab import Lab
-from ddp_lab.config.errors import ConfigError
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import ConfigError, TrainingError
 
 BATCH, TOLERANCE = 8, 1e-12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -188,3 +188,20 @@ def test_batches_of_several_shapes_give_the_numbers_of_single(case):
 def test_inputs_that_a_pipeline_cannot_take_are_refused_by_one_message_on_all_ranks(kind):
     for rank in outcomes(2):
         assert REFUSED[kind] in rank["refused"][kind]
+
+
+class Shorter(nn.Module):
+    """Drops a logit in training."""
+
+    def forward(self, inputs):
+        return inputs[:, :-1] if self.training else inputs
+
+
+def test_shapes_that_depend_on_the_mode_are_refused_by_one_message():
+    with Lab("pipeline", device="cpu", num_microbatches=2) as lab:
+        model = nn.Sequential(nn.Linear(6, 5), Shorter())
+        trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=BATCH, example=torch.zeros(6))
+        message = r"^1 returned \[4, 4\] \(float32\), but \[4, 5\] \(float32\) was computed for the inputs of this step"
+        with pytest.raises(TrainingError, match=message):
+            trainer.step(torch.rand(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64))
+        assert trainer.predict(torch.rand(3, 6)).shape == (3, 5)
