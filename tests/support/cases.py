@@ -119,7 +119,7 @@ MATRIX = [
     ("tp own=attention", "2", ""),
     ("tp own=special_layers", "2", ""),
     ("tp own=Plain", "", "2"),  # no chain
-    ("tp own=InPlace float64 clipped", "2", "3"),
+    ("tp own=InPlace float64 clipped", "2", "4"),
     ("tp tp=2 own=DirectWeights float64", "2", "4"),
     ("tp own=SomeSteps max_grad_norm=0.05", "2", ""),
     # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and batches weigh unequally.
