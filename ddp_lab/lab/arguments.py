@@ -162,3 +162,34 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
             )
 
     runtime.conclude("weights", own, compare)
+
+
+def require_same_form(inputs: torch.Tensor, strategy: Strategy) -> None:
+    """Check that ranks which share a model predict inputs of the same shape and dtype. Collective.
+
+    Otherwise they would send and wait for activations of different shapes. It takes about a millisecond.
+
+    Args:
+        inputs: this rank's own.
+        strategy: after `setup`.
+
+    Raises:
+        ConfigError: they differ; on all ranks.
+    """
+    runtime = strategy.runtime
+    if strategy.dp_size == runtime.world_size:
+        return
+    own = [strategy.dp_rank, list(inputs.shape), str(inputs.dtype).removeprefix("torch.")]
+
+    def compare(found: list[list[Any]]) -> None:
+        first: dict[int, int] = {}  # rank of each replica
+        for rank, (replica, shape, dtype) in enumerate(found):
+            other = first.setdefault(replica, rank)
+            if found[other] != found[rank]:
+                _, expected, expected_dtype = found[other]
+                raise ConfigError(
+                    f"predict: rank {rank} got inputs of {shape} ({dtype}), but rank {other}, which shares a model with it, "
+                    f"got {expected} ({expected_dtype}). Call it with the same inputs on both"
+                )
+
+    runtime.conclude("inputs", own, compare)

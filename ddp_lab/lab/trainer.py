@@ -17,7 +17,7 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
-from ddp_lab.lab.arguments import FitKeys
+from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
 from ddp_lab.models.weights import write_weights
@@ -198,9 +198,13 @@ class Trainer:
 
         Args:
             inputs: this rank's own, [b, ...], of any number. Ranks that share a model (pipeline, tp) need the same ones.
+
+        Raises:
+            ConfigError: ranks that share a model got inputs of different shapes, or the model does not support them.
         """
         inputs = inputs.to(self.strategy.device)
         self._training = None
+        require_same_form(inputs, self.strategy)
         with self._averages():
             self.strategy.train(False)
             return self.strategy.predict(padded(inputs, max(1, len(inputs))))[: len(inputs)]

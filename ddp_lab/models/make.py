@@ -175,6 +175,6 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
     if not isinstance(model, Chain):
         raise ConfigError(
             f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}. Use single, scratch, "
-            "dp, ddp or fsdp, a model of ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated layers "
-            "and methods of its own, or a Chain of blocks (docs/your-own.md)"
+            "dp, ddp, fsdp or tp, a model of ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated "
+            "layers and methods of its own, or a Chain of blocks (docs/your-own.md)"
         )

@@ -17,6 +17,7 @@ Every parameter is therefore a DTensor of the same mesh, which optimizers, clipp
 import math
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Literal, TypedDict, Unpack, cast
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BlockName, Count
+from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.all_reduce import gradients_of
@@ -33,8 +35,9 @@ from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_no
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
+from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
-from ddp_lab.strategies.tensor_parallel import OWN, check_plans, parallelize, token_layouts
+from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
 from ddp_lab.world.runtime import Runtime
 
 
@@ -105,14 +108,13 @@ class Mesh(FullyShard):
             raise ConfigError("strategy.cut: is only used if strategy.pp is above 1, got strategy.pp=1")
         else:
             self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
-        shapes = self.plan.parts.shapes
         if tp > 1 or tokens_too:
-            check_plans(model, shapes, tp, tokens_too)
+            check_plans(model, self.plan.parts.shapes, tp, tokens_too)
         self.tokens = token_layouts(model, tokens_too)
-        self.plan.parts.shapes = [
-            torch.Size([shape[0] // tp, *shape[1:]]) if tokens == OWN else shape
-            for shape, tokens in zip(shapes, self.tokens, strict=True)
-        ]
+        self.forms = None
+        if pp > 1 or tokens_too:
+            own_part = partial(own_tokens, tp, self.tokens)
+            self.forms = StageForms(model, self.plan, samples, self.runtime.precision, own_part)
 
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -124,7 +126,8 @@ class Mesh(FullyShard):
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
         self.executor = None
         if self.pp_group is not None and self.axes["pp"] > 1:
-            self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
+            assert self.forms is not None
+            self.executor = PipelineExecutor(self.plan, stages, self.forms, self.pp_group, self.task, self.device)
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
 
@@ -170,15 +173,22 @@ class Mesh(FullyShard):
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         if self.executor is None:
+            self._check_tokens(inputs)
             return super().add_gradient(inputs, targets, real, divisor)
         return self.executor.add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.executor is None:
+            self._check_tokens(inputs)
             return super().predict(inputs)
         logits = self.executor.predict(inputs)
         forget_order(self.module)
         return logits
+
+    def _check_tokens(self, inputs: torch.Tensor) -> None:
+        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not cut into stages."""
+        if self.forms is not None:
+            self.forms.of(Form.of(inputs))
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

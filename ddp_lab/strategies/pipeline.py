@@ -20,6 +20,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
 from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime
 
@@ -54,6 +55,7 @@ class Pipeline(Strategy):
         super().partition(model, samples)
         self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
         self.bubble = self.plan.bubble
+        self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
 
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
@@ -63,7 +65,7 @@ class Pipeline(Strategy):
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)
-        self.executor = PipelineExecutor(self.plan, stages, self.pp_group, self.task, self.device)
+        self.executor = PipelineExecutor(self.plan, stages, self.forms, self.pp_group, self.task, self.device)
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:

@@ -4,18 +4,24 @@ torch's pipelining is imported where it is used, because that takes 1.2 s (it im
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
+from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.tasks.base import Task, measure, width
+
+MOST_SHAPES = 16  # of a sample, for which a pipeline makes schedules
+EXACT_SIZES = 4  # of micro-batches of one shape in evaluation; further ones are rounded up, so that there are not many
 
 
 class Stage(Chain):
@@ -23,27 +29,43 @@ class Stage(Chain):
 
     Args:
         blocks: the blocks by name.
-        inputs, outputs: what it gets and returns for one sample, on the meta device. The next rank has allocated its receive
-            buffers accordingly.
+        precision: float32, or bf16, in which the output is cast to the dtype in which it is sent.
         autocast: returns the context of the forward pass.
+
+    Attributes:
+        output_form: what it returns for the micro-batches of this step. The next rank has allocated its receive buffers
+            accordingly. None: it returns the model's outputs, which are sent to no one.
     """
 
     def __init__(
         self,
         blocks: Mapping[str, nn.Module],
-        inputs: torch.Tensor,
-        outputs: torch.Tensor,
+        precision: str,
         autocast: Callable[[], AbstractContextManager[object]],
     ):
-        super().__init__(tuple(inputs.shape[1:]), **blocks)
-        self.inputs, self.outputs, self.autocast = inputs, outputs, autocast
+        super().__init__((), **blocks)
+        self.is_bf16, self.outside, self.autocast = precision == "bf16", torch.get_default_dtype(), autocast
+        self.output_form: Form | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.requires_grad and input.is_leaf:
+            # It was received, and its gradient will be sent back. The first block may be an activation that changes it in
+            # place, which autograd refuses for a leaf. That costs a copy, which takes far less time than receiving it.
+            input = input.clone()
         with self.autocast():
             output = super().forward(input)
-            output = output.to(self.outputs.dtype).contiguous()  # as sending requires
-            # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
-            return output.clone() if output is input else output
+            if self.is_bf16:
+                output = output.to(self.output_form.dtype if self.output_form else self.outside)
+            output = output.contiguous()  # as sending requires
+        if self.output_form is not None and Form.of(output) != self.output_form:
+            names = [name for name, _ in self.named_children()]
+            raise TrainingError(
+                f"{names[-1]} returned {Form.of(output)}, but {self.output_form} was computed for the inputs of this step and "
+                "expected by the next stage. The shapes of a model under a pipeline must not depend on values, nor on whether "
+                "it is trained or evaluated. Use another strategy, for example ddp"
+            )
+        # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
+        return output.clone() if output is input else output
 
 
 def make_stages(
@@ -52,16 +74,11 @@ def make_stages(
     """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`.
 
     Args:
-        precision: float32, in which all activations are sent; or bf16, in which all but the inputs and the outputs are.
-        autocast: as in `Stage`.
+        precision, autocast: as in `Stage`.
     """
-    blocks, shapes, outside = list(model.named_children()), plan.parts.shapes, torch.get_default_dtype()
-    between = torch.bfloat16 if precision == "bf16" else outside
-    at = [*(shapes[part.start] for part in plan.parts.parts), shapes[-1]]
-    dtypes = [model.input_dtype or outside, *[between] * (len(at) - 2), outside]
-    boundaries = [torch.empty(1, *shape, dtype=dtype, device="meta") for shape, dtype in zip(at, dtypes, strict=True)]
+    blocks = list(model.named_children())
     return {
-        index: Stage(dict(blocks[i] for i in plan.parts.parts[index]), boundaries[index], boundaries[index + 1], autocast)
+        index: Stage(dict(blocks[i] for i in plan.parts.parts[index]), precision, autocast)
         for index in range(rank, plan.num_stages, plan.ranks)
     }
 
@@ -71,16 +88,36 @@ def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
     return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
 
 
+class Prepared(NamedTuple):
+    """A batch that has been padded, so that it can be divided into equal micro-batches.
+
+    Attributes:
+        schedule: torch's, for its micro-batches.
+        rows: the row of the batch that each row of the padded batch repeats, [padded].
+        arguments: of the schedule on this rank: the padded inputs on the first rank, and nothing on the others.
+        outputs: form of the model's outputs for a micro-batch.
+    """
+
+    schedule: Any
+    rows: torch.Tensor
+    arguments: tuple[torch.Tensor, ...]
+    outputs: Form
+
+
 class PipelineExecutor:
     """Runs batches through the stages of a pipeline, in micro-batches.
 
-    A schedule of torch has static shapes. There is therefore one for each size of a micro-batch, of which a partial last batch
-    has its own; training and evaluation have separate ones, because only training computes a loss. They are made when they are
-    first used. torch keeps them alive, so they must not refer to a strategy.
+    A schedule of torch has static shapes. There is therefore one for each form of a micro-batch: for each shape and dtype of a
+    sample, and for each number of samples, of which a partial last batch has its own. Training and evaluation have separate
+    ones, because only training computes a loss. They are made when they are first used, which takes one small collective.
+    torch keeps them alive, so they must not refer to a strategy. With torch 2.11 each keeps the receive buffers of all its
+    micro-batches: a local batch of the activations that the rank's stages receive, and in training another one of their
+    gradients. With torch 2.15 buffers are allocated when they are needed, and a schedule keeps only its plan.
 
     Args:
         plan: of the pipeline.
         stages: this rank's stages by their index in the pipeline, on the device.
+        forms: what all stages get and return.
         group: the ranks of the pipeline.
         task: with the training loss.
         device: of this rank.
@@ -90,15 +127,16 @@ class PipelineExecutor:
         self,
         plan: PipelinePlan,
         stages: Mapping[int, Stage],
+        forms: StageForms,
         group: dist.ProcessGroup,
         task: Task,
         device: torch.device,
     ):
-        self.plan, self.stages, self.group, self.device = plan, stages, group, device
+        self.plan, self.stages, self.forms, self.group, self.device = plan, stages, forms, group, device
         self.task, self._divisor, self._left = task, 1.0, 0  # samples without padding in the micro-batches that follow
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
-        self._schedules: dict[tuple[int, bool], Any] = {}
+        self._schedules: dict[tuple[Form, bool], Any] = {}
 
     @property
     def order(self) -> dict[int, list[str]]:
@@ -109,9 +147,11 @@ class PipelineExecutor:
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
-        schedule, rows, arguments = self._prepare(inputs, training=True)
+        batch = self._prepare(inputs, training=True)
         self._divisor, self._left, self._results = divisor, real, []
-        schedule.step(*arguments, target=targets[rows] if self.has_loss else None, return_outputs=False)
+        expected = targets[batch.rows] if self.has_loss else None
+        with unwrapped():
+            batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
         if self.has_loss:
             return reduce(torch.add, self._results)
         return torch.zeros(width(self.task), dtype=torch.float64, device=self.device)
@@ -127,28 +167,59 @@ class PipelineExecutor:
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
-        schedule, rows, arguments = self._prepare(inputs, training=False)
-        logits = schedule.step(*arguments)
+        batch = self._prepare(inputs, training=False)
+        with unwrapped():
+            logits = batch.schedule.step(*batch.arguments)
         if logits is None:  # on all ranks but the last
-            logits = torch.empty(len(rows), *self.plan.parts.shapes[-1], device=self.device)
+            rows, *others = batch.outputs.shape
+            shape = rows * self.plan.num_microbatches, *others
+            logits = torch.empty(shape, dtype=batch.outputs.dtype, device=self.device)
         dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
         return logits[: len(inputs)]
 
-    def _prepare(self, inputs: torch.Tensor, training: bool) -> tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Pad a batch, [b, channels, height, width], so that it can be divided into equal micro-batches.
+    def _prepare(self, inputs: torch.Tensor, training: bool) -> Prepared:
+        """Pad a batch, [b, ...], and let the stages expect its micro-batches. All ranks of the pipeline get the same batch.
 
-        Returns:
-            The schedule for it; the row of the batch that each row of the padded batch repeats, [padded]; and the arguments
-            of the schedule on this rank, which are the padded inputs on the first rank and nothing on the others.
+        Raises:
+            ConfigError: the model does not support it, or it is the first one of too many shapes.
         """
-        size = -(-len(inputs) // self.plan.num_microbatches)
-        rows = torch.arange(size * self.plan.num_microbatches, device=inputs.device) % len(inputs)
-        if (size, training) not in self._schedules:
-            self._schedules[size, training] = self._make_schedule(size, training)
-        return self._schedules[size, training], rows, (inputs[rows],) if 0 in self.stages else ()
+        form = self._micro_batch(inputs, training)
+        forms = self.forms.of(form)
+        if (form, training) not in self._schedules:
+            self._schedules[form, training] = self._make_schedule(forms, training)
+        for index, stage in self.stages.items():
+            stage.output_form = forms[index + 1]
+        rows = torch.arange(form.shape[0] * self.plan.num_microbatches, device=inputs.device) % len(inputs)
+        arguments = (inputs[rows],) if 0 in self.stages else ()
+        return Prepared(self._schedules[form, training], rows, arguments, forms[-1])
 
-    def _make_schedule(self, size: int, training: bool) -> Any:
-        """Return torch's schedule for micro-batches of `size` samples."""
+    def _micro_batch(self, inputs: torch.Tensor, training: bool) -> Form:
+        """Return the form of a micro-batch of the inputs.
+
+        Raises:
+            ConfigError: there are schedules for MOST_SHAPES other shapes or dtypes of a sample.
+        """
+        sample = Form(tuple(inputs.shape[1:]), inputs.dtype)
+        size = -(-len(inputs) // self.plan.num_microbatches)
+        seen = {Form(form.shape[1:], form.dtype) for form, _ in self._schedules}
+        if len(seen) == MOST_SHAPES and sample not in seen:
+            raise ConfigError(
+                f"got inputs of {MOST_SHAPES + 1} shapes, the last one {sample} for a sample: a pipeline needs a schedule for "
+                f"each, which torch keeps in memory, so at most {MOST_SHAPES} are supported. Pad the inputs to multiples of "
+                "some length, so that fewer shapes occur, or use a strategy without a pipeline, for example ddp"
+            )
+        own = [form for form, trains in self._schedules if (form.shape[1:], form.dtype, trains) == (*sample, training)]
+        form = Form((size, *sample.shape), sample.dtype)
+        if training or form in own or len(own) < EXACT_SIZES:
+            return form
+        return Form((1 << (size - 1).bit_length(), *sample.shape), sample.dtype)  # more padding, and fewer schedules
+
+    def _make_schedule(self, forms: list[Form], training: bool) -> Any:
+        """Return torch's schedule for micro-batches of a form. The first step of it is collective.
+
+        Args:
+            forms: from `StageForms.of`.
+        """
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -158,8 +229,8 @@ class PipelineExecutor:
                 index,
                 self.plan.num_stages,
                 self.device,
-                input_args=stage.inputs.new_empty(size, *stage.inputs.shape[1:], requires_grad=index > 0),
-                output_args=stage.outputs.new_empty(size, *stage.outputs.shape[1:], requires_grad=True),
+                input_args=example_of(forms[index], requires_grad=index > 0),
+                output_args=example_of(forms[index + 1], requires_grad=True),
                 group=self.group,
             )
             for index, stage in self.stages.items()
@@ -171,3 +242,19 @@ class PipelineExecutor:
             loss_fn=self._loss if training else None,
             scale_grads=False,
         )
+
+
+@contextmanager
+def unwrapped() -> Generator[None]:
+    """Raise the TrainingError of a stage in place of torch's error about the stage that raised it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, TrainingError):
+            raise error.__cause__ from None
+        raise
+
+
+def example_of(form: Form, requires_grad: bool) -> torch.Tensor:
+    """Return a tensor of a form on the meta device, from which torch reads what a stage gets or returns."""
+    return torch.empty(form.shape, dtype=form.dtype, device="meta", requires_grad=requires_grad)

@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 
 ALL = Replicate()  # each rank has all tokens
@@ -57,6 +58,29 @@ def token_layouts(model: Chain, sequence_parallel: bool) -> list[Placement]:
     """
     shared = [sequence_parallel and plan_of(block) is not None for block in model]
     return [OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)]
+
+
+def own_tokens(tp: int, layouts: Sequence[Placement], index: int, form: Form) -> Form:
+    """Return the form of what a rank has before a block, for that of all tokens.
+
+    Args:
+        tp: number of ranks that share a block.
+        layouts: from `token_layouts`.
+        index: number of the block.
+        form: of all tokens, [b, tokens, width].
+
+    Raises:
+        ConfigError: the ranks cannot share the tokens equally.
+    """
+    if layouts[index] != OWN:
+        return form
+    samples, tokens, *others = form.shape
+    if tokens % tp:
+        raise ConfigError(
+            f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {tokens} tokens that these inputs have before "
+            f"block {index} of the model. Pad the inputs, or use strategy.sequence_parallel=false"
+        )
+    return Form((samples, tokens // tp, *others), form.dtype)
 
 
 class ReplicatedConv2d(nn.Conv2d):

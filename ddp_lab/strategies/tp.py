@@ -13,6 +13,8 @@ ranks therefore need fast links, and tensor parallelism pays only if a single la
 contain no code for it: `setup` shards their layers by name.
 """
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -23,10 +25,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.config.types import Count
 from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
+from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat, gradients_of
 from ddp_lab.strategies.base import Strategy
@@ -44,13 +47,19 @@ class ShardedConv2d(nn.Conv2d):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective."""
+        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective.
+
+        Args:
+            input: also of a single image, [c, height, width].
+        """
         mesh = cast(DTensor, self.weight).device_mesh
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al. 2019, arXiv:1909.08053).
         same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        return DTensor.from_local(own, mesh, [Shard(1)], run_check=False).full_tensor(grad_placements=[Replicate()])
+        channels = own.dim() - 3  # a single image has no batch dimension
+        outputs = DTensor.from_local(own, mesh, [Shard(channels)], run_check=False)
+        return outputs.full_tensor(grad_placements=[Replicate()]).clone()  # as `copied`
 
 
 def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
@@ -65,6 +74,15 @@ def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
     conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
 
 
+def copied(layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a sharded layer's gathered outputs, which an activation may change in place.
+
+    What torch returns is a view, which autograd refuses to change in place, and of a linear layer its all_gather has only
+    begun. The copy takes far less time than the all_gather, and what was gathered is freed at once.
+    """
+    return outputs.clone()
+
+
 def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
     """Return whether each rank can compute as many of a layer's output channels or units as the others, as torch does.
 
@@ -77,20 +95,39 @@ def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
     return usual and layer.weight.size(0) % ranks == 0
 
 
+@contextmanager
+def explain_direct_use() -> Generator[None]:
+    """Replace torch's error about a sharded weight beside a tensor that is not sharded by what to do.
+
+    Raises:
+        TrainingError: in place of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TrainingError(
+            "strategy=tp: the model uses the weight of a sharded layer without calling the layer, as in F.linear(x, "
+            "layer.weight), and did not so for the example, or there was none. Such layers are found and kept complete with "
+            f"lab.trainer(..., example=dataset[0]); or use another strategy, for example ddp. {describe_error(error)}"
+        ) from None
+
+
 class TP(Strategy):
     """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step, between the replicas.
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
             Every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
-            also those of another layer, and where it is not computed like one of torch's plain layers: with groups, other
-            padding than zeros, computed weights, or a class of its own.
+            also those of another layer, where the model uses them without calling the layer (F.linear(x, layer.weight)), and
+            where it is not computed like one of torch's plain layers: with groups, other padding than zeros, computed weights,
+            or a class of its own.
 
     Raises:
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.
     """
 
-    needs_chain = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
@@ -105,13 +142,32 @@ class TP(Strategy):
         tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
         size = self.axes["tp"]
-        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer, size) and name not in tied}
+        excluded = tied | self._used_directly(model, layers)
+        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer, size) and name not in excluded}
         self.replicated = [name for name in layers if name not in self.layers]
         if size > 1 and not self.layers:
             raise ConfigError(
                 f"strategy.tp={size}: no layer of the model can be sharded: {size} must divide the channels or units of one "
-                "that is computed as torch does and shares no weights. Use another strategy.tp, or strategy=ddp"
+                "that is computed as torch does, is called, and shares no weights. Use another strategy.tp, or strategy=ddp"
             )
+
+    def _used_directly(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+        """Return the names of the layers that the model does not call, or of which it also uses a parameter elsewhere.
+
+        Without an example (`input_shape`), or if the model cannot run here, none are known. A step then ends in the message of
+        `explain_direct_use`.
+        """
+        usage = None
+        if self.axes["tp"] > 1 and self.input_shape is not None:
+            usage = find_usage(model, self.input_shape, self.input_dtype)
+        if usage is None:
+            return set()
+        return {
+            name
+            for name, layer in layers.items()
+            if name not in usage.called
+            or any(name not in usage.within.get(f"{name}.{own}", {name}) for own, _ in layer.named_parameters())
+        }
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -121,18 +177,23 @@ class TP(Strategy):
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+                layer.register_forward_hook(copied)  # after those of torch
             else:
                 shard_channels(layer, mesh["tp"])
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        with explain_direct_use():
+            return super().add_gradient(inputs, targets, real, divisor)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        with explain_direct_use():
+            return super().predict(inputs)
 
     def describe(self) -> str:
         return (
             f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
-
-    @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().predict(inputs).clone()  # torch's sharded Linear only starts the last all_gather; clone waits for it
 
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
@@ -143,7 +204,7 @@ class TP(Strategy):
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.
-        gradients = gradients_of(self.module.parameters())
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         replicated = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         norms = [get_total_norm(kind) for kind in (sharded, replicated) if kind]

@@ -155,6 +155,10 @@ MATRIX = [
     ("tp own=one_weight", "2", ""),
     ("tp own=attention", "2", ""),
     ("tp own=special_layers", "2", ""),
+    ("tp own=Plain", "", "2"),  # no chain
+    ("tp own=InPlace float64 clipped", "2", "4"),
+    ("tp tp=2 own=DirectWeights float64", "2", "4"),
+    ("tp own=SomeSteps max_grad_norm=0.05", "2", ""),
     # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and batches weigh unequally.
     ("ddp accumulate=2 regression", "2", ""),
     ("pipeline accumulate=2 regression", "", "2"),
@@ -180,11 +184,13 @@ MATRIX = [
 def tolerance_of(case: str) -> float:
     """Return by how much weights may differ from those of `single`.
 
-    Cases with BatchNorm, and with parameters that some steps do not use, are computed in float64.
+    Cases with BatchNorm, and with parameters that some steps do not use or that are used directly,
+    are computed in float64.
     """
-    if "normalized" in case.split() or "find_unused_parameters=true" in case:
+    words = {*case.split()}
+    if {"normalized", "find_unused_parameters=true", "own=InPlace", "own=DirectWeights"} & words:
         return 1e-12
-    return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & {*case.split()} else 1e-6
+    return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & words else 1e-6
 
 
 def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float = 1e-6, relative: float = 1e-5) -> None:

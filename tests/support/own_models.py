@@ -375,3 +375,33 @@ def eager_blocks(in_channels, image_size, num_classes):
     body = nn.Sequential(nn.Conv2d(in_channels, 4, 3, stride=3), nn.Tanh())
     layers = nn.Linear(4 * (image_size // 3) ** 2, 16), nn.Tanh(), nn.Linear(16, num_classes)
     return nn.Sequential(body, nn.Flatten(), *layers)
+
+
+class InPlace(nn.Module):
+    """Layers whose outputs are changed in place, by activations and by squeeze-and-excitation, in a module that is no chain."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__()
+        self.conv, self.squeeze = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.hidden, self.head = nn.Linear(8 * 16, 16), nn.Linear(16, num_classes)
+
+    def forward(self, images):
+        hidden = nn.functional.silu(self.conv(images), inplace=True)
+        hidden = hidden * self.squeeze(hidden.mean((2, 3), keepdim=True)).sigmoid_()
+        hidden = nn.functional.adaptive_avg_pool2d(hidden, 4).flatten(1)
+        return self.head(self.hidden(hidden).relu_())
+
+
+class DirectWeights(nn.Module):
+    """Layers whose weights are used elsewhere, of which one is never called, and one that is used as usual."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__()
+        self.entry, self.inner = nn.Linear(in_channels * image_size**2, 16), nn.Linear(16, 16)
+        self.back, self.usual, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, num_classes)
+
+    def forward(self, images):
+        hidden = self.entry(images.flatten(1)).tanh_()
+        hidden = nn.functional.linear(hidden, self.inner.weight, self.inner.bias)
+        hidden = self.back(hidden).tanh_() @ self.back.weight.t()
+        return self.head(self.usual(hidden.to(self.usual.weight.dtype)))

@@ -1,0 +1,55 @@
+"""What tensor parallelism shards of a model, and what it keeps complete on every rank."""
+
+from functools import partial
+
+import own_models
+import pytest
+import torch
+from worlds import once, run_world
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import TrainingError
+
+SHAPE = {"in_channels": 1, "image_size": 4, "num_classes": 4}
+SGD = partial(torch.optim.SGD, lr=0.1)
+SHARDED = {
+    "Plain": ({"entry", "blocks.0.inner", "blocks.1.inner", "head"}, []),
+    "InPlace": ({"conv", "squeeze", "hidden", "head"}, []),
+    "DirectWeights": ({"entry", "usual", "head"}, ["inner", "back"]),
+}
+
+
+def layers() -> dict:
+    """Return the sharded and the replicated layers of each model, and what is said where none could be known."""
+    found: dict = {}
+    images, labels = torch.rand(4, 1, 4, 4), torch.tensor([0, 1, 2, 3])
+    with Lab("tp", device="cpu", timeout=30) as lab:
+        for name in SHARDED:
+            model = getattr(own_models, name)(**SHAPE)
+            trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=4, example=images[0])
+            found[name] = set(trainer.strategy.layers), trainer.strategy.replicated
+            assert trainer.step(images, labels).isfinite()
+        model = own_models.DirectWeights(**SHAPE)
+        trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=4)
+        for name, use in (("step", lambda: trainer.step(images, labels)), ("predict", lambda: trainer.predict(images))):
+            with pytest.raises(TrainingError) as error:
+                use()
+            found[name] = str(error.value)
+    return found
+
+
+@once
+def ranks() -> list[dict]:
+    return run_world(2, layers)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_layers_are_sharded_unless_their_weights_are_used_directly(name):
+    assert [rank[name] for rank in ranks()] == [SHARDED[name]] * 2
+
+
+@pytest.mark.parametrize("method", ["step", "predict"])
+def test_weight_that_is_used_directly_without_an_example_is_one_message(method):
+    for rank in ranks():
+        assert rank[method].startswith("strategy=tp: the model uses the weight of a sharded layer without calling the layer")
+        assert "lab.trainer(..., example=dataset[0])" in rank[method]
