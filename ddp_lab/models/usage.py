@@ -1,0 +1,113 @@
+"""What a forward pass uses of a model: which modules it calls, and within which of them it uses each parameter.
+
+A parameter can be used without the forward pass of the module that has it: `encoder.encode(x)`, or `F.linear(h,
+self.embedding.weight)`. A strategy that does something to a module before its forward pass must know that.
+"""
+
+import copy
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ddp_lab.models.trial import LARGE, meta_copy
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a forward pass in training mode and one in evaluation mode used. The model itself has the name "".
+
+    Attributes:
+        called: names of the modules whose `forward` was called.
+        within: by the name of a parameter that was used, names of the modules whose `forward` was running at all its uses.
+    """
+
+    called: frozenset[str]
+    within: Mapping[str, frozenset[str]]
+
+
+def find_usage(
+    model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype | None
+) -> Usage | None:
+    """Return what two samples use of a model; None if a copy of it cannot run here.
+
+    Args:
+        model: the complete model, on the CPU or on the meta device. It is copied and stays as it is.
+        input_shape, input_dtype: of a sample.
+    """
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+        with suppress(Exception):  # a model that reads values cannot run there
+            return record(meta_copy(model), sample(input_shape, input_dtype, "meta"))
+    if not on_meta:
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            return record(copy.deepcopy(model), sample(input_shape, input_dtype, "cpu"))
+    return None
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype | None, device: str) -> torch.Tensor:
+    """Return two samples: random numbers from 0 to 1, or zeros if they have no fraction."""
+    given = torch.zeros(2, *shape, dtype=dtype, device=device)
+    return given.uniform_() if given.is_floating_point() else given
+
+
+def record(model: nn.Module, inputs: torch.Tensor) -> Usage:
+    """Run the model in both modes, which may change its buffers, and return what it used."""
+    recorder = Recorder(model)
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name))
+            leave = module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
+            hooks.callback(enter.remove)
+            hooks.callback(leave.remove)
+        for training in (True, False):
+            with recorder, torch.set_grad_enabled(training):
+                model.train(training)(inputs)
+    return Usage(frozenset(recorder.called), recorder.within)
+
+
+class Recorder(TorchDispatchMode):
+    """Record which modules are running at each operation on a parameter, or on a tensor that shares its memory.
+
+    Args:
+        model: whose parameters are meant.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.called: set[str] = set()
+        self.within: dict[str, frozenset[str]] = {}
+        self._running: list[str] = []
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters():
+            self._names.setdefault(memory_of(parameter), []).append(name)
+
+    def enter(self, name: str) -> None:
+        self.called.add(name)
+        self._running.append(name)
+
+    def leave(self) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        running = frozenset(self._running)
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                for name in self._names.get(memory_of(tensor), ()):
+                    self.within[name] = self.within.get(name, running) & running
+        return func(*args, **kwargs or {})
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of the memory of a tensor, which its views share, also on the meta device; 0 if it has none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # a sparse tensor
+        return 0
