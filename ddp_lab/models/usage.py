@@ -31,9 +31,7 @@ class Usage:
     within: Mapping[str, frozenset[str]]
 
 
-def find_usage(
-    model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype | None
-) -> Usage | None:
+def find_usage(model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype | None) -> Usage | None:
     """Return what two samples use of a model; None if a copy of it cannot run here.
 
     Args:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, TrainingError, place_of
 from ddp_lab.config.types import ModulePattern
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.usage import find_usage
@@ -81,7 +81,7 @@ class FSDP(FullyShard):
             model.to(self.device)
         make_contiguous(model)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
-        self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name))
+        self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, [name for name, _ in model.named_modules()]))
         self.shard([*self.units, model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
             fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
@@ -104,9 +104,36 @@ class FSDP(FullyShard):
         finally:
             self.hooks.is_last = True
 
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        self.hooks.has_samples = real > 0
+        with uses_reported(self.name):
+            return super().add_gradient(inputs, targets, real, divisor)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        with uses_reported(self.name):
+            return super().predict(inputs)
+
     def reduce_gradients(self) -> None:
         self.hooks.drop_unused(self.group, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()
 
+
+@contextmanager
+def uses_reported(strategy: str) -> Generator[None]:
+    """Report that the body uses a sharded parameter while it is not gathered.
+
+    Raises:
+        TrainingError: in place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TrainingError(
+            f"strategy={strategy}: a parameter is used outside the forward pass of the module that has it"
+            f"{place_of(error)}, and is not gathered then. In a Lab, let the model be tried: lab.trainer(..., "
+            "example=dataset[0]); or name the module: strategy.keep_whole=[NAME]"
+        ) from None

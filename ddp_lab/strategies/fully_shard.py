@@ -48,6 +48,12 @@ class FullyShard(Strategy):
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "
                 "[1], or use another strategy, for example ddp"
             )
+        for name, parameter in model.named_parameters():
+            if not parameter.numel() and parameter.size(0):
+                raise ConfigError(
+                    f"strategy={self.name}: cannot shard the parameter {name} of shape {list(parameter.shape)}, which has "
+                    "no elements. Let its first dimension be 0, remove it, or use another strategy, for example ddp"
+                )
         if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models with BatchNorm, whose "

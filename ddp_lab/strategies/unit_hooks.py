@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.unit_order import END, UnitOrder
+from ddp_lab.strategies.unit_order import END, WHOLE, UnitOrder
 
 
 class UnitHooks:
@@ -33,11 +33,13 @@ class UnitHooks:
 
     Attributes:
         is_last: whether the backward pass communicates; False in all gradient-accumulation steps but the last.
+        has_samples: whether the forward pass has a sample that counts; one of padding alone uses no parameter.
     """
 
     def __init__(self, model: nn.Module, order: UnitOrder):
-        self.model, self.order, self.is_last = model, order, True
-        self._names = {module: name or "the model" for name, module in model.named_modules()}
+        self.model, self.order = model, order
+        self.is_last, self.has_samples = True, True
+        self._names = {module: name or WHOLE for name, module in model.named_modules()}
         # fully_shard replaces a parameter, but not the place where its module keeps it.
         self._places: list[tuple[nn.Module, str]] = []
         self._originals: dict[nn.Parameter, int] = {}
@@ -50,7 +52,7 @@ class UnitHooks:
         self._own: dict[nn.Module, list[int]] = {}  # the parameters that are gathered with a unit
         self._gathered: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # in this step
         self._completed = set[nn.Module]()  # by this backward pass
-        self._used = set(self._empty)  # in this step
+        self._used = set[int]()  # in this step
         self._in_forward, self._in_backward = False, False
         self._decided: dict[tuple[int, ...], list[int]] = {}
 
@@ -79,8 +81,7 @@ class UnitHooks:
         """
         if not self._in_forward or not torch.is_grad_enabled():
             return
-        found = ((index, getattr(*self._places[index])) for index in self._own[unit])
-        self._gathered[unit] = list(found)
+        self._gathered[unit] = [(index, getattr(*self._places[index])) for index in self._own[unit]]
         for tensor in tensors_with_gradient((inputs, options)):
             tensor.register_hook(lambda _: self._complete(unit))
 
@@ -121,12 +122,12 @@ class UnitHooks:
             return
         self._completed.add(unit)
         for index, parameter in self._gathered[unit]:
-            if index in self._empty:
-                parameter.grad = None  # torch cannot sum it
-            elif parameter.grad is not None:
-                self._used.add(index)
+            if parameter.grad is not None:
+                self._used.update([index] if self.has_samples else [])
             elif self.is_last:
                 parameter.grad = torch.zeros_like(parameter)
+            if index in self._empty:
+                parameter.grad = None  # torch cannot sum it
 
     def drop_unused(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Set the gradients of the parameters that no rank has used in this step to None. Collective.
@@ -140,11 +141,17 @@ class UnitHooks:
             counts.index_fill_(0, torch.tensor(unused, device=device), 0)
         if self.order.is_active:
             dist.all_reduce(counts, group=group)
-        for index in self._unused_everywhere(counts, tuple(unused)):
-            module, name = self._places[index]
-            getattr(module, name).grad = None
-        self._used = set(self._empty)
+        unused_everywhere = self._unused_everywhere(counts, tuple(unused))
+        for index in unused_everywhere:
+            self._sharded(index).grad = None
+        for index in self._empty.difference(unused_everywhere):
+            self._sharded(index).grad = torch.zeros_like(self._sharded(index))
+        self._used.clear()
         self._gathered.clear()
+
+    def _sharded(self, index: int) -> nn.Parameter:
+        """Return a parameter while no unit is gathered."""
+        return getattr(*self._places[index])
 
     def _unused_everywhere(self, counts: torch.Tensor, unused: tuple[int, ...]) -> list[int]:
         """Return those of the parameters which this rank has not used that no other rank has used, either."""

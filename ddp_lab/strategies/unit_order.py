@@ -14,6 +14,7 @@ key-value store before it goes on, which takes about a millisecond:
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.world.ranks import Ranks
 
-END = "the end of the pass"
+END, WHOLE = "the end of the pass", "the model"
 PAUSE = 0.0002, 0.05  # seconds between the first two looks at the store, which grow, and the most
 _numbers = itertools.count()  # of the models of this process; every rank makes them in the same order
 
@@ -32,10 +33,11 @@ class UnitOrder:
     Args:
         ranks: this rank and the others.
         strategy: for the messages.
+        names: of the model's modules.
     """
 
-    def __init__(self, ranks: Ranks, strategy: str):
-        self.ranks, self.strategy = ranks, strategy
+    def __init__(self, ranks: Ranks, strategy: str, names: Sequence[str]):
+        self.ranks, self.strategy, self.names = ranks, strategy, names
         self.is_active = ranks.world_size > 1 and dist.get_backend() != "fake"
         self._prefix = f"units/{next(_numbers)}"
         self._known: dict[Any, Any] = {}  # the events that may follow an event, by name, and so on
@@ -99,17 +101,20 @@ class UnitOrder:
     def _describe(self, rank: int | None, expected: str, name: str) -> str:
         """Return the message that this rank has another event next than `rank`, or than the others."""
         others = "the others" if rank is None else f"rank {rank}"
-        units = sorted({event.rpartition(" of ")[2] for event in (expected, name) if event != END})
+        units = {event.rpartition(" of ")[2] for event in (expected, name) if event != END} - {WHOLE}
         return (
             f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. All ranks must use "
-            f"the same units in a step, because each use gathers the unit's parameters from all ranks. Gather those that only "
-            f"some ranks use with the module around them: strategy.keep_whole=[{','.join(patterns(units))}]"
+            "the same units of the model in a step, because each use gathers the unit's parameters from all ranks. Gather those "
+            "that only some ranks use together with the module around them: strategy.keep_whole="
+            f"[{self._pattern(units)}]"
         )
 
+    def _pattern(self, units: set[str]) -> str:
+        """Return a pattern for the unit that comes first in the model, because a rank that leaves it out comes to a later one.
 
-def patterns(units: list[str]) -> list[str]:
-    """Return patterns for the names of units: one for those in the same list or dict of modules."""
-    parents = {name.rpartition(".")[0] for name in units}
-    if len(units) > 1 and len(parents) == 1 and "" not in parents:
-        return [f"{parents.pop()}.*"]
-    return units
+        It includes the others in the same list of modules.
+        """
+        first = min(units, key=self.names.index, default="NAME")
+        parent, _, own = first.rpartition(".")
+        in_list = own.isdigit() or (len(units) > 1 and all(unit.rpartition(".")[0] == parent for unit in units))
+        return f"{parent}.*" if parent and in_list else first
