@@ -88,9 +88,7 @@ class FSDP(FullyShard):
         if isinstance(model, Chain):
             self.checkpoint_blocks(model)
 
-    def shard_unit(
-        self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy
-    ) -> None:
+    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
         self.hooks.before_sharding(unit)
         super().shard_unit(unit, mesh, reshard_after_forward, policy)
         self.hooks.after_sharding(unit)

@@ -80,9 +80,7 @@ class FullyShard(Strategy):
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
             self.shard_unit(part, mesh, reshard_after_forward, policy)
 
-    def shard_unit(
-        self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy
-    ) -> None:
+    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
         """Shard the parameters of a module that are not sharded yet, in place. The arguments are as above."""
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.unit_order import END, WHOLE, UnitOrder
+from ddp_lab.strategies.unit_order import BACKWARD, END, WHOLE, UnitOrder
 
 
 class UnitHooks:
@@ -107,7 +107,7 @@ class UnitHooks:
             # Callbacks run in the order in which they are queued; fully_shard queues its own behind this hook.
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
         self._completed.discard(unit)
-        self.order.event(f"the backward pass of {self._names[unit]}")
+        self.order.event(BACKWARD + self._names[unit])
 
     def _end_backward(self) -> None:
         """Complete the gradients of units whose inputs need none, before fully_shard sums them."""

@@ -14,7 +14,7 @@ key-value store before it goes on, which takes about a millisecond:
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.world.ranks import Ranks
 
 END, WHOLE = "the end of the pass", "the model"
+BACKWARD = "the backward pass of "
 PAUSE = 0.0002, 0.05  # seconds between the first two looks at the store, which grow, and the most
 _numbers = itertools.count()  # of the models of this process; every rank makes them in the same order
 
@@ -101,20 +102,19 @@ class UnitOrder:
     def _describe(self, rank: int | None, expected: str, name: str) -> str:
         """Return the message that this rank has another event next than `rank`, or than the others."""
         others = "the others" if rank is None else f"rank {rank}"
-        units = {event.rpartition(" of ")[2] for event in (expected, name) if event != END} - {WHOLE}
+        units = {event.removeprefix(BACKWARD) for event in (expected, name) if event != END} - {WHOLE}
+        # A rank that leaves out a unit comes to one that is behind it: later in the model, or earlier in a backward pass.
+        choose = max if BACKWARD in expected + name else min
         return (
             f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. All ranks must use "
             "the same units of the model in a step, because each use gathers the unit's parameters from all ranks. Gather those "
             "that only some ranks use together with the module around them: strategy.keep_whole="
-            f"[{self._pattern(units)}]"
+            f"[{self._pattern(units, choose)}]"
         )
 
-    def _pattern(self, units: set[str]) -> str:
-        """Return a pattern for the unit that comes first in the model, because a rank that leaves it out comes to a later one.
-
-        It includes the others in the same list of modules.
-        """
-        first = min(units, key=self.names.index, default="NAME")
-        parent, _, own = first.rpartition(".")
+    def _pattern(self, units: set[str], choose: Callable[..., str]) -> str:
+        """Return a pattern for the first or the last of some units, and for the others in the same list of modules."""
+        chosen = choose(units, key=self.names.index, default="NAME")
+        parent, _, own = chosen.rpartition(".")
         in_list = own.isdigit() or (len(units) > 1 and all(unit.rpartition(".")[0] == parent for unit in units))
-        return f"{parent}.*" if parent and in_list else first
+        return f"{parent}.*" if parent and in_list else chosen

@@ -14,9 +14,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.usage import Usage
 
 
-def find_units(
-    model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()
-) -> list[nn.Module]:
+def find_units(model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()) -> list[nn.Module]:
     """Return the units of a model but the model itself, inner modules before those that contain them.
 
     They are the children of the model and of its containers that have parameters. If a child cannot be a unit, because its
@@ -104,9 +102,7 @@ def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -
     seen = set[nn.Parameter]()
     for unit in units:
         own = {
-            name: parameter
-            for name, parameter in unit.named_parameters()
-            if parameter not in seen and parameter.requires_grad
+            name: parameter for name, parameter in unit.named_parameters() if parameter not in seen and parameter.requires_grad
         }
         seen.update(own.values())
         by_dtype: dict[torch.dtype, str] = {}

@@ -25,6 +25,9 @@ class Encoder(nn.Module):
     def encode(self, images):
         return torch.tanh(self.layer(images.flatten(1)))
 
+    def forward(self, images):
+        raise NotImplementedError("use encode")
+
 
 class Containers(nn.Module):
     """nanoGPT's layout with everything that is not a module with a forward pass, called once.
