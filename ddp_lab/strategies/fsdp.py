@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ddp_lab.config.errors import ConfigError, TrainingError, place_of
 from ddp_lab.config.types import ModulePattern
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
@@ -113,6 +114,11 @@ class FSDP(FullyShard):
 
     def reduce_gradients(self) -> None:
         self.hooks.drop_unused(self.group, self.device)
+
+    def describe(self) -> str:
+        names = [name for name, module in self.module.named_modules() if module in self.units]
+        gathered = f"separately: {some(names)}" if names else "together"
+        return f"{super().describe()}, parameters gathered {gathered}"
 
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()

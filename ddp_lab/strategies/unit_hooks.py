@@ -1,12 +1,13 @@
-"""Hooks on the units of a sharded model: their order, and the gradients of parameters that not every step uses.
+"""Hooks on the units of a sharded model, for their order and for parameters that steps do not use.
 
-A unit's gradients are summed over the ranks in one collective, whose size must be the same on all of them. A rank that has
-not used a parameter of the unit therefore contributes zeros. If no rank has used it, its gradient must be None as on one
-device, because an optimizer then skips the parameter; with zeros its momentum and weight decay would change it. That is known
-from the number of ranks that have used each parameter, which is summed after every step:
+A unit's gradients are summed over the ranks in one collective, whose size must be the same on all
+of them. A rank that has not used a parameter of the unit therefore contributes zeros. If no rank
+has used it, its gradient must be None as on one device, because an optimizer then skips the
+parameter; with zeros its momentum and weight decay would change it. That is known from the number
+of ranks that have used each parameter, which is summed after every step:
 
-    rank 0   used a, not b   gradients a0, zeros   counts 1 0        a: 2 ranks, the sum of their gradients
-    rank 1   used a, not b   gradients a1, zeros   counts 1 0        b: no rank, None
+    rank 0   used a, not b   gradients a0, zeros   counts 1 0   a: 2 ranks, their gradients' sum
+    rank 1   used a, not b   gradients a1, zeros   counts 1 0   b: no rank, None
 
 Only a rank that has left out a parameter reads the counts, which waits for the device.
 """
@@ -32,8 +33,10 @@ class UnitHooks:
         order: of its units, over the ranks.
 
     Attributes:
-        is_last: whether the backward pass communicates; False in all gradient-accumulation steps but the last.
-        has_samples: whether the forward pass has a sample that counts; one of padding alone uses no parameter.
+        is_last: whether the backward pass communicates; False in all gradient-accumulation steps
+            but the last.
+        has_samples: whether the forward pass has a sample that counts; one of padding alone uses no
+            parameter.
     """
 
     def __init__(self, model: nn.Module, order: UnitOrder):
@@ -69,15 +72,16 @@ class UnitHooks:
 
     def _enter(self, unit: nn.Module, inputs: Any) -> None:
         if unit is self.model:
-            self._in_forward = True
+            self._in_forward, self._in_backward = True, False
             self.order.begin((unit.training, torch.is_grad_enabled()))
         if self._in_forward:  # a checkpointed block is called again in the backward pass
             self.order.event(self._names[unit])
 
     def _note_gathered(self, unit: nn.Module, inputs: Any, options: Any) -> None:
-        """Remember the gathered parameters, and complete their gradients when the backward pass arrives at the inputs.
+        """Remember the gathered parameters, to complete their gradients when those of the inputs are.
 
-        The hook of fully_shard has replaced the inputs; its own work on these gradients begins behind these hooks.
+        The hook of fully_shard has replaced the inputs; its own work on these gradients begins
+        behind these hooks.
         """
         if not self._in_forward or not torch.is_grad_enabled():
             return
@@ -104,7 +108,7 @@ class UnitHooks:
         if not self._in_backward:
             self._in_backward = True
             self._completed.clear()
-            # Callbacks run in the order in which they are queued; fully_shard queues its own behind this hook.
+            # Callbacks run in the order in which they are queued, and fully_shard queues its own later.
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
         self._completed.discard(unit)
         self.order.event(BACKWARD + self._names[unit])
@@ -130,10 +134,11 @@ class UnitHooks:
                 parameter.grad = None  # torch cannot sum it
 
     def drop_unused(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Set the gradients of the parameters that no rank has used in this step to None. Collective.
+        """Set the gradients of parameters that no rank has used in this step to None. Collective.
 
         Raises:
-            TrainingError: a step that is captured in a CUDA graph leaves out other parameters than those before.
+            TrainingError: a step that is captured in a CUDA graph leaves out other parameters than
+                those before.
         """
         unused = [index for index in range(len(self._places)) if index not in self._used]
         counts = torch.ones(len(self._places), device=device)
@@ -154,7 +159,7 @@ class UnitHooks:
         return getattr(*self._places[index])
 
     def _unused_everywhere(self, counts: torch.Tensor, unused: tuple[int, ...]) -> list[int]:
-        """Return those of the parameters which this rank has not used that no other rank has used, either."""
+        """Return which of the parameters that this rank has not used no other rank has used."""
         if not unused:
             return []
         if not self.order.is_active:

@@ -1,14 +1,16 @@
 """Agreement of the ranks on the order in which they use the units of a sharded model.
 
-Every use of a unit is a collective: its parameters are gathered. If a rank leaves out a unit that others use, or uses another
-one, their collectives do not match: they hang, or return the parameters of the wrong unit if the sizes happen to be equal.
+Every use of a unit is a collective: its parameters are gathered. If a rank leaves out a unit that
+others use, or uses another one, their collectives do not match: they hang, or return the parameters
+of the wrong unit if the sizes happen to be equal.
 
-The ranks therefore follow a known path of events (forward passes and backward passes of units), in which there is nothing to
-ask. Only where the next event is not known, or where the path has divided before, a rank asks the others through the
-key-value store before it goes on, which takes about a millisecond:
+The ranks therefore follow a known path of events (forward passes and backward passes of units), in
+which there is nothing to ask. Only where the next event is not known, or where the path has divided
+before, a rank asks the others through the key-value store before it goes on, which takes about a
+millisecond:
 
-    first step         known from then on      step without unit b: asks at c, and then at each event behind it
-    a  b  c  end       a  b  c  end            a  c  end
+    first step      known from then on   step without b: asks at c, and at each event after it
+    a  b  c  end    a  b  c  end         a  c  end
 """
 
 import itertools
@@ -25,7 +27,7 @@ from ddp_lab.world.ranks import Ranks
 END, WHOLE = "the end of the pass", "the model"
 BACKWARD = "the backward pass of "
 PAUSE = 0.0002, 0.05  # seconds between the first two looks at the store, which grow, and the most
-_numbers = itertools.count()  # of the models of this process; every rank makes them in the same order
+_numbers = itertools.count()  # of sharded models, which every rank makes in the same order
 
 
 class UnitOrder:
@@ -47,7 +49,7 @@ class UnitOrder:
         self._asked: list[str] = []
 
     def begin(self, kind: object) -> None:
-        """Begin a forward pass. Each kind, as of training and of evaluation, has a path of its own."""
+        """Begin a forward pass. Each kind, for example that of training, has a path of its own."""
         self._number += 1
         self._event = 0
         self._place = self._known.setdefault(kind, {})
@@ -87,7 +89,7 @@ class UnitOrder:
             self._asked = [key]
 
     def _wait(self, answer: str, name: str) -> str:
-        """Return the answer, or a message if the others do not ask for this event: they have gone on with another one."""
+        """Return the answer, or a message if the others have gone on with another event."""
         store, pause = self.ranks.store, PAUSE[0]
         limit = self.ranks.timeout.total_seconds() / 2  # before the other ranks' collectives time out
         deadline = time.monotonic() + limit
@@ -100,21 +102,22 @@ class UnitOrder:
         return store.get(answer).decode()
 
     def _describe(self, rank: int | None, expected: str, name: str) -> str:
-        """Return the message that this rank has another event next than `rank`, or than the others."""
+        """Return the message that this rank has another event next than `rank`, or the others."""
         others = "the others" if rank is None else f"rank {rank}"
         units = {event.removeprefix(BACKWARD) for event in (expected, name) if event != END} - {WHOLE}
-        # A rank that leaves out a unit comes to one that is behind it: later in the model, or earlier in a backward pass.
+        # A rank that leaves out a unit comes to the next: later in the model, or earlier in a backward pass.
         choose = max if BACKWARD in expected + name else min
         return (
-            f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. All ranks must use "
-            "the same units of the model in a step, because each use gathers the unit's parameters from all ranks. Gather those "
-            "that only some ranks use together with the module around them: strategy.keep_whole="
-            f"[{self._pattern(units, choose)}]"
+            f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
+            "All ranks must use the same units of the model in a step, because each use gathers the unit's "
+            "parameters from all ranks. Gather those that only some ranks use together with the module around "
+            f"them: strategy.keep_whole=[{self._pattern(units, choose)}]"
         )
 
     def _pattern(self, units: set[str], choose: Callable[..., str]) -> str:
-        """Return a pattern for the first or the last of some units, and for the others in the same list of modules."""
+        """Return a pattern for the first or last of some units and others in the same list."""
         chosen = choose(units, key=self.names.index, default="NAME")
         parent, _, own = chosen.rpartition(".")
-        in_list = own.isdigit() or (len(units) > 1 and all(unit.rpartition(".")[0] == parent for unit in units))
+        are_siblings = len(units) > 1 and all(unit.rpartition(".")[0] == parent for unit in units)
+        in_list = own.isdigit() or are_siblings
         return f"{parent}.*" if parent and in_list else chosen

@@ -1,7 +1,8 @@
-"""The units of a model under fsdp: modules whose parameters are gathered together, just before their forward pass.
+"""The units of a model under fsdp: modules whose parameters are gathered just before their forward pass.
 
-A parameter that is used outside the forward pass of a unit cannot be in it, because it is not gathered then. It stays with
-the unit around it, in the end with the model itself, whose own parameters are gathered during the complete step.
+A parameter that is used outside the forward pass of a unit cannot be in it, because it is not
+gathered then. It stays with the unit around it, in the end with the model itself, whose own
+parameters are gathered during the complete step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,13 @@ from ddp_lab.models.usage import Usage
 def find_units(model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()) -> list[nn.Module]:
     """Return the units of a model but the model itself, inner modules before those that contain them.
 
-    They are the children of the model and of its containers that have parameters. If a child cannot be a unit, because its
-    parameters are also used elsewhere, its own children are considered in its place.
+    They are the children of the model and of its containers that have parameters. If a child cannot
+    be a unit, because its parameters are also used elsewhere, its own children are considered in
+    its place.
 
     Args:
-        usage: what a forward pass uses of the model; None: unknown, so every child is expected to be called.
+        usage: what a forward pass uses of the model; None: unknown, so every child is expected to
+            be called.
         keep_whole: patterns of the names of modules that are no units and contain none.
 
     Raises:
@@ -59,10 +62,11 @@ def matched(names: dict[nn.Module, str], patterns: Sequence[str]) -> Iterator[nn
 
 
 def is_container(module: nn.Module) -> bool:
-    """Return whether a module has no forward pass of its own, or is an nn.Sequential with several blocks of one class.
+    """Return whether a module has no forward pass, or is an nn.Sequential with blocks of one class.
 
-    The former are torch's lists and dicts of modules or parameters, and such classes of the user's. A block has modules of
-    its own and is no nn.Sequential. An nn.Sequential of such lists is a container, too.
+    The former are torch's lists and dicts of modules or parameters, and such classes of the user's.
+    A block has modules of its own and is no nn.Sequential. An nn.Sequential of such lists is a
+    container, too.
     """
     if not isinstance(module, nn.Sequential):
         return type(module).forward is nn.Module.forward
@@ -72,7 +76,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def is_self_contained(unit: nn.Module, model: nn.Module) -> bool:
-    """Return whether the model has the parameters of a module only there; elsewhere there may be tied ones."""
+    """Return whether no parameter of a module is tied to one outside of it."""
     own = set(unit.parameters())
     every = model.named_modules(remove_duplicate=False)
     prefixes = tuple(f"{name}." for name, module in every if module is unit)
@@ -81,7 +85,7 @@ def is_self_contained(unit: nn.Module, model: nn.Module) -> bool:
 
 
 def is_gathered_in_time(unit: nn.Module, names: dict[nn.Module, str], usage: Usage | None) -> bool:
-    """Return whether the forward pass of a module is called, and all uses of its parameters are within it."""
+    """Return whether a module is called, and its parameters are used only within this call."""
     if usage is None:
         return True
     name = names[unit]
@@ -90,7 +94,7 @@ def is_gathered_in_time(unit: nn.Module, names: dict[nn.Module, str], usage: Usa
 
 
 def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -> None:
-    """Check that the trainable parameters of each unit have one type, in which torch sums their gradients.
+    """Check that the trainable parameters of each unit have one type, as torch sums them together.
 
     Args:
         units: inner modules before those that contain them; the last one is the model.
