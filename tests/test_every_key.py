@@ -242,6 +242,11 @@ MORE: dict[str, dict[str, Row]] = {
             logs("compile=true is disabled: compiled steps of strategy.find_unused_parameters=true were never tested"),
         ),
     },
+    "fsdp": {
+        "strategy.keep_whole": Row(
+            "strategy=fsdp strategy.keep_whole=[conv*]", logs("parameters gathered separately: head\n"), "strategy=fsdp"
+        ),
+    },
     "tensors": {
         "data.num_classes": Row("{MASKS} data.num_classes=256", VALIDATED, "{MASKS}"),
         "data.val_split": Row("{MASKS} data.val_split=null data.test_split=val", reports("test_mean_iou"), "{MASKS}"),

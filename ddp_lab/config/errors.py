@@ -60,14 +60,18 @@ def multiples(number: int, of: int) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the user's code in which an error was raised, in parentheses; "" if there is none."""
     others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
     places = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<") and not any(folder in Path(frame.filename).parents for folder in others)
     ]
-    where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{where}"
+    return f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
 
 
 def advice(error: str) -> str:

@@ -82,6 +82,7 @@ LogEvery = Annotated[
 ]
 # The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
 BlockName = Annotated[str | int, Allowed("the name of a block")]
+ModulePattern = Annotated[str | int, Allowed("the name of a module, or a pattern of names such as experts.*")]
 Trackers = Annotated[
     str | list[str],
     Predicate(lambda value: are_trackers([value] if isinstance(value, str) else value)),

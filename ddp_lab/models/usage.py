@@ -106,6 +106,6 @@ class Recorder(TorchDispatchMode):
 def memory_of(tensor: torch.Tensor) -> int:
     """Return an identifier of the memory of a tensor, which its views share, also on the meta device; 0 if it has none."""
     try:
-        return tensor.untyped_storage()._cdata
+        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except NotImplementedError:  # a sparse tensor
         return 0

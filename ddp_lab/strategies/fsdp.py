@@ -9,17 +9,27 @@ gradients are summed and scattered, so that each rank gets the sum of its own sh
 arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, TrainingError, place_of
+from ddp_lab.config.types import ModulePattern
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.trial import some
+from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
-from ddp_lab.strategies.sharding import fill, require_one_place
+from ddp_lab.strategies.sharding import fill, make_contiguous
+from ddp_lab.strategies.unit_hooks import UnitHooks
+from ddp_lab.strategies.unit_order import UnitOrder
+from ddp_lab.strategies.units import find_units, require_one_dtype
 from ddp_lab.world.runtime import Runtime
 
 
@@ -29,6 +39,8 @@ class FSDP(FullyShard):
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
             its backward pass, which takes less memory and 1.5 times the communication.
+        keep_whole: names of modules, or patterns of names such as experts.*, whose parameters are gathered with the module
+            around them instead of separately: those that a step may leave out on some ranks only.
     """
 
     sharded = True
@@ -39,9 +51,13 @@ class FSDP(FullyShard):
         reshard_after_forward: bool,
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
+        keep_whole: list[ModulePattern] | None = None,
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
-        self.reshard_after_forward, self.averaged = reshard_after_forward, self.dp_size
+        self.reshard_after_forward = reshard_after_forward
+        self.keep_whole = [str(pattern) for pattern in keep_whole or []]
+        self.averaged = self.dp_size
+        self.units: list[nn.Module] = []
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
@@ -50,51 +66,78 @@ class FSDP(FullyShard):
                 f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
                 f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
             )
-        parts = units(model)
-        every = model.named_modules(remove_duplicate=False)  # the same layer in two places is in one unit
-        paths = {f"{path}.": module for path, module in every if module in parts}
-
-        def unit_of(name: str) -> nn.Module | None:
-            return paths.get(max((path for path in paths if name.startswith(path)), key=len, default=""))
-
-        require_one_place(model, self.name, unit_of, "is in another unit, gathered and updated separately")
-        if not set(parts) <= set(model.children()):
+        usage = None
+        if self.input_shape is not None and not isinstance(model, Chain):  # a Chain calls all its blocks
+            usage = find_usage(model, self.input_shape, self.input_dtype)
+        self.units = find_units(model, usage, self.keep_whole)
+        require_one_dtype([*self.units, model], {module: name for name, module in model.named_modules()})
+        if not set(self.units) <= set(model.children()):
             self.refusals["compile"] = "fsdp gathers modules within a block, which would divide the compiled block"
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
+        self.group = mesh.get_group("dp")
         # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
         if self.initial_weights is None:
             model.to(self.device)
-        self.module = self.forward = set_batch_norm(model, self.batch_norm, mesh.get_group("dp"))
-        self.shard([*units(model), model], mesh, self.reshard_after_forward)
+        make_contiguous(model)
+        self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
+        self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, [name for name, _ in model.named_modules()]))
+        self.shard([*self.units, model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
             fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
         if isinstance(model, Chain):
             self.checkpoint_blocks(model)
 
+    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+        self.hooks.before_sharding(unit)
+        super().shard_unit(unit, mesh, reshard_after_forward, policy)
+        self.hooks.after_sharding(unit)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        self.hooks.is_last = False
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self.hooks.is_last = True
+
+    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        self.hooks.has_samples = real > 0
+        with uses_reported(self.name):
+            return super().add_gradient(inputs, targets, real, divisor)
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        with uses_reported(self.name):
+            return super().predict(inputs)
+
+    def reduce_gradients(self) -> None:
+        self.hooks.drop_unused(self.group, self.device)
+
+    def describe(self) -> str:
+        names = [name for name, module in self.module.named_modules() if module in self.units]
+        gathered = f"separately: {some(names)}" if names else "together"
+        return f"{super().describe()}, parameters gathered {gathered}"
+
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()
 
 
-def units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, inner modules before those that contain them.
+@contextmanager
+def uses_reported(strategy: str) -> Generator[None]:
+    """Report that the body uses a sharded parameter while it is not gathered.
 
-    They are the children of the model and of its lists of blocks that have parameters.
+    Raises:
+        TrainingError: in place of torch's error.
     """
-    parents = [model, *filter(is_list, model.modules())]
-    found = [child for parent in parents for child in parent.children() if any(True for _ in child.parameters())]
-    found = [child for child in found if not is_list(child)]
-    depth = {module: name.count(".") for name, module in model.named_modules()}
-    return sorted(dict.fromkeys(found), key=lambda module: -depth[module])
-
-
-def is_list(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks: a ModuleList, or an nn.Sequential with several blocks of one class.
-
-    A block has modules of its own and is no nn.Sequential. An nn.Sequential of such lists is a list, too.
-    """
-    if not isinstance(module, nn.Sequential):
-        return isinstance(module, nn.ModuleList)
-    blocks = [child for child in module.children() if not isinstance(child, nn.Sequential) and any(child.children())]
-    return len({type(block) for block in blocks}) < len(blocks) or any(map(is_list, module.children()))
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise TrainingError(
+            f"strategy={strategy}: a parameter is used outside the forward pass of the module that has it"
+            f"{place_of(error)}, and is not gathered then. In a Lab, let the model be tried: lab.trainer(..., "
+            "example=dataset[0]); or name the module: strategy.keep_whole=[NAME]"
+        ) from None

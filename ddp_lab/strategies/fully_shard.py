@@ -49,6 +49,12 @@ class FullyShard(Strategy):
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "
                 "[1], or use another strategy, for example ddp"
             )
+        for name, parameter in model.named_parameters():
+            if not parameter.numel() and parameter.size(0):
+                raise ConfigError(
+                    f"strategy={self.name}: cannot shard the parameter {name} of shape {list(parameter.shape)}, which has "
+                    "no elements. Let its first dimension be 0, remove it, or use another strategy, for example ddp"
+                )
         if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models with BatchNorm, whose "
@@ -69,11 +75,15 @@ class FullyShard(Strategy):
             # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
-                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=keep)
+                self.shard_unit(layer, mesh, reshard_after_forward, keep)
         copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
         for part in parts:
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
-            fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+            self.shard_unit(part, mesh, reshard_after_forward, policy)
+
+    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+        """Shard the parameters of a module that are not sharded yet, in place. The arguments are as above."""
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
     def train(self, mode: bool = True) -> None:
         # An evaluation may leave the blocks gathered, and a captured step changes the shards without reading them.

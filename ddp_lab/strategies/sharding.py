@@ -78,6 +78,12 @@ def reshard(module: nn.Module) -> None:
             cast(Any, part).reshard()
 
 
+def make_contiguous(model: nn.Module) -> None:
+    """Lay the parameters of a model out in memory in the order of their dimensions, of which the first one is sharded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
 def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
     """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
 

@@ -31,7 +31,7 @@ from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
-from ddp_lab.strategies.all_reduce import all_gradients_of, flat, gradients_of
+from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.sharding import local, to_device

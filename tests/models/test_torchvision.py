@@ -15,7 +15,7 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial
-from ddp_lab.strategies.fsdp import units
+from ddp_lab.strategies.units import find_units
 from ddp_lab.world.runtime import Runtime
 
 TARGET = "ddp_lab.models.torchvision_models.torchvision_model"
@@ -86,10 +86,10 @@ def test_options_of_the_constructor_are_passed():
 def test_units_of_fsdp_are_the_blocks_of_a_model():
     resnet, vit = on_meta("resnet18"), on_meta("vit_b_16")
     blocks = [block for layer in (resnet.layer1, resnet.layer2, resnet.layer3, resnet.layer4) for block in layer]
-    assert units(resnet) == [*blocks, resnet.conv1, resnet.bn1, resnet.fc]
-    assert units(vit) == [*vit.encoder.layers, vit.conv_proj, vit.encoder, vit.heads]
+    assert find_units(resnet) == [*blocks, resnet.conv1, resnet.bn1, resnet.fc]
+    assert find_units(vit) == [*vit.encoder.layers, vit.conv_proj, vit.encoder, vit.heads]
     mobile = on_meta("mobilenet_v3_small")
-    assert units(mobile) == [*mobile.features, mobile.classifier]
+    assert find_units(mobile) == [*mobile.features, mobile.classifier]
 
 
 def test_names_in_torchvision_files_are_adapted_and_auxiliary_classifiers_left_out():

@@ -149,6 +149,16 @@ MATRIX = [
     ("fsdp model.init=by_block own=lazy_blocks", "2", ""),
     ("pipeline cut=[2] own=lazy_blocks", "2", ""),
     ("tp own=lazy_blocks", "2", ""),
+    # Units of fsdp: containers, tied weights, parts used without their forward pass; parts that only some steps and ranks use.
+    ("fsdp units=Containers accumulate=3 adamw max_grad_norm=0.05 almost-empty", "2", "13"),
+    ("fsdp units=Containers reshard_after_forward=false", "", "2"),
+    ("fsdp units=Around clipped", "3", "2"),
+    ("fsdp units=Mixture decayed max_grad_norm=0.05", "2", "1"),
+    ("fsdp units=Mixture accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty", "3", "2"),
+    ("fsdp units=Mixture reshard_after_forward=false accumulate=2 decayed ema=0.8", "", "2"),
+    ("fsdp units=Mixture model.where=units keep_whole=[experts.*] decayed", "2", "3"),
+    ("fsdp units=Mixture model.where=units keep_whole=[experts] accumulate=3 adamw clipped almost-empty", "3", ""),
+    ("fsdp units=InTurn decayed max_grad_norm=0.05", "2", "3"),
     ("split own=one_weight", "", "1"),
     ("pipeline cut=[3] own=sequential", "2", ""),
     ("pipeline cut=['5'] own=one_weight", "2", ""),
@@ -184,11 +194,12 @@ MATRIX = [
 def tolerance_of(case: str) -> float:
     """Return by how much weights may differ from those of `single`.
 
-    Cases with BatchNorm, and with parameters that some steps do not use or that are used directly,
-    are computed in float64.
+    Cases with BatchNorm, with parameters that some steps do not use or that are used directly, and
+    with `units` are computed in float64.
     """
     words = {*case.split()}
-    if {"normalized", "find_unused_parameters=true", "own=InPlace", "own=DirectWeights"} & words:
+    in_float64 = {"normalized", "find_unused_parameters=true", "own=InPlace", "own=DirectWeights"}
+    if in_float64 & words or "units=" in case:
         return 1e-12
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & words else 1e-6
 

@@ -274,8 +274,6 @@ class Wrong(Plain):
             self.requires_grad_(False)
         elif how == "scalar":
             self.scale = nn.Parameter(torch.ones(()))
-        elif how == "tied":
-            self.blocks[1].inner.weight = self.blocks[0].inner.weight
         elif how == "head":
             self.head = nn.Linear(17, num_classes)
         elif how == "lazy":

@@ -174,6 +174,7 @@ PRESETS = {
     # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
     # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
     "augmented": "data.crop_padding=3 data.flip=true float64",
+    "decayed": "optimizer.weight_decay=0.1",
     "undecayed": "optimizer.weight_decay=0.1 decay_norms_and_biases=false",
     "recipe": "mixup=0.4 cutmix=1.0 scheduler=multi_step scheduler.milestones=[1.6] scheduler.gamma=0.2 smoothed undecayed",
     "smoothed": "loss.label_smoothing=0.2",
@@ -212,8 +213,16 @@ def words_of(case: str) -> list[str]:
         if word in PRESETS:
             found += words_of(f"- {PRESETS[word]}")
         else:
-            found += ["model=own", f"model._target_=own_models.{word[4:]}"] if word.startswith("own=") else [word]
+            found += own_model(word)
     return found
+
+
+def own_model(word: str) -> list[str]:
+    """Return the words that choose the model of a word `own=NAME`, or of `units=NAME` in float64; else the word."""
+    key, _, name = word.partition("=")
+    if key == "units":
+        return ["model=own", f"model._target_=unit_models.{name}", "float64"]
+    return ["model=own", f"model._target_=own_models.{name}"] if key == "own" else [word]
 
 
 @cache
@@ -443,5 +452,7 @@ def run_cases(cases: list[str], device: str = "cpu") -> dict[str, Outcome]:
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     assert one, "nothing to compare"
-    precise = {name: torch.promote_types(torch.float64, tensor.dtype) for name, tensor in one.items()}
+    assert all(one[name].shape == other[name].shape for name in one)
+    filled = {name: tensor for name, tensor in one.items() if tensor.numel()}
+    precise = {name: torch.promote_types(torch.float64, tensor.dtype) for name, tensor in filled.items()}
     return max((one[name].to(dtype) - other[name].to(dtype)).abs().max().item() for name, dtype in precise.items())

@@ -1,0 +1,231 @@
+"""What fsdp gathers together, which order of units the ranks agree on, and what is refused by name."""
+
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+from unit_models import Around, Containers, Mixture
+from worlds import run_world
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.models.usage import find_usage
+from ddp_lab.strategies.units import find_units
+
+SHAPE = (1, 6, 6)
+SGD = partial(torch.optim.SGD, lr=0.1)
+ADAM = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, eps=1e-4)
+TIMEOUT = 8.0
+
+
+def names_of(units: list[nn.Module], model: nn.Module) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] for unit in units]
+
+
+def units_of(model: nn.Module, tried: bool = True, keep_whole: tuple = (), shape: tuple = SHAPE) -> list[str]:
+    usage = find_usage(model, shape, None) if tried else None
+    return names_of(find_units(model, usage, keep_whole), model)
+
+
+def test_parameters_that_are_used_elsewhere_stay_with_the_module_around_them():
+    """Not in a unit: encoder, whose forward is never called; table, used directly; first, last and h.*.inner, tied."""
+    found = units_of(Containers(1, 6, 3))
+    blocks = ["transformer.h.0.outer", "transformer.h.1.outer"]
+    assert found == [*blocks, "deep.0.a.0", "encoder.layer", "transformer.ln", "head"]
+    inner = [f"model.{name}" for name in [*blocks, "deep.0.a.0", "transformer.ln"]]
+    assert units_of(Around(1, 6, 3)) == [*inner, "model"]
+
+
+def test_without_a_trial_only_containers_and_ties_are_known():
+    found = units_of(Containers(1, 6, 3), tried=False)
+    assert {*found} == {*units_of(Containers(1, 6, 3)), "encoder", "table"} - {"encoder.layer"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        (["experts.*"], ["entry", "head"]),
+        (["experts"], ["entry", "head"]),
+        (["experts.0", "h*"], ["experts.1", "experts.2", "entry"]),
+    ],
+)
+def test_keep_whole_leaves_modules_and_what_they_contain_with_the_module_around_them(patterns, left):
+    assert units_of(Mixture(1, 6, 3, "units"), keep_whole=patterns) == left
+
+
+def test_keep_whole_that_matches_nothing_is_refused():
+    message = (
+        r"strategy.keep_whole=\[expert\]: matches no module of the model. Use .*, for example of entry, experts, experts.0"
+    )
+    with pytest.raises(ConfigError, match=message):
+        units_of(Mixture(1, 6, 3, "units"), keep_whole=["expert"])
+
+
+class Table(nn.Module):
+    """A module that returns its parameter, which is used elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.rand(4))
+
+    def forward(self):
+        return self.values
+
+
+class Odd(nn.Module):
+    """A weight that is used directly, and another parameter."""
+
+    def __init__(self, parameter: torch.Tensor | None = None):
+        super().__init__()
+        self.body, self.head, self.table = nn.Linear(4, 4), nn.Linear(4, 2), Table()
+        self.odd = None if parameter is None else nn.Parameter(parameter)
+
+    def forward(self, inputs):
+        hidden = F.linear(self.body(inputs), self.body.weight.t()) + self.table()
+        return self.head(hidden if self.odd is None else hidden + self.odd.sum())
+
+
+class Sometimes(nn.Module):
+    """A model whose unit is left out where no number in the first column of a batch is above 2.
+
+    Args:
+        kind: from the first step (first) or the third one (late); or it is called, and its output is left out (output).
+    """
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.steps = kind, 0
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, inputs):
+        in_trial = inputs.max() <= 1
+        self.steps += not in_trial
+        hidden, chosen = self.body(inputs), in_trial or inputs[:, 0].max() > 2
+        if self.kind == "output":
+            branch = self.branches[0](hidden)
+            return self.head(self.branches[1](hidden + branch if chosen else hidden))
+        if chosen or (self.kind == "late" and self.steps < 3):
+            hidden = hidden + self.branches[0](hidden)
+        return self.head(self.branches[1](hidden))
+
+
+def samples() -> TensorDataset:
+    """Return samples of which every second one, those of rank 1 of two, have a large number in the first column."""
+    inputs = torch.rand(32, 4, generator=torch.Generator().manual_seed(1))
+    inputs[:, 0] = 2 + 0.5 * (torch.arange(32) % 2 * 2 - 1)
+    return TensorDataset(inputs, torch.ones(32, 2))
+
+
+def refusal(model: nn.Module, tried: bool = True) -> tuple[str, float]:
+    """Return the message with which training ends on this rank, and after how many seconds; "" if it ends without one."""
+    data = samples()
+    with Lab("fsdp", device="cpu", timeout=TIMEOUT) as lab:
+        start = time.perf_counter()
+        try:
+            example = (torch.rand(4), data[0][1]) if tried else None
+            trainer = lab.trainer(model, tasks.Regression(), SGD, batch_size=8, example=example)
+            for batch in trainer.batches(data, 0, shuffle=False):
+                trainer.step(*batch)
+        except (TrainingError, ConfigError) as error:
+            return str(error), time.perf_counter() - start
+        except RuntimeError:  # of gloo: this rank waits for another one, which has ended
+            return "", time.perf_counter() - start
+        return "", time.perf_counter() - start
+
+
+def first_refusal(kind: str) -> list[str]:
+    torch.manual_seed(0)
+    return list(refusal(Sometimes(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("first", r"rank \d comes to branches.\d, but rank \d to branches.\d"),
+        ("output", r"rank \d comes to the backward pass of \S+, but rank \d to the backward pass of \S+"),
+        ("late", r"rank 0 comes to branches.1, but the others to branches.0"),
+    ],
+)
+def test_units_that_some_ranks_leave_out_are_refused_by_name_before_the_timeout(kind, message):
+    ranks = run_world(2, first_refusal, kind, timeout=60)
+    found = [error for error, _ in ranks if error]
+    assert found
+    for error in found:
+        assert re.match(rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\]", error), error
+    assert "keep_whole=[branches.*]" in found[0]
+    assert all(seconds < TIMEOUT for _, seconds in ranks)
+
+
+def refusals_of_odd_models() -> dict[str, str]:
+    parameters = {"scalar": torch.tensor(1.0), "empty": torch.empty(4, 0), "types": torch.ones(2, dtype=torch.float64)}
+    found = {kind: refusal(Odd(parameter))[0] for kind, parameter in parameters.items()}
+    return found | {"untried": refusal(Odd(), tried=False)[0], "tried": refusal(Odd())[0]}
+
+
+def test_what_fsdp_cannot_take_is_refused_in_one_message():
+    found = run_world(1, refusals_of_odd_models)[0]
+    expected = {
+        "scalar": r"strategy=fsdp: cannot shard the parameter odd, which has no dimensions\. Give it the shape \[1\], or .*",
+        "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no elements\. Let its first .*",
+        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, which must .*",
+        "untried": r"strategy=fsdp: a parameter is used outside the forward pass of the module that has it "
+        r"\(test_units.py, line \d+\), and is not gathered then\. .* lab.trainer\(\.\.\., example=dataset\[0\]\); or .*",
+        "tried": "",
+    }
+    for kind, message in expected.items():
+        assert re.fullmatch(message, found[kind]), found[kind]
+
+
+def trained_on(strategy: str, folder: str, steps: int | None = None) -> list[float]:
+    """Return the losses from the checkpoint in a folder to the end of an epoch, or until one is written."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    data = TensorDataset(torch.rand(22, *SHAPE) - 0.5, torch.rand(22, 3))
+    with Lab(strategy, device="cpu", timeout=30) as lab:
+        trainer = lab.trainer(
+            Containers(1, 6, 3),
+            tasks.Regression(),
+            ADAM,
+            batch_size=6,
+            accumulate=3,
+            max_grad_norm=0.1,
+            ema=0.5,
+            example=data[0],
+        )
+        trainer.resume(folder)
+        losses = []
+        for batch in trainer.batches(data, 0):
+            losses.append(trainer.step(*batch).item())
+            if len(losses) == steps:
+                trainer.checkpoint(folder)
+                break
+        return losses
+
+
+def continue_under_fsdp(folder: str) -> tuple[list[float], list[float]]:
+    begun = trained_on("fsdp", f"{folder}/fsdp", steps=2)
+    return begun, trained_on("fsdp", f"{folder}/single")
+
+
+def continue_on_one_rank(folder: str) -> list[float]:
+    return trained_on("single", f"{folder}/fsdp")
+
+
+def begin_on_one_rank(folder: str) -> tuple[list[float], list[float]]:
+    return trained_on("single", f"{folder}/none"), trained_on("single", f"{folder}/single", steps=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_model_of_containers_resumes_under_another_strategy(ranks, tmp_path):
+    """A parameter without elements has a state of the optimizer, too, as on one rank."""
+    whole, _ = run_world(1, begin_on_one_rank, str(tmp_path))[0]
+    begun, ended = run_world(ranks, continue_under_fsdp, str(tmp_path))[0]
+    assert begun + ended == pytest.approx(whole, rel=1e-12)
+    assert run_world(1, continue_on_one_rank, str(tmp_path))[0] == pytest.approx(whole[2:], rel=1e-12)
