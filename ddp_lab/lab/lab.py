@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import construct
+from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
@@ -23,8 +24,6 @@ from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
-
-REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
 
 
 class Lab:
@@ -80,8 +79,9 @@ class Lab:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        if isinstance(error, (ConfigError, TrainingError)) and runtime.under_torchrun and runtime.rank:
-            time.sleep(REPORTING)
+        of_all_ranks = isinstance(error, (ConfigError, TrainingError))  # rank 0 reports it, and ends the others by its exit
+        if error and runtime.under_torchrun and ((of_all_ranks and runtime.rank) or is_secondary(error)):
+            time.sleep(WAIT_FOR_CAUSE)
         runtime.__exit__(kind, error, traceback)
         forget_layouts()
 
@@ -161,7 +161,7 @@ class Lab:
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
         validate(TrainerKeys, {**sizes, "max_grad_norm": max_grad_norm, "ema": ema})
-        strategy: Strategy = build(self._strategy, runtime)
+        strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
 from ddp_lab.config.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -87,8 +88,8 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
     try:
         result = function(*args)
     except Exception as error:
-        if "onnection" in str(error):  # of a rank that has ended: let its error be found first, which ends this rank
-            time.sleep(2)
+        if is_secondary(error):  # of a rank that has ended: let its error be found first, which ends this rank
+            time.sleep(WAIT_FOR_CAUSE)
         raise
     if rank:
         return

@@ -211,11 +211,24 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     """
     # The content of a rank's error file; a text if it has written none.
     reported = [failure for failure in failures.values() if not isinstance(failure.error_file_data["message"], str)]
-    for failure in sorted(reported, key=lambda failure: failure.timestamp)[:1]:
-        print(failure.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+    first = min(reported, key=order_of, default=None)
+    if first:
+        print(first.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure not in reported}
     for rank, code in codes.items():
         if code not in (1, REFUSED, -signal.SIGTERM):  # such ranks were ended because of another one
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
-    return REFUSED if REFUSED in [failure.exitcode for failure in reported or failures.values()] else 1
+    if first:
+        return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1
+    return REFUSED if REFUSED in codes.values() else 1
+
+
+def order_of(failure: "ProcessFailure") -> tuple[bool, float]:
+    """Return what orders the ranks' failures: those that follow from another rank's come last, of others the earliest first.
+
+    Args:
+        failure: with an error file, of `show` or of torch, which has whole seconds only.
+    """
+    extra = failure.error_file_data["message"]["extraInfo"]
+    return bool(extra.get("secondary")), float(extra.get("time", failure.timestamp))

@@ -5,6 +5,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib import metadata
@@ -155,7 +156,8 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         ("~model", 2, "error: "),
     ],
 )
-def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command):
+def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
     ended, output, errors = command(lambda _: dispatcher.main(), *shlex.split(line))
     assert ended == code
     assert message in output + errors

@@ -1,0 +1,67 @@
+"""Which error of a launch is the first cause, and which ones only follow from the end of another rank.
+
+A rank that ends closes its connections, and with them the store that it keeps. The ranks that wait for it then raise errors
+of the network, often before it has reported its own. Such errors wait, and rank last.
+"""
+
+from typing import TypedDict
+
+from ddp_lab.config.errors import ConfigError, SampleError, TrainingError, describe_error
+
+# Seconds for which a rank waits before it reports an error that another rank most likely causes or reports, too. The launcher
+# ends it meanwhile, as soon as that rank exits.
+WAIT_FOR_CAUSE = 5.0
+# The base class of torch's errors of stores, networks and backends, by name: importing torch takes 1.5 s.
+NETWORK_TYPE = "DistError"
+# Errors of gloo, NCCL and sockets have no type of their own, but they can be recognised by their texts.
+NETWORK_TEXTS = (
+    *("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout"),
+    *("NCCL", "gloo", "TCPStore", "DistNetworkError"),
+)
+WITHOUT_TRACEBACK = (ConfigError, SampleError, TrainingError)  # their texts say all that a user needs
+
+
+class OtherRankError(Exception):
+    """An exception of another rank, in one line: the rank, the type, the text, and the place in the user's code."""
+
+
+class Record(TypedDict):
+    """An exception as the ranks pass it on through their store.
+
+    Attributes:
+        error: what is wrong.
+        is_config: whether it is a ConfigError.
+    """
+
+    error: str
+    is_config: bool
+
+
+def to_record(error: BaseException, rank: int) -> Record:
+    """Return an exception that this rank, `rank`, has raised, as the other ranks get it."""
+    if isinstance(error, (*WITHOUT_TRACEBACK, OtherRankError)):
+        text = str(error)
+    else:
+        text = f"rank {rank} raised {describe_error(error)}"
+    return {"error": text, "is_config": isinstance(error, ConfigError)}
+
+
+def from_record(record: Record) -> Exception:
+    """Return the exception to raise for another rank's, which never hides that rank's own report."""
+    return ConfigError(record["error"]) if record["is_config"] else OtherRankError(record["error"])
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether an error most likely follows from the end of another rank.
+
+    Of a chain of exceptions, the first one counts: what a rank raises while it handles an error of its own is no other rank's.
+    """
+    first = error
+    while before := first.__cause__ or (None if first.__suppress_context__ else first.__context__):
+        first = before
+    if isinstance(first, OtherRankError):
+        return True
+    if isinstance(first, WITHOUT_TRACEBACK):
+        return False
+    is_network = NETWORK_TYPE in [kind.__name__ for kind in type(first).__mro__]
+    return is_network or any(text in str(first) for text in NETWORK_TEXTS)
