@@ -45,9 +45,9 @@ def command(arguments: list[str]) -> Generator[None]:
 def extend_search_path() -> None:
     """Let Python find the plug-in of Hydra, and the modules in the directory of the command, which are the user's.
 
-    The directory of the command comes before that which contains ddp_lab, where a clone has `train.py`, `scripts` and `tests`,
-    and after the standard library. Hydra searches for plug-ins in packages called hydra_plugins. The directory of ours has
-    nothing else in it, because each module in a directory of sys.path can be imported by its bare name, in place of a user's.
+    The directory of the command comes before that which contains ddp_lab, where a clone has `train.py`, `scripts` and `tests`.
+    Hydra searches for plug-ins in packages called hydra_plugins. The directory of ours has nothing else in it, because each
+    module in a directory of sys.path can be imported by its bare name, in place of a user's.
     """
     own = str(Path(__file__).parents[2])
     place = sys.path.index(own) if own in sys.path else len(sys.path)
