@@ -1,6 +1,5 @@
 """Launches of two ranks, of which some raise a planted error of a user's class, and a judgement of what users then see."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,13 +49,9 @@ def launch_planted(kind: str, place: str, options: str, command: str, runs_dir: 
         runs_dir: of the run.
         more: further overrides.
     """
-    before = os.environ.get("PLANTED")
-    os.environ["PLANTED"] = f"{kind} {place} {options}"
-    try:
-        process = start(COMMANDS[command], *LINE, *more, f"runs_dir={runs_dir}")
-    finally:
-        os.environ.pop("PLANTED") if before is None else os.environ.update(PLANTED=before)
-    code, output = finish(process, 120)
+    planted = f"PLANTED={kind} {place} {options}"
+    program = COMMANDS[command].split()
+    code, output = finish(start("env", planted, *program, *LINE, *more, f"runs_dir={runs_dir}"), 200)
     return Outcome(judge(kind, place, command, code, output), code, output)
 
 
