@@ -54,14 +54,22 @@ def from_record(record: Record) -> Exception:
 def is_secondary(error: BaseException) -> bool:
     """Return whether an error most likely follows from the end of another rank.
 
-    Of a chain of exceptions, the first one counts: what a rank raises while it handles an error of its own is no other rank's.
+    That is an error of the network, or one that was raised while such an error was handled, or the other way round. If no other
+    rank reports one, it is shown nevertheless.
     """
-    first = error
-    while before := first.__cause__ or (None if first.__suppress_context__ else first.__context__):
-        first = before
-    if isinstance(first, OtherRankError):
-        return True
-    if isinstance(first, WITHOUT_TRACEBACK):
+    if isinstance(error, WITHOUT_TRACEBACK):
         return False
-    is_network = NETWORK_TYPE in [kind.__name__ for kind in type(first).__mro__]
-    return is_network or any(text in str(first) for text in NETWORK_TEXTS)
+    before: BaseException | None = error
+    while before is not None:
+        if is_of_network(before):
+            return True
+        before = before.__cause__ or (None if before.__suppress_context__ else before.__context__)
+    return False
+
+
+def is_of_network(error: BaseException) -> bool:
+    """Return whether an error stands for another rank's, or is one of the connections to other ranks."""
+    if isinstance(error, OtherRankError):
+        return True
+    has_type = NETWORK_TYPE in [kind.__name__ for kind in type(error).__mro__]
+    return has_type or any(text in str(error) for text in NETWORK_TEXTS)
