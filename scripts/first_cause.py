@@ -2,13 +2,14 @@
 
 python scripts/first_cause.py                       20 launches of each kind and place, 240 in all
 python scripts/first_cause.py --seconds 540         as many as fit; the same command continues
-python scripts/first_cause.py --times 2 --cold      with new interpreters, as from a shell, which take 14 s each
+python scripts/first_cause.py --times 2 --cold      with new interpreters, which take 14 s a launch
 
-The kinds are strategy, task, tracker, optimizer, dataset and model, and the places the constructor and the first call of
-tests/support/own_failing.py. Both ranks raise, or rank 0 alone, or rank 1 alone, under `ddp-lab train` and under
-`torchrun train.py`, in turn; tests/support/culprits.py judges what is shown. OUT/first_cause.jsonl has a line for each
-launch, and the output of those that are wrong. Launches are forked from a process that has imported torch
-(tests/support/warm.py), so that the ranks start, and fail, within milliseconds of each other. Exit code 0: none was wrong.
+The kinds are strategy, task, tracker, optimizer, dataset and model, and the places the constructor
+and the first call of tests/support/own_failing.py. Both ranks raise, or rank 0 alone, or rank 1
+alone, under `ddp-lab train` and under `torchrun train.py`, in turn; tests/support/culprits.py judges
+what is shown. OUT/first_cause.jsonl has a line for each launch, and the output of those that are
+wrong. Launches are forked from a process that has imported torch (tests/support/warm.py), so that
+the ranks start, and fail, within milliseconds of each other. Exit code 0: none was wrong.
 """
 
 import argparse
@@ -51,19 +52,22 @@ def run(case: tuple[str, str, str, str], deadline: float) -> dict[str, Any] | No
         begin = time.monotonic()
         outcome = launch_planted(*case, Path(folder))
     record: dict[str, Any] = dict(zip(("kind", "place", "options", "command"), case, strict=True))
-    record |= {"problem": outcome.problem, "code": outcome.code, "seconds": round(time.monotonic() - begin, 1)}
+    seconds = round(time.monotonic() - begin, 1)
+    record |= {"problem": outcome.problem, "code": outcome.code, "seconds": seconds}
     return record | ({"output": outcome.output} if outcome.problem else {})
 
 
 def summarize(records: list[dict[str, Any]]) -> int:
-    """Print the number of launches and of wrong culprits for each kind and place; return that of wrong ones."""
-    wrong = 0
-    places = dict.fromkeys((record["kind"], record["place"]) for record in records)
-    for kind, place in places:
-        found = [record["problem"] for record in records if (record["kind"], record["place"]) == (kind, place)]
-        problems = [problem for problem in found if problem]
-        wrong += len(problems)
-        print(f"{kind:<10}{place:<12}{len(found):>3} launches, {len(problems)} wrong", *dict.fromkeys(problems), sep="\n  ")
+    """Print how many launches were wrong, for each kind and place, and return their number."""
+    by_place: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        by_place.setdefault((record["kind"], record["place"]), []).append(record["problem"])
+    for (kind, place), found in by_place.items():
+        problems = list(filter(None, found))
+        print(f"{kind:<10}{place:<12}{len(found):>3} launches, {len(problems)} wrong")
+        for problem in dict.fromkeys(problems):
+            print(f"  {problem}")
+    wrong = sum(bool(record["problem"]) for record in records)
     print(f"{len(records)} launches, {wrong} wrong")
     return wrong
 
@@ -71,8 +75,9 @@ def summarize(records: list[dict[str, Any]]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count wrong culprits.")
     parser.add_argument("--times", type=int, default=20, help="launches of each kind and place")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no launch is started")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs", help="directory of first_cause.jsonl")
+    forever = float("inf")
+    parser.add_argument("--seconds", type=float, default=forever, help="start no launch after these")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs", help="folder of the results")
     parser.add_argument("--cold", action="store_true", help="start new interpreters")
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds

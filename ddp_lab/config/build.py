@@ -60,7 +60,8 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
         args, kwargs: Further arguments, which the config does not contain.
 
     Raises:
-        ConfigError: The constructor of the user raised an exception; the message has the file and the line.
+        ConfigError: The constructor of the user raised an exception. The message has the file and
+            the line.
     """
     try:
         return build(node, *args, **kwargs)
@@ -70,7 +71,8 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
         target = str(node["_target_"])
         if target.startswith("ddp_lab."):  # a bug of ours, which needs its traceback
             raise
-        raise ConfigError(f"{group}._target_={target}: cannot be constructed: {describe_error(error)}") from None
+        key = f"{group}._target_={target}"
+        raise ConfigError(f"{key}: cannot be constructed: {describe_error(error)}") from None
 
 
 def for_cpu(optimizer: Any) -> Any:

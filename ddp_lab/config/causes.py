@@ -1,28 +1,38 @@
-"""Which error of a launch is the first cause, and which ones only follow from the end of another rank.
+"""Which errors of a rank only follow from the end of another rank, whose error is the first cause.
 
-A rank that ends closes its connections, and with them the store that it keeps. The ranks that wait for it then raise errors
-of the network, often before it has reported its own. Such errors wait, and rank last.
+A rank that ends closes its connections, and with them the store that it keeps. The ranks that wait
+for it then raise errors of the network, often before it has reported its own. Such errors wait, and
+come last when the first one is chosen.
 """
 
 from typing import TypedDict
 
 from ddp_lab.config.errors import ConfigError, SampleError, TrainingError, describe_error
 
-# Seconds for which a rank waits before it reports an error that another rank most likely causes or reports, too. The launcher
-# ends it meanwhile, as soon as that rank exits.
+# Seconds for which a rank waits before it reports an error that another rank most likely causes, or
+# reports, too. The launcher ends it meanwhile, as soon as that rank exits.
 WAIT_FOR_CAUSE = 5.0
-# The base class of torch's errors of stores, networks and backends, by name: importing torch takes 1.5 s.
+# The base class of torch's errors of stores, networks and backends. It is known by name, because
+# importing torch takes 1.5 s.
 NETWORK_TYPE = "DistError"
-# Errors of gloo, NCCL and sockets have no type of their own, but they can be recognised by their texts.
+# Errors of gloo, NCCL and sockets have no type of their own; they are known by their texts.
 NETWORK_TEXTS = (
-    *("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout"),
-    *("NCCL", "gloo", "TCPStore", "DistNetworkError"),
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Socket Timeout",
+    "NCCL",
+    "gloo",
+    "TCPStore",
+    "DistNetworkError",
 )
-WITHOUT_TRACEBACK = (ConfigError, SampleError, TrainingError)  # their texts say all that a user needs
+# Errors whose texts say all that a user needs.
+WITHOUT_TRACEBACK = (ConfigError, SampleError, TrainingError)
 
 
 class OtherRankError(Exception):
-    """An exception of another rank, in one line: the rank, the type, the text, and the place in the user's code."""
+    """An exception of another rank, in one line: its rank, type, text, and place in the user's code."""
 
 
 class Record(TypedDict):
@@ -47,15 +57,15 @@ def to_record(error: BaseException, rank: int) -> Record:
 
 
 def from_record(record: Record) -> Exception:
-    """Return the exception to raise for another rank's, which never hides that rank's own report."""
+    """Return the exception to raise for another rank's; it never hides that rank's own report."""
     return ConfigError(record["error"]) if record["is_config"] else OtherRankError(record["error"])
 
 
 def is_secondary(error: BaseException) -> bool:
     """Return whether an error most likely follows from the end of another rank.
 
-    That is an error of the network, or one that was raised while such an error was handled, or the other way round. If no other
-    rank reports one, it is shown nevertheless.
+    That is an error of the network, also one that was raised while such an error was handled. If no
+    rank reports another one, it is shown nevertheless.
     """
     if isinstance(error, WITHOUT_TRACEBACK):
         return False
@@ -68,7 +78,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Return whether an error stands for another rank's, or is one of the connections to other ranks."""
+    """Return whether an error stands for another rank's, or is one of the connections between ranks."""
     if isinstance(error, OtherRankError):
         return True
     has_type = NETWORK_TYPE in [kind.__name__ for kind in type(error).__mro__]

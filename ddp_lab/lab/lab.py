@@ -79,9 +79,11 @@ class Lab:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         runtime, self._runtime, Lab._open = self.runtime, None, None
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        of_all_ranks = isinstance(error, (ConfigError, TrainingError))  # rank 0 reports it, and ends the others by its exit
-        if error and runtime.under_torchrun and ((of_all_ranks and runtime.rank) or is_secondary(error)):
-            time.sleep(WAIT_FOR_CAUSE)
+        if error is not None and runtime.under_torchrun:
+            # Rank 0 reports what all ranks raise. By its exit a rank that reports ends the others.
+            another_reports = isinstance(error, (ConfigError, TrainingError)) and runtime.rank > 0
+            if another_reports or is_secondary(error):
+                time.sleep(WAIT_FOR_CAUSE)
         runtime.__exit__(kind, error, traceback)
         forget_layouts()
 

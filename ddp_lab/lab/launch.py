@@ -88,7 +88,7 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
     try:
         result = function(*args)
     except Exception as error:
-        if is_secondary(error):  # of a rank that has ended: let its error be found first, which ends this rank
+        if is_secondary(error):  # the error that has caused it is found meanwhile, and ends this rank
             time.sleep(WAIT_FOR_CAUSE)
         raise
     if rank:

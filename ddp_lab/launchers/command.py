@@ -43,11 +43,12 @@ def command(arguments: list[str]) -> Generator[None]:
 
 
 def extend_search_path() -> None:
-    """Let Python find the plug-in of Hydra, and the modules in the directory of the command, which are the user's.
+    """Let Python find the user's modules, in the directory of the command, and our plug-in of Hydra.
 
-    The directory of the command comes before that which contains ddp_lab, where a clone has `train.py`, `scripts` and `tests`.
-    Hydra searches for plug-ins in packages called hydra_plugins. The directory of ours has nothing else in it, because each
-    module in a directory of sys.path can be imported by its bare name, in place of a user's.
+    The directory of the command comes before that which contains ddp_lab, where a clone has
+    `train.py`, `scripts` and `tests`. Hydra searches for plug-ins in packages called hydra_plugins.
+    The directory of ours has nothing else in it, because each module in a directory of sys.path can
+    be imported by its bare name, in place of a user's.
     """
     own = str(Path(__file__).parents[2])
     place = sys.path.index(own) if own in sys.path else len(sys.path)
@@ -86,7 +87,8 @@ def user_errors(arguments: list[str]) -> Generator[None]:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
-            report(ConfigError(f"{' '.join(arguments)}: a group cannot be null or a list. {error}"), arguments)
+            given = " ".join(arguments)
+            report(ConfigError(f"{given}: a group cannot be null or a list. {error}"), arguments)
             sys.exit(REFUSED)
         if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
             show("error: no job of the search has a result; the output above and each failure.json have the reasons")
@@ -94,8 +96,8 @@ def user_errors(arguments: list[str]) -> Generator[None]:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         secondary = is_secondary(error)
-        if secondary:
-            time.sleep(WAIT_FOR_CAUSE)  # torchrun ends all ranks when one exits, so that with the cause must exit first
+        if secondary:  # torchrun ends all ranks when one exits, so the rank with the cause must be first
+            time.sleep(WAIT_FOR_CAUSE)
         # Python would print the traceback on each rank, and torchrun once more.
         text = f"error: {error}" if isinstance(error, OtherRankError) else traceback.format_exc()
         show(text, secondary=secondary)
@@ -121,9 +123,8 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
-        with user_errors(
-            arguments
-        ):  # inside of Hydra, which prints a line about errors; those of overrides are reported outside
+        # Inside of Hydra, which prints a line about errors; those of overrides are reported outside.
+        with user_errors(arguments):
             return task(cfg)
 
     parser = get_args_parser()
@@ -134,10 +135,10 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
 
 
 def report(error: Exception, arguments: list[str]) -> None:
-    """Report an error: print it or, under torchrun, write it to the error file, which the launcher prints.
+    """Report an error: print it or, under torchrun, write it to the file that the launcher prints.
 
-    All ranks raise a ConfigError, and one of them reports it. torchrun then ends the others of the machine; one that is still
-    running after a while has most likely raised the error alone, and reports it.
+    All ranks raise a ConfigError, and one of them reports it. torchrun then ends the others of the
+    machine. One that is still running after a while has most likely raised it alone, and reports it.
 
     Args:
         error: what a rank has raised.
@@ -145,7 +146,7 @@ def report(error: Exception, arguments: list[str]) -> None:
     """
     rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
     if rank and not isinstance(error, SampleError):  # which one rank alone has raised
-        time.sleep(WAIT_FOR_CAUSE)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
+        time.sleep(WAIT_FOR_CAUSE)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # no launcher would have ended this rank
             return
     is_own = isinstance(error, (ConfigError, SampleError))

@@ -225,7 +225,7 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
 
 
 def order_of(failure: "ProcessFailure") -> tuple[bool, float]:
-    """Return what orders the ranks' failures: those that follow from another rank's come last, of others the earliest first.
+    """Return what orders the ranks' failures: the earliest first, and last what another has caused.
 
     Args:
         failure: with an error file, of `show` or of torch, which has whole seconds only.

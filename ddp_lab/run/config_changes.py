@@ -1,7 +1,8 @@
-"""What a launch that resumes changes in the config of its run, and the configs that were in force before.
+"""What a launch that resumes changes in the config of its run, and the configs of before.
 
-config.yaml of a run directory is the config of the newest launch. If a launch changes it, the config before becomes
-config.1.yaml, the next one config.2.yaml. Its first line has the number of ranks, which is no key.
+config.yaml of a run directory is the config of the last launch that trained. If a launch changes it,
+the config of before is kept as config.1.yaml, the next one as config.2.yaml. The first line has the
+number of ranks, which is no key.
 """
 
 import os
@@ -25,16 +26,20 @@ NOT_SET = "not set"
 
 
 def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | None) -> list[str]:
-    """Write config.yaml, keep that of before if it differs, and return lines for the log about what a resume changes.
+    """Write config.yaml, keep that of before if it differs, and return what a resume changes.
 
-    Only one process may call it at a time, rank 0 of the launch that has locked the run directory. If it is killed in between,
-    the next launch finds either config.yaml.
+    Only one process may call it at a time: rank 0 of the launch that has locked the run directory.
+    If it is killed in between, the next launch finds one config.yaml or the other.
 
     Args:
         run_dir: the run directory.
         cfg: the config of this launch.
         ranks: number of ranks.
-        resumed: the directory of the run that this launch resumes, most often the same; None: it begins a run.
+        resumed: the directory of the run that this launch resumes, most often the same; None: it
+            begins a run.
+
+    Returns:
+        Lines for the log.
     """
     path = run_dir / CONFIG
     text = f"# {RANKS}: {ranks}\n{to_record(cfg)}"
@@ -55,9 +60,14 @@ def read_text(path: Path) -> str | None:
 
 
 def keep(path: Path) -> Path:
-    """Keep a config.yaml as the next config.N.yaml, unless the newest one is the same, and return its path."""
-    numbers = [int(found[1]) for file in path.parent.iterdir() if (found := re.fullmatch(r"config\.(\d+)\.yaml", file.name))]
-    newest = max(numbers, default=0)
+    """Keep a config.yaml as the next config.N.yaml, unless the newest one is the same.
+
+    Returns:
+        The path of the copy.
+    """
+    names = [file.name for file in path.parent.glob("config.*.yaml")]
+    numbers = [re.fullmatch(r"config\.(\d+)\.yaml", name) for name in names]
+    newest = max((int(number[1]) for number in numbers if number), default=0)
     text = path.read_text(errors="replace")
     last = path.with_name(f"config.{newest}.yaml")
     if read_text(last) == text:  # a launch was killed before it wrote its own
@@ -75,7 +85,10 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def list_changes(before: str, now: str) -> list[str]:
-    """Return a line for each key that differs between two recorded configs, without secrets; none if the first is damaged."""
+    """Return a line for each key that differs between two recorded configs, without secrets.
+
+    There is none if the first config is damaged.
+    """
     try:
         old, new = values_of(before), values_of(now)
     except (YAMLError, OmegaConfBaseException, ValueError):
@@ -88,7 +101,7 @@ def list_changes(before: str, now: str) -> list[str]:
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a recorded config by their dotted keys. A reference to another key stays one.
+    """Return the values of a recorded config by dotted key. A reference to another key stays one.
 
     Raises:
         ValueError: it is no config.
@@ -99,7 +112,8 @@ def values_of(text: str) -> dict[str, Any]:
     values = without_secrets(cast("dict[str, Any]", OmegaConf.to_container(config)))
     ranks = re.match(rf"# {RANKS}: (\d+)\n", text)
     found = {RANKS: int(ranks[1])} if ranks else {}
-    return found | {key: value for key, value in leaves(values) if key.partition(".")[0] not in OF_A_LAUNCH}
+    compared = {key: value for key, value in values.items() if key not in OF_A_LAUNCH}
+    return found | dict(leaves(compared))
 
 
 def shown(value: Any) -> str:

@@ -62,7 +62,8 @@ def train(
     """
     choices = HydraConfig.get().runtime.choices
     restore_lost(cfg, runtime)
-    checked = runtime.succeed("checks", partial(check_and_build, cfg, runtime, choose_batch, check_memory))
+    check = partial(check_and_build, cfg, runtime, choose_batch, check_memory)
+    checked = runtime.succeed("checks", check)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)

@@ -115,8 +115,10 @@ def show(message: str, code: int = 1, began: float | None = None, secondary: boo
     Args:
         message: The text to report.
         code: The exit code of this rank.
-        began: Unix time at which the problem began; None: now. Of several ranks' errors the earliest is shown.
-        secondary: Whether the error most likely follows from the end of another rank; it is shown if there is no other.
+        began: Unix time at which the problem began; None: now. Of several ranks' errors the earliest
+            is shown.
+        secondary: Whether the error most likely follows from the end of another rank. It is then
+            shown only if there is no other.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:

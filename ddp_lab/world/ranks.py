@@ -120,7 +120,7 @@ class Ranks:
         """Return the answer of the rank that `answers`, or raise what stands for its exception.
 
         Raises:
-            RuntimeError: That rank has answered another question: the ranks do not run the same code.
+            RuntimeError: That rank has answered another question: the ranks run different code.
         """
         if answers:
             try:
@@ -136,26 +136,29 @@ class Ranks:
         if "error" in found:
             raise from_record(found)
         if found["question"] != name:
-            raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {found['question']}")
+            other = found["question"]
+            raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {other}")
         return found["value"]
 
     def _pass_on(self, keys: list[str], error: BaseException) -> None:
-        """Let the ranks that wait for some keys know this rank's exception, unless their store is gone."""
+        """Set some keys of the store to this rank's exception, unless the store is gone."""
         record = json.dumps(to_record(error, self.rank))
         with suppress(Exception):
             for key in keys:
                 self.store.set(key, record)
 
     def answer_with(self, error: BaseException) -> None:
-        """Answer the question that the other ranks ask next with an exception that rank 0 raises in place of asking it."""
+        """Answer the next question, for which other ranks may wait, by an exception of rank 0."""
         answer_key = answer_of(self._questions + 1)
+        of_nodes = [f"{answer_key}/{node}" for node in range(self.nodes)]
         if self.rank == 0 and self.world_size > 1 and self._store is not None:
-            self._pass_on([answer_key, *(f"{answer_key}/{node}" for node in range(self.nodes))], error)
+            self._pass_on([answer_key, *of_nodes], error)
 
     def succeed(self, key: str, work: Callable[[], Result]) -> Result:
         """Run `work` on every rank, and return its result once all ranks have succeeded. Collective.
 
-        So nothing is written, and no process group opens, if only one rank fails. A rank that fails does not wait.
+        So nothing is written, and no process group opens, if only one rank fails. A rank that fails
+        does not wait.
 
         Args:
             key: Name of the work.
@@ -180,7 +183,11 @@ class Ranks:
         return result
 
     def _check_ranks(self, outcomes: list[str]) -> None:
-        """Raise what stands for the exception of the first rank that has failed, given the keys of the ranks' outcomes."""
+        """Raise what stands for the exception of the first rank that has failed.
+
+        Args:
+            outcomes: the keys of the ranks' outcomes.
+        """
         self.store.wait(outcomes, DECISION_TIMEOUT)
         for outcome in map(json.loads, self.store.multi_get(outcomes)):
             if "error" in outcome:
@@ -254,5 +261,8 @@ class Ranks:
 
 
 def answer_of(question: int) -> str:
-    """Return the key of the store for the answer to a question. It has no name, so that whoever fails before can answer it."""
+    """Return the key of the store for the answer to a question.
+
+    It does not contain the question's name, so that a rank that fails before it can answer it.
+    """
     return f"answer/{question}"
