@@ -195,7 +195,14 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
     except (ValueError, AssertionError) as error:  # of an option
         raise ConfigError(f"the ranks were not started: {describe_error(error)}") from None
-    except (DistError, RendezvousError, OSError) as error:
+    except RendezvousError as error:  # at the start, or later, because another machine has left
+        print(
+            f"error: no connection to the launchers of the other machines ({describe_error(error)}). If the "
+            "ranks were already running, the output of another machine has the first error",
+            file=sys.stderr,
+        )
+        return 1
+    except (DistError, OSError) as error:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
         advice = "the port is in use; choose another one, the same on every machine. " if in_use else ""
         print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
