@@ -63,9 +63,8 @@ def command(monkeypatch, capsys):
 
     def run(main, *arguments) -> tuple[object, str, str]:
         given = list(map(str, arguments))
-        monkeypatch.setattr(sys, "argv", ["command", *given])  # which messages name
         try:
-            with launch_command():
+            with launch_command(given):
                 main(given)
             code = 0
         except SystemExit as ended:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
 from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_rank, ranks_to_plan
-from ddp_lab.config.build import build
+from ddp_lab.config.build import construct
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
@@ -153,7 +153,7 @@ class Advisor:
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
-        strategy, plans = build(cfg.strategy, runtime), list[Planned]()
+        strategy, plans = construct("strategy", cfg.strategy, runtime), list[Planned]()
         images = make_plan(cfg, strategy, self.dataset).global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))

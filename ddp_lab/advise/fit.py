@@ -17,7 +17,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import model_to_plan
@@ -128,7 +128,7 @@ def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None)
     elif len(auto) > 1:
         raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")
     cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
-    strategy, dataset = build(cfg.strategy, runtime), load_dataset(cfg, runtime)
+    strategy, dataset = construct("strategy", cfg.strategy, runtime), load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, steps or 1)
     taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
     for share in PLANNED:

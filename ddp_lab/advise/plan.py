@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.advise.live import HELD, Collective, Live
-from ddp_lab.config.build import build, for_cpu
+from ddp_lab.config.build import construct, for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import BuiltModel
@@ -97,7 +97,7 @@ def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Plan
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    strategy: Any = build(cfg.strategy, runtime)
+    strategy: Any = construct("strategy", cfg.strategy, runtime)
     built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
     job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset))
     if strategy.name == "dp":

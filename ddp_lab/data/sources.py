@@ -11,7 +11,7 @@ from hydra.utils import get_object
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import build, construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, hold_out
 from ddp_lab.data.images import ImageOptions
@@ -40,7 +40,8 @@ def make_source(data: Mapping[str, Any], seed: int) -> Source:
     images = image_options(data)
     if hasattr(target, "load") and not hasattr(target, "__getitem__"):
         # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
-        return build(node, images) if "images" in inspect.signature(target).parameters else build(node)
+        arguments = [images] if "images" in inspect.signature(target).parameters else []
+        return construct("data.dataset", node, *arguments)
     if images is None or "val_split" not in data:
         raise ConfigError(
             f"data.dataset._target_={node['_target_']}: must have the method load; a map-style dataset needs data=own"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
@@ -174,7 +174,7 @@ class Lab:
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
         others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
         validate(TrainerKeys, {**sizes, **averaging, **others})
-        strategy: Strategy = build(self._strategy, runtime)
+        strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "

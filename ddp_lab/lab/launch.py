@@ -15,6 +15,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
 from ddp_lab.config.errors import ConfigError
 
 Result = TypeVar("Result")
@@ -96,7 +97,12 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
     os.environ |= {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
-    result = function(*args)
+    try:
+        result = function(*args)
+    except Exception as error:
+        if is_secondary(error):  # the error that has caused it is found meanwhile, and ends this rank
+            time.sleep(WAIT_FOR_CAUSE)
+        raise
     if rank:
         return
     try:

@@ -2,12 +2,9 @@
 
 import time
 
+from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
 from ddp_lab.config.errors import ConfigError, SampleError, TrainingError
-from ddp_lab.resilience.watchdog import SECONDARY
 from ddp_lab.world.runtime import Runtime
-
-REPORTING = 10.0  # seconds in which rank 0 reports an error that all ranks raise, and by its exit ends the others
-EXITING = 3.0  # seconds in which a rank exits after an error that other ranks see as a closed connection
 
 
 def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
@@ -20,11 +17,13 @@ def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
     if error is None or not runtime.under_torchrun:
         return
     if isinstance(error, SampleError):  # of this rank, or of several that have read the same sample
-        time.sleep(0 if is_first(runtime) else REPORTING)
-    elif isinstance(error, (ConfigError, TrainingError)):
-        time.sleep(REPORTING if runtime.rank else 0)
-    elif any(text in str(error) for text in SECONDARY):
-        time.sleep(EXITING)
+        another_reports = not is_first(runtime)
+    elif isinstance(error, (ConfigError, TrainingError)):  # all ranks raise it, and rank 0 reports
+        another_reports = runtime.rank > 0
+    else:
+        another_reports = is_secondary(error)
+    if another_reports:
+        time.sleep(WAIT_FOR_CAUSE)
 
 
 def is_first(runtime: Runtime) -> bool:

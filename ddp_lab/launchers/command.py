@@ -19,26 +19,41 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.launchers.command_line import CONF, explain, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
 REFUSED, PREEMPTED = 2, 75
+PLUGINS = Path(__file__).parent / "plugins"  # contains only the package hydra_plugins
 ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"  # set for a process that is to be killed when its standard input closes
 
 
 @contextmanager
-def command() -> Generator[None]:
-    """Prepare this process for a command, and report its errors."""
+def command(arguments: list[str]) -> Generator[None]:
+    """Prepare this process for a command with these arguments, and report its errors."""
     faulthandler.enable()
     die_with_torchrun()  # before the imports, during which torchrun may be killed
     if os.environ.pop(ENDS_WITH_STDIN, None):  # it is for this process alone; its ranks die with it
         threading.Thread(target=end_with_stdin, name="parent", daemon=True).start()
-    # Hydra finds plug-ins in any package called hydra_plugins. Users' own models are in the directory of the command.
-    sys.path += [str(Path(__file__).parent), os.getcwd()]
-    with user_errors():
+    extend_search_path()
+    with user_errors(arguments):
         yield
+
+
+def extend_search_path() -> None:
+    """Let Python find the user's modules, in the directory of the command, and our plug-in of Hydra.
+
+    The directory of the command comes before that which contains ddp_lab, where a clone has
+    `train.py`, `scripts` and `tests`. Hydra searches for plug-ins in packages called hydra_plugins.
+    The directory of ours has nothing else in it, because each module in a directory of sys.path can
+    be imported by its bare name, in place of a user's.
+    """
+    own = str(Path(__file__).parents[2])
+    place = sys.path.index(own) if own in sys.path else len(sys.path)
+    sys.path.insert(place, os.getcwd())
+    sys.path.append(str(PLUGINS))
 
 
 def end_with_stdin() -> None:
@@ -48,8 +63,11 @@ def end_with_stdin() -> None:
 
 
 @contextmanager
-def user_errors() -> Generator[None]:
+def user_errors(arguments: list[str]) -> Generator[None]:
     """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception of a rank once.
+
+    Args:
+        arguments: of the command, which messages name.
 
     Raises:
         SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit codes of its ranks are.
@@ -58,7 +76,7 @@ def user_errors() -> Generator[None]:
         yield
         sys.stdout.flush()  # here, and not at the interpreter's exit, a closed pipe can be handled
     except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
-        report(error)
+        report(error, arguments)
         sys.exit(REFUSED)
     except BrokenPipeError:
         discard_output()
@@ -69,14 +87,20 @@ def user_errors() -> Generator[None]:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
-            report(ConfigError(f"{' '.join(map(str, sys.argv[1:]))}: a group cannot be null or a list. {error}"))
+            given = " ".join(arguments)
+            report(ConfigError(f"{given}: a group cannot be null or a list. {error}"), arguments)
             sys.exit(REFUSED)
         if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
             show("error: no job of the search has a result; the output above and each failure.json have the reasons")
             sys.exit(1)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
-        show(traceback.format_exc())  # which Python would print on each rank, and torchrun once more
+        secondary = is_secondary(error)
+        if secondary:  # torchrun ends all ranks when one exits, so the rank with the cause must be first
+            time.sleep(WAIT_FOR_CAUSE)
+        # Python would print the traceback on each rank, and torchrun once more.
+        text = f"error: {error}" if isinstance(error, OtherRankError) else traceback.format_exc()
+        show(text, secondary=secondary)
         sys.exit(1)
 
 
@@ -99,7 +123,8 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
-        with user_errors():  # inside of Hydra, which prints a line about errors; those of overrides are reported outside
+        # Inside of Hydra, which prints a line about errors; those of overrides are reported outside.
+        with user_errors(arguments):
             return task(cfg)
 
     parser = get_args_parser()
@@ -109,10 +134,20 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
-def report(error: Exception) -> None:
-    """Report an error on one rank: print it or, under torchrun, write it to the error file, which the launcher prints."""
+def report(error: Exception, arguments: list[str]) -> None:
+    """Report an error: print it or, under torchrun, write it to the file that the launcher prints.
+
+    All ranks raise a ConfigError, and one of them reports it. torchrun then ends the others of the
+    machine. One that is still running after a while has most likely raised it alone, and reports it.
+
+    Args:
+        error: what a rank has raised.
+        arguments: of the command.
+    """
     rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
     if rank and not isinstance(error, SampleError):  # which one rank alone has raised
-        time.sleep(10)  # torchrun ends all ranks when one exits, so the reporting rank must exit first
-        return
-    show(f"error: {error if isinstance(error, (ConfigError, SampleError)) else explain(error)}")
+        time.sleep(WAIT_FOR_CAUSE)
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # no launcher would have ended this rank
+            return
+    is_own = isinstance(error, (ConfigError, SampleError))
+    show(f"error: {error if is_own else explain(error, arguments)}", code=REFUSED)

@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -59,17 +58,21 @@ def quote(value: str, mark: str = "'") -> str:
     return f"{mark}{escaped}{mark}"
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, arguments: list[str]) -> str:
     """Return a one-line message for an error that Hydra raised: the override, and what is allowed instead.
 
     Hydra's exceptions have no attribute for an unknown key, so the key is parsed from the message.
+
+    Args:
+        error: Hydra's.
+        arguments: of the command.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{group}={option}: there is no such option; allowed: {', '.join(sorted(error.options))}"
     if unknown := re.match(r"Could not override '(?!hydra\.)([\w.@/]+)'", text):
-        return explain_unknown_key(unknown[1])
+        return explain_unknown_key(unknown[1], arguments)
     if isinstance(error, OverrideParseException):
         return explain_unreadable(error.override, text.split(" See https")[0].rstrip("."))
     if several := re.match(r"Ambiguous value for argument '(.+?)' 1\.", text):
@@ -105,21 +108,25 @@ def explain_unreadable(override: str, reason: str) -> str:
     )
 
 
-def explain_unknown_key(key: str) -> str:
+def explain_unknown_key(key: str, arguments: list[str]) -> str:
     """Return the message for a key that does not exist.
 
     The message lists the keys that exist, for the groups chosen on the command line.
+
+    Args:
+        key: the key.
+        arguments: of the command.
     """
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    config_dir, arguments = split_config_dir(sys.argv[1:])
-    chosen = [each for each in arguments if "," not in each and (each.split("=")[0] in groups or "._target_=" in each)]
+    config_dir, others = split_config_dir(arguments)
+    chosen = [each for each in others if "," not in each and (each.split("=")[0] in groups or "._target_=" in each)]
     node = compose_config(chosen, config_dir)
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), DictConfig):
         node = node[path.pop(0)]
     prefix = key.removesuffix(".".join(path))
     allowed = [name for name in map(str, node) if not name.startswith("_")]
-    value = next((override.split("=", 1)[1] for override in sys.argv[1:] if override.split("=")[0] == key), "")
+    value = next((override.split("=", 1)[1] for override in others if override.split("=")[0] == key), "")
     if path[0] in parameters(prefix.rstrip("."), node):
         return f"{key}={value}: the config does not set this option of {node['_target_']}; use +{key}={value}"
     return unknown_key(key, value, prefix, allowed)

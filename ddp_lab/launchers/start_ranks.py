@@ -195,7 +195,14 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         return EXIT_CODES.get(error.sigval, 128 + error.sigval)
     except (ValueError, AssertionError) as error:  # of an option
         raise ConfigError(f"the ranks were not started: {describe_error(error)}") from None
-    except (DistError, RendezvousError, OSError) as error:
+    except RendezvousError as error:  # at the start, or later, because another machine has left
+        print(
+            f"error: no connection to the launchers of the other machines ({describe_error(error)}). If the "
+            "ranks were already running, the output of another machine has the first error",
+            file=sys.stderr,
+        )
+        return 1
+    except (DistError, OSError) as error:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
         advice = "the port is in use; choose another one, the same on every machine. " if in_use else ""
         print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
@@ -211,11 +218,24 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     """
     # The content of a rank's error file; a text if it has written none.
     reported = [failure for failure in failures.values() if not isinstance(failure.error_file_data["message"], str)]
-    for failure in sorted(reported, key=lambda failure: failure.timestamp)[:1]:
-        print(failure.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+    first = min(reported, key=order_of, default=None)
+    if first:
+        print(first.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
     codes = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure not in reported}
     for rank, code in codes.items():
         if code not in (1, REFUSED, -signal.SIGTERM):  # such ranks were ended because of another one
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
-    return REFUSED if REFUSED in [failure.exitcode for failure in reported or failures.values()] else 1
+    if first:
+        return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1
+    return REFUSED if REFUSED in codes.values() else 1
+
+
+def order_of(failure: "ProcessFailure") -> tuple[bool, float]:
+    """Return what orders the ranks' failures: the earliest first, and last what another has caused.
+
+    Args:
+        failure: with an error file, of `show` or of torch, which has whole seconds only.
+    """
+    extra = failure.error_file_data["message"]["extraInfo"]
+    return bool(extra.get("secondary")), float(extra.get("time", failure.timestamp))

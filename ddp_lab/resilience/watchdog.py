@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
 from ddp_lab.resilience import flight_recorder
@@ -29,9 +30,6 @@ FROZEN = 6  # looks without a heartbeat after which the next rank of the node le
 GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
 NODE_GRACE = VANISHED + GRACE  # the same on several nodes, where the cause may be a node that has vanished
 COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
-# Errors of torch, gloo and NCCL that another rank's exit causes. They can be recognised by their texts only: they have no type
-# or field of their own.
-SECONDARY = ("Connection closed by peer", "Connection reset", "NCCL", "gloo", "Broken pipe", "TCPStore", "DistNetworkError")
 BUSY: Heartbeat = {"waits": False, "called": {}, "call": None}
 SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
 KILLED = "exited without reporting an error: killed, crashed or left early"
@@ -193,7 +191,7 @@ class Watchdog:
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
         text = "".join(traceback.format_exception(error))
-        secondary = any(text in str(error) for text in SECONDARY) or getattr(error, "rank", self.rank) != self.rank
+        secondary = is_secondary(error) or getattr(error, "rank", self.rank) != self.rank
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
         while secondary and time.time() < deadline and not self.table.read("failure"):
             time.sleep(BEAT / 5)
@@ -228,7 +226,7 @@ class Watchdog:
         except OSError as error:  # a full disk or a removed directory: the failure is only printed
             message += f"\n(failure.json could not be written in {self.run_dir}: {error.strerror})"
         if first:
-            show(f"{message}\nDetails: {self.run_dir}/train*.log, {path}", int(who["since"]) - 1)
+            show(f"{message}\nDetails: {self.run_dir}/train*.log, {path}", began=who["since"] - 1)
         self.table.write("failure", who)
         if self.link:
             self.link.stop()

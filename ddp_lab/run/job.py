@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from ddp_lab.config.build import build as instantiate
+from ddp_lab.config.build import construct
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.augment import Mix
@@ -115,7 +116,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     Raises:
         ConfigError: a value of the config is not allowed with this model, dataset, strategy, device or number of ranks.
     """
-    strategy = instantiate(cfg.strategy, runtime)
+    strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
     plan = make_plan(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
@@ -160,12 +161,13 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
                 f"loss=cross_entropy: is for task=classification, got task._target_={cfg.task['_target_']}. Use loss=default, "
                 "the task's own loss, or loss=own"
             )
-        return instantiate(cfg.task, loss=loss)
+        return construct("task", cfg.task, loss=loss)
     is_tokens = "vocabulary" in dataset.model_shape()
     if is_tokens or not dataset.classes:
         advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
         raise ConfigError(f"task=classification: needs a dataset with a class for each sample; {advice}")
-    return instantiate(cfg.task, loss=build_loss(cfg.loss, len(dataset.classes), mixed))
+    loss = build_loss(cfg.loss, len(dataset.classes), mixed)
+    return construct("task", cfg.task, loss=loss)
 
 
 def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.files import steps_in
-from ddp_lab.checkpoints.find import result_in
+from ddp_lab.checkpoints.find import result_in, run_of
 from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
@@ -28,9 +28,10 @@ from ddp_lab.resilience.guard import Guard, Preempted
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.checks import ChooseBatch, check_and_build, restore_lost
+from ddp_lab.run.config_changes import record_config
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, criterion
-from ddp_lab.run.recorded_config import to_record, without_secrets
+from ddp_lab.run.recorded_config import without_secrets
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.training.loop import why_over
@@ -61,7 +62,8 @@ def train(
     """
     choices = HydraConfig.get().runtime.choices
     restore_lost(cfg, runtime)
-    checked = check_and_build(cfg, runtime, choose_batch, check_memory)
+    check = partial(check_and_build, cfg, runtime, choose_batch, check_memory)
+    checked = runtime.succeed("checks", check)
     job = checked.job
     label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
     run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
@@ -112,7 +114,8 @@ def train_guarded(
 
     logger = Logger()
     if runtime.rank == 0:
-        (run_dir.path / "config.yaml").write_text(to_record(cfg))
+        for line in record_config(run_dir.path, cfg, runtime.world_size, source and run_of(source)):
+            log.info(line)
         logger = open_logger(cfg, job, run_dir.path, progress)
     watchdog.before_exit = partial(logger.close, "failed", {})
     with logger:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Positive
 
@@ -46,9 +46,9 @@ def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[...,
         epochs: epochs of the run.
 
     Raises:
-        ConfigError: the shape fails, or does not return a number.
+        ConfigError: the shape cannot be constructed, fails, or does not return a number.
     """
-    shape = build(node)
+    shape = construct("scheduler", node)
     name, end = ("epoch", epochs) if by_epoch(shape) else ("progress", 1)
     for position in (0.0, end / 2, float(end)):
         try:

@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -108,19 +109,31 @@ def die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def show(message: str, timestamp: int | None = None) -> None:
+def show(message: str, code: int = 1, began: float | None = None, secondary: bool = False) -> None:
     """Report an error: print it to stderr, or under torchrun write it to the error file, which the launcher prints.
 
     Args:
         message: The text to report.
-        timestamp: Unix time in seconds, default now. The summary's root cause is the rank with the earliest one.
+        code: The exit code of this rank.
+        began: Unix time at which the problem began; None: now. Of several ranks' errors the earliest
+            is shown.
+        secondary: Whether the error most likely follows from the end of another rank. It is then
+            shown only if there is no other.
     """
-    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": message, "timestamp": str(timestamp or int(time.time()))}
-        record = {"message": {"message": message, "errorCode": 2, "extraInfo": extra}}
-        Path(error_file).write_text(json.dumps(record))
-    else:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
         print(message, file=sys.stderr, flush=True)
+        return
+    time_of_error = time.time() if began is None else began
+    # torch's launcher reads the first two, and whole seconds only; `ddp-lab train` all of them.
+    extra: dict[str, Any] = {
+        "py_callstack": message,
+        "timestamp": str(int(time_of_error)),
+        "time": time_of_error,
+        "secondary": secondary,
+    }
+    record = {"message": {"message": message, "errorCode": code, "extraInfo": extra}}
+    Path(error_file).write_text(json.dumps(record))
 
 
 def discard_output() -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,13 +14,14 @@ from typing import Any, TypeVar, cast
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.causes import from_record, to_record
 from ddp_lab.world.process import Place, env_int, launch_id
 from ddp_lab.world.store import DECISION_TIMEOUT, agree_on_attempt
 
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
 Answer = TypeVar("Answer", bound=str | list[Any] | float | None)
+Result = TypeVar("Result")
 
 
 class Ranks:
@@ -43,7 +45,7 @@ class Ranks:
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None
-        self._questions = 0
+        self._questions = self._collections = 0
         self._launch: str | None = None
 
     @property
@@ -89,50 +91,117 @@ class Ranks:
         """Run `decide` on one rank and return its answer on every rank. Collective; it does not need the process group.
 
         Args:
-            key: Name of the question in the store.
+            key: Name of the question, which all ranks must ask in the same order.
             decide: Returns the answer.
             per_node: Whether `decide` runs on the first rank of each machine, for the ranks of that machine, or only on rank 0.
 
         Raises:
             ConfigError: `decide` raised it on a rank where it ran.
+            OtherRankError: `decide` raised another exception on another rank.
         """
         if self.world_size == 1:
             return decide()
         self._questions += 1
-        key = f"{key}/{self._questions}"  # the same key may be used again
+        answer_key = answer_of(self._questions)
         if not per_node or self.nodes == 1:
-            return self._ask(key, decide, self.rank == 0)
+            return self._ask(answer_key, key, decide, self.rank == 0)
         answer, problem = None, None
         try:
-            answer = self._ask(f"{key}/{self.node}", decide, self.local_rank == 0)
-        except ConfigError as error:
+            answer = self._ask(f"{answer_key}/{self.node}", key, decide, self.local_rank == 0)
+        except Exception as error:
             problem = error
         try:  # without this question the other nodes would wait for the one that failed
-            self._ask(f"{key}/nodes", partial(self._check_nodes, key), self.rank == 0)
-        except ConfigError as error:
+            self._ask(answer_key, key, partial(self._check_nodes, answer_key, key), self.rank == 0)
+        except Exception as error:
             raise problem or error from None
         return cast("Answer", answer)
 
-    def _ask(self, key: str, decide: Callable[[], Answer], answers: bool) -> Answer:
-        """Return the answer of the rank that `answers`, or raise its ConfigError."""
+    def _ask(self, answer_key: str, name: str, decide: Callable[[], Answer], answers: bool) -> Answer:
+        """Return the answer of the rank that `answers`, or raise what stands for its exception.
+
+        Raises:
+            RuntimeError: That rank has answered another question: the ranks run different code.
+        """
         if answers:
             try:
-                answer = {"value": decide()}
-            except ConfigError as error:
-                self.store.set(key, json.dumps({"error": str(error)}))
+                value = decide()
+                answer = json.dumps({"question": name, "value": value})
+            except BaseException as error:
+                self._pass_on([answer_key], error)
                 raise
-            self.store.set(key, json.dumps(answer))
-            return answer["value"]
-        self.store.wait([key], DECISION_TIMEOUT)
-        found = json.loads(self.store.get(key))
+            self.store.set(answer_key, answer)
+            return value
+        self.store.wait([answer_key], DECISION_TIMEOUT)
+        found = json.loads(self.store.get(answer_key))
         if "error" in found:
-            raise ConfigError(found["error"])
+            raise from_record(found)
+        if found["question"] != name:
+            other = found["question"]
+            raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {other}")
         return found["value"]
 
-    def _check_nodes(self, key: str) -> None:
-        """Raise the ConfigError that a node has set as its answer."""
+    def _pass_on(self, keys: list[str], error: BaseException) -> None:
+        """Set some keys of the store to this rank's exception, unless the store is gone."""
+        record = json.dumps(to_record(error, self.rank))
+        with suppress(Exception):
+            for key in keys:
+                self.store.set(key, record)
+
+    def answer_with(self, error: BaseException) -> None:
+        """Answer the next question, for which other ranks may wait, by an exception of rank 0."""
+        answer_key = answer_of(self._questions + 1)
+        of_nodes = [f"{answer_key}/{node}" for node in range(self.nodes)]
+        if self.rank == 0 and self.world_size > 1 and self._store is not None:
+            self._pass_on([answer_key, *of_nodes], error)
+
+    def succeed(self, key: str, work: Callable[[], Result]) -> Result:
+        """Run `work` on every rank, and return its result once all ranks have succeeded. Collective.
+
+        So nothing is written, and no process group opens, if only one rank fails. A rank that fails
+        does not wait.
+
+        Args:
+            key: Name of the work.
+            work: Is run once on each rank, and may be collective itself.
+
+        Raises:
+            Exception: `work` raised it on this rank.
+            ConfigError: `work` raised it on another rank.
+            OtherRankError: `work` raised another exception on another rank.
+        """
+        if self.world_size == 1:
+            return work()
+        outcomes = self._keys_of_ranks(key)
+        try:
+            result = work()
+        except BaseException as error:
+            if self._store is not None:  # to open it is collective
+                self._pass_on([outcomes[self.rank]], error)
+            raise
+        self.store.set(outcomes[self.rank], json.dumps({}))
+        self.agree(key, partial(self._check_ranks, outcomes))
+        return result
+
+    def _check_ranks(self, outcomes: list[str]) -> None:
+        """Raise what stands for the exception of the first rank that has failed.
+
+        Args:
+            outcomes: the keys of the ranks' outcomes.
+        """
+        self.store.wait(outcomes, DECISION_TIMEOUT)
+        for outcome in map(json.loads, self.store.multi_get(outcomes)):
+            if "error" in outcome:
+                raise from_record(outcome)
+
+    def _check_nodes(self, answer_key: str, name: str) -> None:
+        """Raise what stands for the exception that a node has set as its answer."""
         for node in range(self.nodes):
-            self._ask(f"{key}/{node}", lambda: None, answers=False)
+            self._ask(f"{answer_key}/{node}", name, lambda: None, answers=False)
+
+    def _keys_of_ranks(self, key: str) -> list[str]:
+        """Return a key of the store for each rank, which no earlier collection had."""
+        self._collections += 1
+        return [f"{key}/{self._collections}/{rank}" for rank in range(self.world_size)]
 
     def collect(self, key: str, value: str) -> list[str] | None:
         """Gather one string per rank on rank 0. Collective; it does not need the process group.
@@ -146,8 +215,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return [value]
-        self._questions += 1
-        keys = [f"{key}/{self._questions}/{rank}" for rank in range(self.world_size)]
+        keys = self._keys_of_ranks(key)
         self.store.set(keys[self.rank], value)
         if self.rank != 0:
             return None
@@ -164,6 +232,7 @@ class Ranks:
 
         Raises:
             ConfigError: `decide` raised it.
+            OtherRankError: `decide` raised another exception on rank 0.
         """
         found = self.collect(key, json.dumps(value)) or []
         return self.agree(key, lambda: decide([json.loads(each) for each in found]))
@@ -189,3 +258,11 @@ class Ranks:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def answer_of(question: int) -> str:
+    """Return the key of the store for the answer to a question.
+
+    It does not contain the question's name, so that a rank that fails before it can answer it.
+    """
+    return f"answer/{question}"

@@ -5,6 +5,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib import metadata
@@ -12,10 +13,17 @@ from importlib import metadata
 import pytest
 from launches import SMALL, launch, start, wait_for_heartbeat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, report_failure
+from ddp_lab.launchers.start_ranks import (
+    OWN_STORE,
+    read_options,
+    refuse_tasks,
+    report_failure,
+    start_ranks,
+)
 
 TWO = "python -m ddp_lab train --nproc 2"
 
@@ -71,6 +79,18 @@ def test_ranks_without_a_message_are_reported_by_their_exit_codes(codes, code, p
     failures = {rank: ProcessFailure(rank, 1, exitcode, "none") for rank, exitcode in codes.items()}
     assert report_failure(failures) == code
     assert capsys.readouterr().err == printed
+
+
+def test_lost_connection_of_launchers_refers_to_the_output_of_another_machine(monkeypatch, capsys):
+    def lose(_):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr("torch.distributed.run.run", lose)
+    monkeypatch.setattr("logging.disable", lambda: None)
+    monkeypatch.setenv(OWN_STORE, "1")
+    options, overrides = read_options(["--nproc", "2", "strategy=ddp"])
+    assert start_ranks(options, overrides) == 1
+    assert re.search(r"has failed.*\)\. If the ranks .* output of another machine has", capsys.readouterr().err)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -155,7 +175,8 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         ("~model", 2, "error: "),
     ],
 )
-def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command):
+def test_first_argument_is_a_command_or_belongs_to_train(line, code, message, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp-lab", *shlex.split(line)])
     ended, output, errors = command(lambda _: dispatcher.main(), *shlex.split(line))
     assert ended == code
     assert message in output + errors

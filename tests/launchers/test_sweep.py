@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import quote
-from ddp_lab.launchers.hydra_plugins.ddp_lab_launchers import TorchrunLauncher
+from ddp_lab.launchers.plugins.hydra_plugins.ddp_lab_launchers import TorchrunLauncher
 from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.resilience.run_directory import write_status
 

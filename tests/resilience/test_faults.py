@@ -78,6 +78,7 @@ def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undist
     assert code == 0, output
     # Not always step 7, because a step's file is written while the next step is computed.
     assert re.search(r"resumed from .*: epoch 2, (24|48) samples into it, step [67]$", output, re.MULTILINE), output
+    assert re.search(r"\bnumber of ranks: 2 -> 3$", output, re.MULTILINE), output
     assert_same_end(tmp_path / "moved", undisturbed[1], tolerance=1e-6)
 
 
@@ -88,6 +89,8 @@ def test_elastic_restart_ends_with_the_same_weights(tmp_path, undisturbed):
     assert code == 0, output
     assert "started again after error: rank 1 on" in output
     assert "resumed from" in output
+    assert "another config" not in output
+    assert not list(tmp_path.glob("restarted/config.*.yaml")), "a restart changes no config"
     assert status(tmp_path / "restarted")["status"] == "finished"
     assert_same_end(tmp_path / "restarted", undisturbed[2])
 
