@@ -112,7 +112,8 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     f"{OWN}one_weight strategy=mesh": "strategy=mesh: 4.weight is the same parameter as 2.weight, which torch does not always",
     f"{OWN}Plain strategy=pipeline": "strategy=pipeline: needs a model made of blocks, but model._target_=own_models.Plain is "
     "a Plain. Use ",
-    f"{OWN}Plain strategy=fsdp strategy.keep_whole=[expert.*]": "strategy.keep_whole=[expert.*]: matches no module of the model.",
+    f"{OWN}Plain strategy=fsdp strategy.keep_whole=[expert.*]": "strategy.keep_whole=[expert.*]: matches no module of the "
+    "model.",
     f"{OWN}Wrong +model.how=scalar strategy=fsdp": "strategy=fsdp: cannot shard the parameter scale, which has no dimensions.",
     "strategy=pipeline strategy.schedule=interleaved1f1b strategy.cut=[fc1,fc2]": "strategy.cut=[fc1,fc2]: makes 3 stages, but "
     "strategy.schedule=interleaved1f1b on 2 ranks needs a multiple of 2 stages",
