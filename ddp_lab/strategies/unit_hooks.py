@@ -142,10 +142,9 @@ class UnitHooks:
         """
         places = range(len(self._places))
         unused = tuple(index for index in places if index not in self._used)
+        unused_everywhere = list(unused)
         if self.order.is_active:
             unused_everywhere = self._unused_everywhere(unused, group, device)
-        else:
-            unused_everywhere = list(unused)
         for index in unused_everywhere:
             self._sharded(index).grad = None
         for index in self._empty.difference(unused_everywhere):
