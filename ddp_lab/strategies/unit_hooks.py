@@ -140,13 +140,11 @@ class UnitHooks:
             TrainingError: a step that is captured in a CUDA graph leaves out other parameters than
                 those before.
         """
-        unused = [index for index in range(len(self._places)) if index not in self._used]
-        counts = torch.ones(len(self._places), device=device)
-        if unused:
-            counts.index_fill_(0, torch.tensor(unused, device=device), 0)
+        places = range(len(self._places))
+        unused = tuple(index for index in places if index not in self._used)
+        unused_everywhere = list(unused)
         if self.order.is_active:
-            dist.all_reduce(counts, group=group)
-        unused_everywhere = self._unused_everywhere(counts, tuple(unused))
+            unused_everywhere = self._unused_everywhere(unused, group, device)
         for index in unused_everywhere:
             self._sharded(index).grad = None
         for index in self._empty.difference(unused_everywhere):
@@ -158,18 +156,20 @@ class UnitHooks:
         """Return a parameter while no unit is gathered."""
         return getattr(*self._places[index])
 
-    def _unused_everywhere(self, counts: torch.Tensor, unused: tuple[int, ...]) -> list[int]:
+    def _unused_everywhere(self, unused: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> list[int]:
         """Return which of the parameters that this rank has not used no other rank has used."""
-        if not unused:
-            return []
-        if not self.order.is_active:
-            return list(unused)
-        if counts.is_cuda and torch.cuda.is_current_stream_capturing():  # which cannot read the counts
-            if unused not in self._decided:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which reads nothing
+            if unused and unused not in self._decided:
                 raise TrainingError(
                     "cuda_graph=true: the captured step leaves out other parameters than the steps before. Use cuda_graph=false"
                 )
-            return self._decided[unused]
+            return self._decided.get(unused, [])
+        counts = torch.ones(len(self._places), device=device)
+        if unused:
+            counts.index_fill_(0, torch.tensor(unused, device=device), 0)
+        dist.all_reduce(counts, group=group)
+        if not unused:
+            return []
         ranks = counts.tolist()
         self._decided[unused] = [index for index in unused if ranks[index] == 0]
         return self._decided[unused]
