@@ -6,6 +6,7 @@ import pickle
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Process
 from pathlib import Path

@@ -30,6 +30,7 @@ from ddp_lab.strategies.sharding import fill, make_contiguous
 from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.units import find_units, require_one_dtype
+from ddp_lab.strategies.unused import allow_unused
 from ddp_lab.world.runtime import Runtime
 
 
@@ -41,6 +42,8 @@ class FSDP(FullyShard):
             its backward pass, which takes less memory and 1.5 times the communication.
         keep_whole: names of modules, or patterns of names such as experts.*, whose parameters are gathered with the module
             around them instead of separately: those that a step may leave out on some ranks only.
+        find_unused_parameters: whether steps may use some of the parameters only. Then those that the two samples of the trial
+            do not use are not frozen, and padding does not count as a use.
     """
 
     sharded = True
@@ -52,8 +55,12 @@ class FSDP(FullyShard):
         batch_norm: BatchNorm,
         checkpoint_activations: Checkpointing = "none",
         keep_whole: list[ModulePattern] | None = None,
+        find_unused_parameters: bool = False,
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
+        self.find_unused_parameters = find_unused_parameters
+        if find_unused_parameters:
+            allow_unused(self)
         self.reshard_after_forward = reshard_after_forward
         self.keep_whole = [str(pattern) for pattern in keep_whole or []]
         self.averaged = self.dp_size

@@ -127,6 +127,8 @@ MATRIX = [
     ("scratch find_unused_parameters=true experts almost-empty accumulate=3", "3", "2"),
     ("scratch find_unused_parameters=true algorithm=star own=RareExperts unused", "", "3"),
     ("ddp find_unused_parameters=true own=RareExperts unused", "2", ""),
+    ("fsdp find_unused_parameters=true own=RareExperts unused keep_whole=[experts.*]", "2", ""),
+    ("fsdp find_unused_parameters=true experts almost-empty accumulate=3 keep_whole=[experts.*]", "3", "2"),
     ("scratch find_unused_parameters=true algorithm=per_tensor experts on_nan=skip", "2", ""),
     ("scratch find_unused_parameters=true algorithm=ring experts clipped", "3", ""),
     ("scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts accumulate=2 clipped", "2", "3"),
