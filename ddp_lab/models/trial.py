@@ -131,13 +131,13 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
     """
     inputs = trial.inputs.to(device)
     outputs = model.train()(inputs)
-    require_batch(require_tensor(outputs), len(inputs), "")
+    require_batch(require_tensor(outputs, "it"), len(inputs), "")
     trial.check(outputs)
     if outputs.requires_grad:
         outputs.float().sum().backward()
     with torch.no_grad():
         outputs = model.eval()(inputs)
-        require_batch(require_tensor(outputs, "in evaluation mode the model"), len(inputs), "in evaluation mode ")
+        require_batch(require_tensor(outputs, "in evaluation mode it"), len(inputs), "in evaluation mode ")
         trial.check(outputs)
     model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]

@@ -37,7 +37,7 @@ class DDP(Strategy):
 
     performance_options = ALL_PERFORMANCE_OPTIONS
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool = False):
         super().__init__(runtime, batch_norm=batch_norm)
         self.averaged = self.dp_size
         self.find_unused_parameters = find_unused_parameters

@@ -56,7 +56,7 @@ class Scratch(Strategy):
         algorithm: Algorithm,
         bucket_mb: Positive,
         batch_norm: BatchNorm,
-        find_unused_parameters: bool,
+        find_unused_parameters: bool = False,
     ):
         super().__init__(runtime, batch_norm=batch_norm)
         self.find_unused_parameters = find_unused_parameters

@@ -88,7 +88,7 @@ def test_lab_resumes_a_checkpoint_of_another_release_of_torch(how, tmp_path):
         change(next(tmp_path.glob("step_*.pt")), how)
         expected = trainer.fit(data, data, epochs=2)
         other = lab_trainer(lab, optimizer)
-        assert other.resume(tmp_path) == (2, 0)
+        assert other.resume(tmp_path) == (1, 0)
         found = other.fit(data, data, epochs=2)
         assert {key: found[key] for key in found if "loss" in key} == {key: expected[key] for key in found if "loss" in key}
         with pytest.raises(ConfigError, match="was written with another optimizer: its options are"):

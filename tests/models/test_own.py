@@ -173,9 +173,9 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
         ("pixels", r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line"),
         (
             "pair",
-            r"the model returns a tuple of 2, but expected is one tensor \[b, \.\.\.\] .*`return self.model\(inputs\)\[0\]`",
+            r"it returns a tuple of 2, but expected is one tensor \[b, \.\.\.\] .*`return self.model\(inputs\)\[0\]`",
         ),
-        ("pair when evaluated", r"in evaluation mode the model returns a tuple of 2, but expected is one tensor"),
+        ("pair when evaluated", r"in evaluation mode it returns a tuple of 2, but expected is one tensor"),
         ("classes", r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
         ("only float32", r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
     ],

@@ -39,8 +39,8 @@ class Skipping(DDP):
 
     steps = 0
 
-    def __init__(self, runtime, batch_norm, bucket_cap_mb, shared=False):
-        super().__init__(runtime, batch_norm, bucket_cap_mb)
+    def __init__(self, runtime, batch_norm, bucket_cap_mb, find_unused_parameters, shared=False):
+        super().__init__(runtime, batch_norm, bucket_cap_mb, find_unused_parameters)
         self.shared = shared
 
     def setup(self, model):

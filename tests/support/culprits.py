@@ -13,7 +13,8 @@ PLACES = ("constructor", "call")
 LINE = [
     *("data=own", "data.dataset._target_=own_failing.Dataset", "data.channels=1", "data.image_size=8"),
     *("data.mean=[0]", "data.std=[1]", "data.val_fraction=0.25", "model=own", "model._target_=own_failing.Model"),
-    *("strategy=ddp", "~strategy.batch_norm", "~strategy.bucket_cap_mb", "strategy._target_=own_failing.Strategy"),
+    *("strategy=ddp", "~strategy.batch_norm", "~strategy.bucket_cap_mb"),
+    *("~strategy.find_unused_parameters", "strategy._target_=own_failing.Strategy"),
     *("task._target_=own_failing.Task", "tracker=own_failing.Tracker"),
     *("optimizer._target_=own_failing.Optimizer", "epochs=1", "batch_size=4"),
 ]

@@ -152,6 +152,8 @@ def refusal_in_world(line: str) -> tuple[object, str]:
     """
 
     init = dist.init_process_group
+    sleep = time.sleep
+    search_path = sys.path.copy()
 
     def opened(backend=None, **kwargs):
         if backend != "fake":  # the one of a plan
@@ -166,5 +168,9 @@ def refusal_in_world(line: str) -> tuple[object, str]:
             code = 0
         except SystemExit as error:
             code = error.code
+        finally:  # some tests call this in their own process
+            dist.init_process_group = init
+            time.sleep = sleep
+            sys.path[:] = search_path
         printed.seek(0)
         return code, printed.read()

@@ -229,6 +229,8 @@ def own_model(word: str) -> list[str]:
 def options_of(strategy: str) -> dict[str, Any]:
     """Return the options of a strategy: those in conf/, but four micro-batches, and three buckets for LeNet."""
     options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"))
+    if strategy == "single":
+        options["find_unused_parameters"] = False  # conf/ does not list it
     changed = {"num_microbatches": 4, "bucket_mb": 1 / 64}
     return {key: changed.get(key, value) for key, value in options.items()}
 
