@@ -60,16 +60,17 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
             every step, so they are ended with this one.
     """
     expected = bool(strategy.find_unused_parameters) or strategy.dp_size == 1
+    on_cpu = strategy.device.type == "cpu"
     parameters = [*trainable(strategy.module.parameters())]
     unused = [parameter for parameter in parameters if parameter.grad is None]
-    if unused and not expected and strategy.device.type != "cpu":
+    if not expected and not on_cpu:
         refuse_unused(strategy)
     for parameter in unused:
         parameter.grad = zeros_like_gradient(parameter)
     yield
     if expected:
         forget_unused(strategy, parameters, unused)
-    else:
+    elif on_cpu:
         refuse_unused_anywhere(strategy, unused)
 
 
