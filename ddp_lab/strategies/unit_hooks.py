@@ -58,6 +58,7 @@ class UnitHooks:
         self._used = set[int]()  # in this step
         self._in_forward, self._in_backward = False, False
         self._decided: dict[tuple[int, ...], list[int]] = {}
+        self._is_captured = False
 
     def before_sharding(self, unit: nn.Module) -> None:
         """Prepare a unit, after those within it, and before fully_shard is applied to it."""
@@ -137,8 +138,8 @@ class UnitHooks:
         """Set the gradients of parameters that no rank has used in this step to None. Collective.
 
         Raises:
-            TrainingError: a step that is captured in a CUDA graph leaves out other parameters than
-                those before.
+            TrainingError: a step that is captured in a CUDA graph, or that follows, leaves out other
+                parameters than those before.
         """
         places = range(len(self._places))
         unused = tuple(index for index in places if index not in self._used)
@@ -158,10 +159,15 @@ class UnitHooks:
 
     def _unused_everywhere(self, unused: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> list[int]:
         """Return which of the parameters that this rank has not used no other rank has used."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which reads nothing
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._is_captured = self._is_captured or capturing
+        # A captured step reads nothing. A rank may compute one of the next steps without its graph,
+        # to inject a fault: the collectives must remain those of the others, which replay theirs.
+        if self._is_captured:
             if unused and unused not in self._decided:
                 raise TrainingError(
-                    "cuda_graph=true: the captured step leaves out other parameters than the steps before. Use cuda_graph=false"
+                    "cuda_graph=true: a step leaves out other parameters than those before its capture. "
+                    "Use cuda_graph=false"
                 )
             return self._decided.get(unused, [])
         counts = torch.ones(len(self._places), device=device)
