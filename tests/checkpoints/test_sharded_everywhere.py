@@ -81,9 +81,7 @@ def test_commands_evaluate_the_chosen_checkpoint(choice, run_dir, form, command,
     chosen = {"auto": best, "best": best, "last": newest, "path": newest}[choice]
     given = str(newest) if choice == "path" else choice
     output = tmp_path / "found.json"
-    code, _, errors = command(
-        evaluate.main, run_dir, "split=val", "--checkpoint", given, "--json", output
-    )
+    code, _, errors = command(evaluate.main, run_dir, "split=val", "--checkpoint", given, "--json", output)
     assert code == 0, errors
     found = json.loads(output.read_text())
     row = next(row for row in read_metrics(run_dir) if row["epoch"] == found["epoch"])
