@@ -57,10 +57,11 @@ def extend_search_path() -> None:
 
 
 def end_on_requests() -> None:
-    """Let SIGTERM and SIGUSR1 end this process as Ctrl-C does, but with PREEMPTED, until the run listens to them.
+    """Let SIGTERM and SIGUSR1 end this process with PREEMPTED until the run listens to them.
 
-    A scheduler may send them at any time, and takes any other exit code for a failure. A rank is left alone: its launcher has
-    the exit code, and ends the ranks by SIGTERM, too, when one of them fails.
+    A scheduler may send them at any time, and takes any other exit code for a failure. A rank is
+    left alone: its launcher has the exit code, and ends its ranks by SIGTERM, too, when one of them
+    fails.
     """
 
     def end(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""The order in which files of checkpoints are written: a kill or a power failure at any time leaves valid checkpoints only."""
+"""The order of writing: a power failure at any time leaves valid checkpoints only."""
 
 import pytest
 from checkpoints import bias_in, resume, save_epochs, tiny

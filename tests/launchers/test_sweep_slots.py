@@ -1,4 +1,4 @@
-"""The slots of a sweep's concurrent jobs, where more jobs wait than there are, and the keys that a longer sweep may change."""
+"""The slots of a sweep, for which more jobs wait, and the keys that a longer sweep may change."""
 
 import os
 import queue
