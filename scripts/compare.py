@@ -117,6 +117,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
     given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
     given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
+    given += ["checkpoint.format=full"]  # they are compared as files
     done = train(given, entry.ranks, out, entry.label)
     files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
     return Result(entry, done, dict(sorted(files.items())))

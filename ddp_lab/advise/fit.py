@@ -168,9 +168,12 @@ def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> 
         return [n for n in range(first, most + 1) if local_batch % n == 0] or [first]
     finest = shared * strategy.num_microbatches * cfg.accumulate
     unit = math.lcm(MULTIPLE * shared, finest)
-    most = samples * shared // strategy.replicas // unit
+    limit = samples * shared // strategy.replicas
+    most = limit // unit
     sizes = [unit * n for n in range(most, 0, -1) if n % 2 ** max(0, n.bit_length() - 6) == 0]
-    return sizes + [finest * n for n in range(unit // finest - 1, 0, -1)]
+    below = min(unit // finest - 1, limit // finest)
+    sizes += [finest * n for n in range(below, 0, -1)]
+    return sizes or [finest]
 
 
 def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> int:

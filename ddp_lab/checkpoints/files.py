@@ -110,7 +110,7 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -121,9 +121,9 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Write the names in a directory to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Write the content of a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 

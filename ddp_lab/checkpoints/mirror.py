@@ -30,6 +30,7 @@ from ddp_lab.checkpoints.files import (
     step_of,
     steps_in,
     sums_of,
+    sync,
     write_text,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
@@ -201,6 +202,7 @@ class Mirror:
                 bad.append(f"{name}/{file} is missing, or its SHA-256 differs")
                 shutil.rmtree(folder)
                 return False
+            sync(folder / file)
         path, own = self.folder / name, digests.keys() & set(RUN_FILES)
         for file in own:
             if (self.run_dir / file).exists():  # from a newer checkpoint
@@ -209,6 +211,8 @@ class Mirror:
                 os.replace(folder / file, self.run_dir / file)
         sums = "".join(f"{digest}  {file}\n" for file, digest in digests.items() if file not in own)
         write_text(folder / SUMS if is_sharded(path) else sums_of(path), sums)
+        sync(folder)
         os.replace(folder if is_sharded(path) else folder / name, path)
+        sync(self.folder)
         shutil.rmtree(folder, ignore_errors=True)
         return True

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ddp_lab.checkpoints.files import STATE, SUMS, remove, sha256, sync_folder, write_text
+from ddp_lab.checkpoints.files import STATE, SUMS, remove, sha256, sync, write_text
 from ddp_lab.checkpoints.saved import SavedCheckpoint, require_keys
 from ddp_lab.checkpoints.state import KEYS, State, Write, merge
 from ddp_lab.strategies.base import Strategy
@@ -140,11 +140,11 @@ def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
     digests = {name: digest for part in parts for name, digest in part["digests"].items()}
     digests |= {STATE: sha256(temporary / STATE)}
     write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
-    sync_folder(temporary)
+    sync(temporary)
     if path.exists():  # a directory that is not empty cannot be replaced by renaming another
         remove(path)
     os.rename(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 class ShardedCheckpoint(SavedCheckpoint):

@@ -10,7 +10,7 @@ import sys
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launchers.command import PREEMPTED, command, run_with_config
+from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, run_with_config
 from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, start_ranks
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
@@ -18,6 +18,7 @@ EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in
 
 def main(arguments: list[str]) -> None:
     """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
+    end_on_requests()
     options, overrides = read_options(arguments)
     refuse_tasks(options)
     if options:
@@ -28,6 +29,7 @@ def main(arguments: list[str]) -> None:
 def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command(arguments):
+        end_on_requests()
         refuse_tasks(None)
         run_with_config(train_rank, arguments)
 

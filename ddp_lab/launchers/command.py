@@ -56,6 +56,22 @@ def extend_search_path() -> None:
     sys.path.append(str(PLUGINS))
 
 
+def end_on_requests() -> None:
+    """Let SIGTERM and SIGUSR1 end this process with PREEMPTED until the run listens to them.
+
+    A scheduler may send them at any time, and takes any other exit code for a failure. A rank is
+    left alone: its launcher has the exit code, and ends its ranks by SIGTERM, too, when one of them
+    fails.
+    """
+
+    def end(number: int, frame: object) -> None:
+        print("interrupted", file=sys.stderr)
+        sys.exit(PREEMPTED)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1) if "RANK" not in os.environ else ():
+        signal.signal(number, end)
+
+
 def end_with_stdin() -> None:
     """Wait until the other end of a pipe, of which nothing is read, closes with its process. Then end this one at once."""
     os.read(sys.stdin.fileno(), 1)

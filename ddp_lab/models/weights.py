@@ -87,7 +87,10 @@ def read(path: str) -> dict[str, torch.Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
         where, reason = socket.gethostname(), error.strerror or str(error)
-        raise NodeError(f"{key}: cannot be read on {where} ({reason}). Use the path of an existing file") from None
+        file = "the path of an existing file"
+        if isinstance(error, IsADirectoryError):
+            file += f"; of a sharded checkpoint `ddp-lab merge RUN --checkpoint {path}` makes one"
+        raise NodeError(f"{key}: cannot be read on {where} ({reason}). Use {file}") from None
     except pickle.UnpicklingError:
         raise ConfigError(
             f"{key}: has other objects than tensors, which could run code when they are loaded, or is damaged. Where you trust "

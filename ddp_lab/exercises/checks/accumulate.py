@@ -35,11 +35,22 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             raise Wrong(
                 f"Step {step}: the weight of rank {rank} has no gradient; is zero_grad called after the backward passes?"
             )
-        explain(round(float(gradient[0, 0]) * samples / 2), step, rank, ranks)
+        for value in gradient.flatten().tolist():
+            explain(round(value * samples / 2), step, rank, ranks)
+        explain_bias(model.bias.grad, samples, step, rank)
         collectives = len([call for call in calls[before:] if call.name == "all_reduce"])
         if collectives > 2:
             text = f"The gradients are right, but took {collectives} all-reduces for {MICRO_BATCHES} micro-batches: "
             raise Wrong(text + "expected at most 2, one for each parameter after the last micro-batch.")
+
+
+def explain_bias(gradient: torch.Tensor | None, samples: int, step: int, rank: int) -> None:
+    """Raise an error if the gradient of the bias, to which each sample adds 1 / samples, is not 1."""
+    counted = 0 if gradient is None else round(float(gradient) * samples)
+    if counted != samples:
+        text = f"Step {step}: the weight is right, but the gradient of the bias on rank {rank} is that of "
+        text += f"{counted} samples, expected {samples}. "
+        raise Wrong(text + "Accumulate and sum the gradient of every parameter.")
 
 
 def explain(total: int, step: int, rank: int, ranks: int) -> None:

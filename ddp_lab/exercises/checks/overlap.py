@@ -19,13 +19,15 @@ HINTS = (
 def check(theirs: ModuleType, calls: list[Call]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).double()
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
+    for layer in model.children():
+        nn.init.ones_(layer.get_parameter("weight"))
+        nn.init.zeros_(layer.get_parameter("bias"))
     overlap = theirs.Overlap(model)
     for step in (1, 2):
         model.zero_grad()
         before = len(calls)
-        model(contribution(rank, [1, 1]) - 1).sum().backward()  # the gradient of the last weight is the contribution
+        outputs = model(contribution(0, [1, 1]))  # of an input 1, so that each layer returns 1
+        (outputs * contribution(rank, [1, 1])).sum().backward()  # all gradients are the contribution
         during = calls[before:]
         sums = [call for call in during if call.name == "all_reduce"]
         if not sums:
@@ -47,15 +49,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             raise Wrong(text + "A sum that nobody waits for may arrive after the optimizer's step.")
         if waits > 4:
             raise Wrong(f"Step {step}: finish() waited {waits} times for 4 sums: those of the last step are still in the list.")
-        explain(model, step, rank, ranks)
+        for name, parameter in model.named_parameters():
+            explain(name, parameter, step, rank, ranks)
 
 
-def explain(model: nn.Module, step: int, rank: int, ranks: int) -> None:
-    """Raise an error if the gradient of the last weight is not the sum over the ranks."""
-    gradient = model.get_parameter("1.weight").grad
-    value = 0.0 if gradient is None else float(gradient)
-    if describe_sum(value, ranks) != "the sum of all ranks":
-        text = (
-            f"Step {step}: the gradient of the last weight on rank {rank} holds {describe_sum(value, ranks)}, not the sum of "
-        )
-        raise Wrong(text + "all ranks. Is it parameter.grad that is summed, when it is complete, and once?")
+def explain(name: str, parameter: nn.Parameter, step: int, rank: int, ranks: int) -> None:
+    """Raise an error if the gradient of a parameter is not the sum over the ranks."""
+    value = 0.0 if parameter.grad is None else float(parameter.grad)
+    held = describe_sum(value, ranks)
+    if held != "the sum of all ranks":
+        text = f"Step {step}: the gradient of {name} on rank {rank} holds {held}, not the sum of all ranks. "
+        raise Wrong(text + "Is it parameter.grad that is summed, when it is complete, and once?")

@@ -16,33 +16,44 @@ HINTS = (
     "First update the own parameters, then let all ranks broadcast all parameters, in the same order on every rank.",
     "dist.broadcast(parameter, src=owner): the source is the same number on all ranks.",
 )
-LR, MOMENTUM = 0.5, 0.5
+LR, MOMENTUM = 0.25, 0.5  # different, or an exchange of them would not show
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parameters = [nn.Parameter(torch.full([2], float(index), dtype=torch.float64)) for index in range(ranks + 2)]
     optimizer = theirs.ShardedSGD(parameters, LR, MOMENTUM)
-    own, expected, buffer = list(range(rank, len(parameters), ranks)), [float(index) for index in range(ranks + 2)], 0.0
+    own = list(range(rank, len(parameters), ranks))
+    expected = [float(index) for index in range(ranks + 2)]
+    buffers = [0.0] * len(parameters)
     for step in (1, 2, 3):
-        for parameter in parameters:
-            parameter.grad = torch.full([2], float(step), dtype=torch.float64)
+        gradients = [float(step + index) for index in range(len(parameters))]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.full([2], gradient, dtype=torch.float64)
         optimizer.step()
         if sorted(optimizer.buffers) != own:
             text = (
                 f"Rank {rank} of {ranks} keeps momentum buffers of the parameters {sorted(optimizer.buffers)}: expected {own}, "
             )
             raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
-        before, buffer = expected, MOMENTUM * buffer + step
-        expected = [value - LR * buffer for value in before]
-        explain(of_all_ranks([each.tolist()[0] for each in parameters]), expected, before, step)
+        before = expected
+        buffers = [MOMENTUM * buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)]
+        expected = [value - LR * buffer for value, buffer in zip(before, buffers, strict=True)]
+        pairs = zip(parameters, expected, strict=True)
+        found = [worst(each.tolist(), right) for each, right in pairs]
+        explain(of_all_ranks(found), expected, before, step)
+
+
+def worst(values: list[float], right: float) -> float:
+    """Return the element of a parameter that differs the most from the one value that all should have."""
+    return max(values, key=lambda value: abs(value - right))
 
 
 def explain(found: list[list[float]], expected: list[float], before: list[float], step: int) -> None:
     """Raise an error if the parameters of a rank are not the expected ones.
 
     Args:
-        found: one element of each parameter, by rank.
+        found: of each parameter the element that differs the most, by rank.
         expected: those after the step.
         before: those before the step.
         step: number of the step.
@@ -59,6 +70,8 @@ def explain(found: list[list[float]], expected: list[float], before: list[float]
         text += "Its owner has updated it, and has to send it to the others: a broadcast after the update."
     elif all(values[index] == before[index] for values in found):
         text += "No rank has updated it, or the weights from before the update were sent over it: first update, then broadcast."
+    elif step == 1 and value == before[index] - MOMENTUM * (step + index):
+        text += "lr and momentum are exchanged: the buffer is multiplied by momentum, the update by lr."
     elif not right_on_owner and step == 2:
         text += "The first step was right: the momentum buffer becomes momentum * buffer + gradient, and is kept between steps."
     raise Wrong(text)

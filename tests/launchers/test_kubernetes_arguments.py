@@ -1,0 +1,41 @@
+"""The arguments of a TrainJob: what Kubernetes makes of them is what the user has given."""
+
+import re
+
+import pytest
+
+from ddp_lab.launchers.schedulers import trainjob
+
+ENVIRONMENT = {"HOME": "/root", "X": "y"}
+
+
+def expand(argument: str) -> str:
+    """Return an argument as a container gets it, by the rules of Kubernetes.
+
+    $$ becomes a dollar sign, $(NAME) the value of a variable that is set; anything else is unchanged.
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+
+    def replace(found: re.Match) -> str:
+        if found[0] == "$$":
+            return "$"
+        return ENVIRONMENT.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, argument)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("runs_dir=/a/$(HOME)", "runs_dir=/a/$$(HOME)"),
+        ("runs_dir=/a/$X", "runs_dir=/a/$$X"),
+        ("runs_dir=$$(HOME)", "runs_dir=$$$$(HOME)"),
+        ("runs_dir=${oc.env:HOME}/$", "runs_dir=$${oc.env:HOME}/$$"),
+        ("optimizer.lr=0.1", "optimizer.lr=0.1"),
+    ],
+)
+def test_dollar_signs_reach_the_container_as_they_were_given(given, sent):
+    manifest = trainjob("mine", 1, 0, 1, None, [given])
+    last = manifest["spec"]["trainer"]["args"][-1]
+    assert last == sent
+    assert expand(last) == given

@@ -1,0 +1,24 @@
+"""scripts/compare.py compares checkpoints as files, whatever the size of the model and the user's choice."""
+
+from launches import SMALL
+
+from ddp_lab.launchers.short_run import ShortRun
+from scripts import compare
+
+
+def test_runs_that_are_compared_write_checkpoints_of_one_file(tmp_path, monkeypatch):
+    given = []
+
+    def train(overrides, ranks, out, label):
+        given.extend(overrides)
+        folder = out / label / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder / "step_00000005.pt").touch()
+        return ShortRun([], None)
+
+    monkeypatch.setattr(compare, "train", train)
+    entry = compare.Entry("fsdp", [], 2, 2)
+    result = compare.run(entry, [*SMALL, "checkpoint.format=sharded"], tmp_path)
+    formats = [override for override in given if override.startswith("checkpoint.format=")]
+    assert formats[-1] == "checkpoint.format=full", "the last override counts"
+    assert [*result.checkpoints] == [5]
