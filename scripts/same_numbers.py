@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("commit", help="commit to compare this working tree with")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES, help="default: all")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides for both trees, after --")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     changed = []
     with tempfile.TemporaryDirectory() as folder:
         before, runs = Path(folder) / "before", Path(folder)
