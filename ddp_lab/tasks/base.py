@@ -122,9 +122,7 @@ class Task(nn.Module):
         """Return the sums of the training metrics, each [], in the order of `running`."""
         return []
 
-    def weighted_sum(
-        self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def weighted_sum(self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of values that are weighted as the losses of their samples are, [].
 
         Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
