@@ -39,7 +39,8 @@ class Task(nn.Module):
         loss: replaces the task's own loss: returns unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
 
     Attributes:
-        running: names of the training metrics: sums over the steps, divided by the weights.
+        running: names of the training metrics: sums over the steps, weighted as the losses are (`weighted_sum`), divided by
+            the weights.
         better: which values of its metrics are better, by name, so that `checkpoint.best=val_NAME` can choose by them. The
             mean loss is always among them.
         pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
@@ -120,6 +121,28 @@ class Task(nn.Module):
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of the training metrics, each [], in the order of `running`."""
         return []
+
+    def weighted_sum(self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum of values that are weighted as the losses of their samples are, [].
+
+        Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
+        It computes the losses again, unless they are known to be one of weight 1 for each value.
+
+        Args:
+            values: [b, ...], numbers or booleans.
+            outputs, targets: that the losses are computed from.
+        """
+        if self.per_sample and values.dim() == 1:
+            return values.sum()
+        with torch.no_grad():
+            found = self.losses(outputs, targets)
+        weights = found[1] if isinstance(found, tuple) else torch.ones_like(found)
+        dtype = sum_dtype(outputs.device)
+        values, weights = values.to(dtype), weights.to(dtype)
+        if values.dim() > weights.dim():
+            values = values.flatten(weights.dim()).mean(-1)
+        missing = weights.dim() - values.dim()
+        return (values.view(*values.shape, *[1] * missing) * weights).sum()
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return sums over a batch, of any shape, by name, besides those of the loss. They are added up in an evaluation."""

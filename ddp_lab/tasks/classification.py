@@ -45,7 +45,7 @@ class Classification(Task):
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
-        self.per_sample = True
+        self.per_sample = True if isinstance(self.loss, CrossEntropy) else None  # another one may have weights
         self.labels = LabelRange()
 
     def choosing(self, classes: int) -> list[str]:
@@ -81,7 +81,8 @@ class Classification(Task):
         self.require_labels(targets, outputs.size(1))
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-        return [(outputs.argmax(1) == classes_of(targets)).sum()]
+        right = outputs.argmax(1) == classes_of(targets)
+        return [self.weighted_sum(right, outputs, targets)]
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         self._require_classes(outputs, targets)

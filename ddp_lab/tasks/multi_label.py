@@ -24,7 +24,8 @@ class MultiLabel(Task):
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-        return [((outputs > 0) == (targets > 0.5)).sum()]
+        right = (outputs > 0) == (targets > 0.5)
+        return [right.sum() if self.loss is None else self.weighted_sum(right, outputs, targets)]
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         decided, true = outputs > 0, targets > 0.5

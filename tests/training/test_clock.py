@@ -1,0 +1,185 @@
+"""The numbers with a unit that a run shows, on a clock of the test's own: seconds, rates, what is left, and MFU.
+
+A step takes 2 s, of which its batch takes 0.5 s, and an evaluation 100 s. An epoch has five steps of
+one sample, of which only the third epoch is the last.
+"""
+
+import math
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_lab.config.types import Every
+from ddp_lab.data.batch import Batch
+from ddp_lab.observe.logger import Logger
+from ddp_lab.strategies.single import Single
+from ddp_lab.tasks.base import Task
+from ddp_lab.training import meter
+from ddp_lab.training.loop import Hooks, Parts, fit
+from ddp_lab.training.metrics import RunningSums
+from ddp_lab.training.not_finite import NotFiniteNotes
+from ddp_lab.training.plan import FitSettings
+from ddp_lab.training.progress import Progress
+from ddp_lab.world.runtime import Runtime
+
+WAIT, STEP, EVALUATION = 0.5, 2.0, 100.0  # seconds; a step includes the wait for its batch
+SAMPLES, EPOCHS = 5, 3
+RATE = 1 / STEP  # samples per second
+FULL_RATE = 2.0  # samples per second of a device at its peak
+HELD = 3 * 2**20  # bytes
+BATCH = Batch(torch.ones(1, 1), torch.zeros(1), 1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Loading:
+    """Five batches, each of which takes WAIT."""
+
+    batch_size = 1
+    data = SimpleNamespace(size=SAMPLES)
+    inputs, targets = BATCH[:2]
+
+    def __init__(self, clock: Clock):
+        self.clock, self.start = clock, 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def set_epoch(self, order: int, samples: int) -> None:
+        self.start = samples
+
+    def __iter__(self):
+        for _ in range(self.start, SAMPLES):
+            self.clock.now += WAIT
+            yield BATCH
+
+
+class Evaluating(Loading):
+    """One batch, which takes EVALUATION."""
+
+    def __iter__(self):
+        self.clock.now += EVALUATION
+        yield BATCH
+
+
+class Working:
+    """A step that takes the rest of STEP."""
+
+    def __init__(self, clock: Clock, sums: RunningSums):
+        self.clock, self.sums = clock, sums
+
+    def batches(self, loader):
+        return loader
+
+    def __call__(self, batch) -> None:
+        self.clock.now += STEP - WAIT
+        self.sums.add(torch.ones(2, dtype=torch.float64))
+
+
+class Rows(Logger):
+    show_every = 0.0
+
+    def __init__(self):
+        self.of_steps, self.shown, self.of_epochs = [], [], []
+
+    def steps(self, row):
+        self.of_steps.append(row)
+
+    def show(self, row):
+        self.shown.append(row)
+
+    def epoch(self, epoch, **metrics):
+        self.of_epochs.append(metrics)
+
+
+class Positions(Hooks):
+    """Keeps the position after each step, as a checkpoint would."""
+
+    def __init__(self):
+        self.found = []
+
+    def after_step(self, progress, here):
+        self.found.append(here())
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Return a function that trains from a position and returns the rows and the positions after the steps."""
+
+    def train(progress: Progress, log_every: Every | None = None, hooks: Hooks | None = None) -> Rows:
+        clock = Clock()
+        monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
+        monkeypatch.setattr(meter, "peak_memory_bytes", lambda: HELD)
+        strategy = Single(Runtime("cpu"))
+        strategy.task = Task(lambda outputs, targets: outputs[:, 0])
+        strategy.setup(torch.nn.Identity())
+        sums, rows = RunningSums(strategy.task, strategy.device), Rows()
+        eager = SimpleNamespace(strategy=strategy, ema=None, running_sums=sums, lr=0.25)
+        settings = FitSettings(EPOCHS, log_every=log_every or Every(steps=2), full_rate=FULL_RATE)
+        loaders = {"train": Loading(clock), "val": Evaluating(clock)}
+        step = Working(clock, sums)
+        parts = Parts(eager, step, loaders, settings, None, NotFiniteNotes(False))
+        fit(parts, rows, hooks or Hooks(), progress)
+        return rows
+
+    return train
+
+
+def test_seconds_and_rate_of_an_epoch_are_those_of_its_steps_without_the_evaluation(run):
+    rows = run(Progress()).of_epochs
+    assert [row["seconds"] for row in rows] == [SAMPLES * STEP] * EPOCHS
+    assert [row["samples_per_second"] for row in rows] == [RATE] * EPOCHS
+    assert [row["step"] for row in rows] == [5, 10, 15]
+
+
+def test_seconds_and_rate_of_a_resumed_epoch_have_the_time_before(run):
+    """Three steps before took 12 s, twice as long as the others: 12 + 2 * 2 s for five samples."""
+    rows = run(Progress(samples=3, step=3, sums=[3.0, 3.0], seconds=12.0)).of_epochs
+    assert rows[0]["seconds"] == 12 + 2 * STEP
+    assert rows[0]["samples_per_second"] == 5 / 16
+    assert rows[1]["seconds"] == 5 * STEP, "the next epoch has the time of the resumed one"
+
+
+def test_position_after_a_step_has_the_seconds_of_the_epoch_so_far(run):
+    hooks = Positions()
+    run(Progress(epoch=EPOCHS, samples=3, step=13, sums=[3.0, 3.0], seconds=12.0), hooks=hooks)
+    assert [position.seconds for position in hooks.found] == [14.0, 16.0]
+    assert [position.sums for position in hooks.found] == [[4.0, 4.0], [5.0, 5.0]]
+
+
+def test_rows_of_steps_have_the_rate_and_the_time_that_is_left(run):
+    rows = run(Progress()).of_steps
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12, 14]
+    left_of_epoch = [3, 1, 4, 2, 0, 3, 1]  # samples
+    epochs_after = [2, 2, 1, 1, 1, 0, 0]
+    assert [row["epoch"] for row in rows] == [1, 1, 2, 2, 2, 3, 3]
+    for row, left, epochs in zip(rows, left_of_epoch, epochs_after, strict=True):
+        assert row["samples_per_second"] == pytest.approx(RATE)
+        assert row["eta_epoch"] == pytest.approx(left * STEP)
+        assert row["eta"] == pytest.approx((left + epochs * SAMPLES) * STEP)
+        assert row["data_wait"] == pytest.approx(WAIT / STEP)
+        assert row["mfu"] == pytest.approx(RATE / FULL_RATE)
+        assert row["peak_memory_MiB"] == 3
+        assert row["lr"] == 0.25
+
+
+def test_rows_every_so_many_seconds_come_then(run):
+    """Steps end after 2, 4, 6, 8 and 10 s of an epoch; the row of 4 s is the first that is due."""
+    rows = run(replace(Progress(epoch=EPOCHS), step=10), Every(seconds=4.0)).of_steps
+    assert [row["step"] for row in rows] == [12, 14]
+
+
+def test_what_is_shown_counts_from_what_was_shown_before(run):
+    rows = run(Progress(epoch=EPOCHS, step=10)).shown
+    assert len(rows) > 1
+    assert {row["samples_per_second"] for row in rows} == {RATE}
+    assert all(math.isclose(row["eta"], row["eta_epoch"]) for row in rows), "no epoch follows"
