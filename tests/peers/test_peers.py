@@ -28,6 +28,7 @@ from worlds import once, run_world
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-12
+UNCLIPPED = 1e9  # a largest norm that no gradient reaches
 PEERS = ["ddp", "fsdp2", "accelerate", "fabric"]
 STRATEGIES = ["single", "scratch", "ddp", "fsdp"]
 COMPLETE = 2 * BATCH  # samples of two complete batches
@@ -38,17 +39,17 @@ MicroBatches = Sequence[Sequence[int]]  # of all ranks in one step, as numbers o
 
 
 @once
-def peer(name: str, number: int, weighted: bool, by_global_weight: bool) -> Weights:
+def peer(name: str, number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     function = getattr(peer_training, name)
-    first, second = run_world(RANKS, function, number, weighted, by_global_weight, timeout=60)
+    first, second = run_world(RANKS, function, number, weighted, by_global_weight, max_norm, timeout=60)
     assert difference(first, second) == 0
     return first
 
 
 @once
-def ours(strategy: str, number: int, weighted: bool) -> Weights:
+def ours(strategy: str, number: int, weighted: bool, max_norm: float = MAX_NORM) -> Weights:
     ranks = 1 if strategy == "single" else RANKS
-    return run_world(ranks, peer_training.ours, strategy, number, weighted, timeout=60)[0]
+    return run_world(ranks, peer_training.ours, strategy, number, weighted, max_norm, timeout=60)[0]
 
 
 def difference(found: Weights, other: Weights) -> float:
@@ -57,14 +58,14 @@ def difference(found: Weights, other: Weights) -> float:
     return max(float((found[name] - other[name]).abs().max()) for name in found)
 
 
-def train(number: int, weighted: bool, steps: Sequence[MicroBatches], loss_of: Callable) -> Weights:
+def train(number: int, weighted: bool, steps: Sequence[MicroBatches], loss_of: Callable, max_norm: float = MAX_NORM) -> Weights:
     """Train on one device; `loss_of` returns the loss of a step for its micro-batches."""
     data = samples(number, weighted)
     model = net()
     optimizer = sgd(model.parameters())
     for step in steps:
         loss_of(model, [data[list(indices)] for indices in step]).backward()
-        clip_grad_norm_(model.parameters(), MAX_NORM)
+        clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(model)
@@ -150,6 +151,14 @@ def test_peer_with_missing_micro_batches_divides_by_all_of_them(name):
     """The gradient of the last step is half as large; Fabric's documented loop never takes that step."""
     last = [[16, 17], [18, 19]] if name == "accelerate" else strided(2, 2)
     steps = complete(name) if name == "fabric" else [*complete(name), last]
+    found = peer(name, SHORT, False, False, UNCLIPPED)
+    expected = train(SHORT, False, steps, mean_of_means, UNCLIPPED)
+    assert difference(found, expected) <= TOLERANCE
+    assert difference(found, ours("ddp", SHORT, False, UNCLIPPED)) > 0.001
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name != "fabric"])
+def test_clipping_hides_a_gradient_that_is_half_as_large(name):
+    """Up to the 1e-6 that clip_grad_norm_ adds to the norm by which it divides."""
     found = peer(name, SHORT, False, False)
-    assert difference(found, train(SHORT, False, steps, mean_of_means)) <= TOLERANCE
-    assert difference(found, ours("ddp", SHORT, False)) > 0.001
+    assert 1e-9 < difference(found, ours("ddp", SHORT, False)) < 1e-6

@@ -49,7 +49,7 @@ def global_weight(micro_batches: list[list[torch.Tensor]]) -> torch.Tensor:
     return weight
 
 
-def train_torch(model: nn.Module, data: TensorDataset, by_global_weight: bool) -> Weights:
+def train_torch(model: nn.Module, data: TensorDataset, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     """Train a model that DDP or FSDP2 has wrapped."""
     loader = DataLoader(data, MICRO_BATCH, sampler=DistributedSampler(data, shuffle=False))
     optimizer = sgd(model.parameters())
@@ -68,21 +68,21 @@ def train_torch(model: nn.Module, data: TensorDataset, by_global_weight: bool) -
                 else:
                     loss = local_mean(outputs, targets) / ACCUMULATE
                 loss.backward()
-        clip_grad_norm_(model.parameters(), MAX_NORM)
+        clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(model.module if isinstance(model, DistributedDataParallel) else model)
 
 
-def ddp(number: int, weighted: bool, by_global_weight: bool) -> Weights:
+def ddp(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     model = DistributedDataParallel(net())
-    found = train_torch(model, samples(number, weighted), by_global_weight)
+    found = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
     dist.destroy_process_group()
     return found
 
 
-def fsdp2(number: int, weighted: bool, by_global_weight: bool) -> Weights:
+def fsdp2(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     mesh = init_device_mesh("cpu", (RANKS,))
     model = net()
@@ -90,12 +90,12 @@ def fsdp2(number: int, weighted: bool, by_global_weight: bool) -> Weights:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found = train_torch(model, samples(number, weighted), by_global_weight)
+    found = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
     dist.destroy_process_group()
     return found
 
 
-def accelerate(number: int, weighted: bool, by_global_weight: bool) -> Weights:
+def accelerate(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     accelerator = Accelerator(
@@ -119,7 +119,7 @@ def accelerate(number: int, weighted: bool, by_global_weight: bool) -> Weights:
                     factors = accelerator.gradient_accumulation_steps * accelerator.num_processes
                     loss = loss_sum(model(inputs), targets) * factors / weight
                     accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
     else:
@@ -128,7 +128,7 @@ def accelerate(number: int, weighted: bool, by_global_weight: bool) -> Weights:
                 loss = local_mean(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
     found = weights_of(accelerator.unwrap_model(model))
@@ -136,7 +136,7 @@ def accelerate(number: int, weighted: bool, by_global_weight: bool) -> Weights:
     return found
 
 
-def fabric(number: int, weighted: bool, by_global_weight: bool) -> Weights:
+def fabric(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy
 
@@ -165,7 +165,7 @@ def fabric(number: int, weighted: bool, by_global_weight: bool) -> Weights:
                 loss = local_mean(outputs, targets) / ACCUMULATE
             fabric.backward(loss)
         if not is_accumulating:
-            fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+            fabric.clip_gradients(model, optimizer, max_norm=max_norm)
             optimizer.step()
             optimizer.zero_grad()
     found = weights_of(model.module)
@@ -173,13 +173,13 @@ def fabric(number: int, weighted: bool, by_global_weight: bool) -> Weights:
     return found
 
 
-def ours(strategy: str, number: int, weighted: bool) -> Weights:
+def ours(strategy: str, number: int, weighted: bool, max_norm: float = MAX_NORM) -> Weights:
     """Train under a strategy of ddp_lab. Collective."""
     from ddp_lab import Lab
 
     with Lab(strategy, device="cpu", timeout=30.0) as lab:
         model = net()
-        trainer = lab.trainer(model, losses_and_weights, sgd, BATCH, ACCUMULATE, MAX_NORM)
+        trainer = lab.trainer(model, losses_and_weights, sgd, BATCH, ACCUMULATE, max_norm)
         for inputs, targets in trainer.batches(samples(number, weighted), 0, shuffle=False):
             trainer.step(inputs, targets)
         return weights_of(trainer.strategy.module)
