@@ -60,7 +60,7 @@ TOGETHER = [
     *each(GRAPH, *ALGORITHMS, "ddp", "ddp clipped accumulate=3", f"ddp {MOVED}", "ddp recipe", "tp tp=2 clipped"),
     *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
     # A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
-    *each(GRAPH, "fsdp units=Containers clipped warmup_epochs=0 optimizer.lr=0.0625"),
+    *each(GRAPH, "fsdp units=Containers clipped scheduler=constant warmup_epochs=0 optimizer.lr=0.0625"),
     *each(GRAPH, "mesh shard=null accumulate=2 short clipped", "mesh tp=2 sequence_parallel=true short clipped"),
     *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
