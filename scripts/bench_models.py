@@ -81,6 +81,7 @@ class Model:
 
 
 VIT_L16 = partial(vit, depth=24, width=1024, heads=16, mlp_ratio=4.0, patch_size=16, pool="mean", drop_path=0.0)
+TINY = ["depth=4", "width=16", "heads=2", "mlp_ratio=2.0", "patch_size=7", "pool=mean", "drop_path=0.0"]
 MODELS = {
     "lenet": Model(lambda: lenet(1, 28, 10, None), ["model=lenet"], (1, 28, 28)),
     "resnet18": Model(lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28)),
@@ -96,6 +97,14 @@ MODELS = {
         classes=1000,
         batch=64,
         steps=20,
+        optimizer=fused_adamw,
+    ),
+    "vit_tiny": Model(  # for tests of the loops
+        lambda: vit(1, 28, 10, depth=4, width=16, heads=2, mlp_ratio=2.0, patch_size=7, pool="mean", drop_path=0.0),
+        ["model=vit", *(f"model.{name}" for name in TINY), *ADAMW],
+        (1, 28, 28),
+        batch=8,
+        steps=4,
         optimizer=fused_adamw,
     ),
     "gpt2": Model(
