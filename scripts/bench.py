@@ -1,6 +1,6 @@
 """Measure training loops side by side: train.py, stock torch, and the kernels alone.
 
-python scripts/bench.py                                            what our loop costs: `bare` and `ours eager`
+python scripts/bench.py                                            what our loop costs: `ours beside bare`
 python scripts/bench.py --gpus 1 2 --models vit_l16 gpt2 resnet18 \\
     --strategies ddp fsdp scratch-bucketed pipeline "mesh tp=2" --json runs/bench.json
                                                                    what a second GPU brings, beside stock torch
@@ -15,6 +15,7 @@ is not ours.
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
 stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside of DistributedDataParallel
+ours beside bare     `ours eager` and `bare` in turn within one run, on a CPU (scripts/bench_pairs.py)
 bare                 hand-written, eager, float32, images on the device: only the kernels of `ours eager`
 ours eager           train.py with speed=off
 ours auto, ... bf16  train.py without options; with precision=bf16, too
@@ -42,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.launchers.short_run import train  # noqa: E402
 from scripts.bench_loops import LOOPS  # noqa: E402
 from scripts.bench_models import LR, MODELS  # noqa: E402
+from scripts.bench_pairs import lower_bound, ratios  # noqa: E402
 from scripts.bench_stock import STOCK  # noqa: E402
 
 FASTEST = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
@@ -51,7 +53,10 @@ OURS = {
     "ours auto bf16": ["precision=bf16"],
     "ours": FASTEST,
 }
-NAMES = [*LOOPS, "stock", *OURS]
+PAIRED = "ours beside bare"
+NUMBERS = ("rates", "ratios", "cpu_ratios")  # of a row
+PAIRS = 24  # epochs of a launch
+NAMES = [*LOOPS, "stock", *OURS, PAIRED]
 
 
 def strategy_overrides(strategy: str) -> list[str]:
@@ -68,7 +73,8 @@ def overrides(model: str, ranks: int, arguments: argparse.Namespace) -> list[str
     """Return the overrides of train.py that all its loops have in common."""
     chosen = MODELS[model]
     batch = size_of_batch(model, arguments) * ranks
-    steps = arguments.steps or chosen.steps
+    usual = chosen.cpu_steps if arguments.gpus == [0] else chosen.steps
+    steps = arguments.steps or usual
     return [
         f"device={'cpu' if arguments.gpus == [0] else 'cuda'}",
         *chosen.overrides,
@@ -86,7 +92,7 @@ def size_of_batch(model: str, arguments: argparse.Namespace) -> int:
     """Return the number of samples on each device."""
     if arguments.batch:
         return arguments.batch
-    return 64 if arguments.gpus == [0] else MODELS[model].batch
+    return MODELS[model].cpu_batch if arguments.gpus == [0] else MODELS[model].batch
 
 
 def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
@@ -118,7 +124,8 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
     """
     out = folder / "rates"
     ranks = row["devices"]
-    steps = arguments.steps or MODELS[row["model"]].steps
+    model = MODELS[row["model"]]
+    steps = arguments.steps or (model.cpu_steps if arguments.gpus == [0] else model.steps)
     settings = {
         "model": row["model"],
         "loop": row["loop"],
@@ -142,13 +149,52 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
     return json.loads(out.read_text())
 
 
+def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> None:
+    """Add to the row the ratios of one run whose epochs alternate with bare steps, by time and by CPU time.
+
+    Raises:
+        RuntimeError: it took too long, or failed.
+    """
+    model, ranks = row["model"], row["devices"]
+    steps = arguments.steps or MODELS[model].cpu_steps
+    out = folder / "pairs"
+    task = {"model": model, "batch": row["batch"], "steps": steps, "out": out}
+    given = [
+        *overrides(model, ranks, arguments),
+        "speed=off",
+        *strategy_overrides(row["strategy"]),
+        "task._target_=scripts.bench_pairs.BesideBare",
+        *(f"+task.{key}={value}" for key, value in task.items()),
+        f"epochs={PAIRS}",
+    ]
+    run = train(given, ranks if ranks > 1 else None, folder, "run", arguments.patience)
+    if run.problem:
+        raise RuntimeError(run.problem)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for clock, name in enumerate(("ratios", "cpu_ratios")):
+        row[name] = row.get(name, []) + ratios(rows, clock)
+    row["rates"] += [rate * MODELS[model].units for rate in run.rates]
+
+
+def describe_pairs(row: dict) -> str:
+    """Return the median of the ratios of a row and their lower 95 % bounds."""
+    shown = []
+    for name, clock in (("ratios", "time"), ("cpu_ratios", "CPU time")):
+        median = statistics.median(row[name])
+        shown.append(f"{median:.3f}, at least {lower_bound(row[name]):.3f}, by {clock}")
+    return f"{'; '.join(shown)} ({len(row['ratios'])} pairs)"
+
+
 def measure(row: dict, arguments: argparse.Namespace) -> None:
     """Launch the loop of a row once more, and add its rates, or why there are none, to the row."""
     row["launches"] += 1
     rates_of = rates_of_ours if row["loop"] in OURS else rates_of_stock
     with tempfile.TemporaryDirectory() as folder:
         try:
-            row["rates"] += rates_of(row, arguments, Path(folder))
+            if row["loop"] == PAIRED:
+                measure_pairs(row, arguments, Path(folder))
+            else:
+                row["rates"] += rates_of(row, arguments, Path(folder))
         except RuntimeError as error:
             row["skipped"] = str(error)
             return
@@ -178,6 +224,8 @@ def table(rows: list[dict]) -> str:
         one = next((each["rate"] for each in alone if "rate" in each), None)
         times = f"{row['rate'] / one:.2f}x" if one else ""
         ratio = f"{row['rate'] / best:.2f}x" if best else ""
+        if row["loop"] == PAIRED:
+            ratio = describe_pairs(row)
         lines.append(f"| {' | '.join(cells)} | {row['rate']:,.0f} | {row['spread']:.1%} | {times} | {ratio} |")
     return "\n".join(lines)
 
@@ -194,8 +242,8 @@ def parse(gpus: int) -> argparse.Namespace:
     parser.add_argument("--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with 1 and 2 ranks", **number)
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"], choices=MODELS)
     parser.add_argument("--strategies", nargs="+", help="on several devices, ddp by default; scratch-ALGORITHM")
-    parser.add_argument("--batch", help="samples on each device; by default the model's, on a CPU 64", **number)
-    parser.add_argument("--steps", default=None if gpus else 20, help="per repeat of ours; others take a quarter", **number)
+    parser.add_argument("--batch", help="samples on each device; by default the model's", **number)
+    parser.add_argument("--steps", help="per repeat of ours; others take a quarter", **number)
     parser.add_argument("--repeats", default=5, help="of a launch", **number)
     parser.add_argument("--rounds", default=1, help="launches of each loop", **number)
     parser.add_argument("--patience", default=180, help="seconds that a launch may take", **number)
@@ -209,9 +257,11 @@ def parse(gpus: int) -> argparse.Namespace:
         allowed = f"at most {gpus}, or " * (gpus > 0) + "0 for the CPU"
         sys.exit(f"error: --gpus {max(arguments.gpus)}: this machine shows {gpus}; use {allowed}")
     if arguments.loops is None:
-        arguments.loops = ["ours", "stock"] if arguments.strategies else ["bare", "ours eager"]
+        arguments.loops = ["ours", "stock"] if arguments.strategies else [PAIRED]
     elif "all" in arguments.loops:
         arguments.loops = NAMES
+    if PAIRED in arguments.loops and arguments.gpus != [0]:
+        arguments.loops = [loop for loop in arguments.loops if loop != PAIRED] or ["bare", "ours eager"]
     for strategy in arguments.strategies or ():
         name = strategy.split()[0].partition("-")[0]
         if "stock" in arguments.loops and name not in STOCK:
@@ -225,7 +275,7 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
     for model, ranks in itertools.product(arguments.models, counts):
         for strategy in ["single"] if ranks == 1 else arguments.strategies or ["ddp"]:
             for loop in arguments.loops:
-                if loop in LOOPS and strategy not in ("single", "ddp"):
+                if loop in (*LOOPS, PAIRED) and strategy not in ("single", "ddp"):
                     continue
                 row = {"model": model, "devices": ranks, "strategy": strategy, "loop": loop}
                 yield row | {"batch": size_of_batch(model, arguments), "rates": [], "launches": 0}
@@ -254,7 +304,7 @@ def main() -> None:
             if row["launches"] > number or "skipped" in row or late:
                 continue
             measure(row, arguments)
-            print({key: value for key, value in row.items() if key != "rates"}, flush=True)
+            print({key: value for key, value in row.items() if key not in NUMBERS}, flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(record, indent=1))
     print(f"\n{where}, torch {torch.__version__}, {record['time']}")

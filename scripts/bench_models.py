@@ -46,6 +46,7 @@ class Model:
         classes: number of classes, or of different tokens.
         batch: usual samples on each device.
         steps: usual steps of a repeat.
+        cpu_batch, cpu_steps: the same on a CPU, which take a second or so.
         optimizer: makes the optimizer of the stock loops.
     """
 
@@ -55,6 +56,8 @@ class Model:
     classes: int = 10
     batch: int = 256
     steps: int = 235
+    cpu_batch: int = 64
+    cpu_steps: int = 20
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(default=fused_sgd)
 
     @property
@@ -84,7 +87,7 @@ VIT_L16 = partial(vit, depth=24, width=1024, heads=16, mlp_ratio=4.0, patch_size
 TINY = ["depth=4", "width=16", "heads=2", "mlp_ratio=2.0", "patch_size=7", "pool=mean", "drop_path=0.0"]
 MODELS = {
     "lenet": Model(lambda: lenet(1, 28, 10, None), ["model=lenet"], (1, 28, 28)),
-    "resnet18": Model(lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28)),
+    "resnet18": Model(lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28), cpu_batch=4, cpu_steps=5),
     "resnet50": Model(
         lambda: torchvision.models.resnet50(num_classes=10),
         ["model=torchvision", "model.name=resnet50"],

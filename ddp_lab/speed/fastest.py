@@ -33,8 +33,8 @@ KEYS = {  # the config keys, by the name of the option
     "compile": "compile",
 }
 TIMED = 5  # steps
-# Seconds that the rest of a run must take without compiling, and more for each layer that is compiled, of equal blocks those of
-# one. Both are a policy for any card: compiling costs some seconds of a run that takes a minute or more, and later saves a share.
+# Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Both are a
+# policy for any card: compiling costs some seconds of a run that takes a minute or more, and then saves a share of the rest.
 WORTH_FROM, WORTH_EACH = 60.0, 1.0
 
 
