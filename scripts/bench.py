@@ -217,7 +217,7 @@ def table(rows: list[dict]) -> str:
             lines.append(f"| {' | '.join(cells)} | not run: {row['skipped']} | | | |")
             continue
         alike = [each for each in rows if is_same(each, row, "model", "devices") and "rate" in each]
-        others = [each for each in alike if each["loop"] not in OURS]
+        others = [each for each in alike if each["loop"] not in (*OURS, PAIRED)]
         same = [each for each in others if each["strategy"] == row["strategy"]]
         best = max((each["rate"] for each in same or others), default=None)
         alone = [each for each in rows if is_same(each, row, "model", "loop") and each["devices"] == 1]
