@@ -10,50 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.models.lenet import lenet  # noqa: E402
-from ddp_lab.models.resnet import resnet18  # noqa: E402
+from scripts.bench_models import LR, MODELS, Model, made_up  # noqa: E402
+from scripts.bench_stock import STOCK  # noqa: E402
 
-CLASSES = 10
-LR = 1e-4  # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 Step = Callable[[], None]
-
-
-class Model(NamedTuple):
-    """A model to measure, and the made-up images that it is trained on."""
-
-    make: Callable[[], nn.Module]
-    overrides: list[str]
-    channels: int
-    size: int
-
-
-MODELS = {
-    "lenet": Model(lambda: lenet(1, 28, CLASSES, None), ["model=lenet"], 1, 28),
-    "resnet18": Model(lambda: resnet18(1, 28, CLASSES, None), ["model=resnet18"], 1, 28),
-    "resnet50": Model(
-        lambda: torchvision.models.resnet50(num_classes=CLASSES), ["model=torchvision", "model.name=resnet50"], 3, 224
-    ),
-}
-
-
-def made_up(count: int, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random images in uint8 and their classes."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (count, model.channels, model.size, model.size), dtype=torch.uint8, generator=generator)
-    return images, torch.randint(CLASSES, (count,), generator=generator)
 
 
 def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
@@ -142,22 +114,30 @@ def wait(device: torch.device) -> None:
 
 
 def main(arguments: Namespace) -> None:
-    """Run one loop on this rank and, on rank 0, write its images per second by repeat, the first of which does not count."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Run one loop on this rank and, on rank 0, write its samples or tokens per second by repeat.
+
+    The first repeat, which compiles, does not count.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", rank) if arguments.gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if ranks > 1:
         dist.init_process_group("nccl" if arguments.gpus else "gloo")
     torch.manual_seed(0)
-    step, rates = LOOPS[arguments.loop](MODELS[arguments.model], device, arguments), list[float]()
+    model = MODELS[arguments.model]
+    loops = STOCK if arguments.loop == "stock" else LOOPS
+    step = loops[arguments.strategy if arguments.loop == "stock" else arguments.loop](model, device, arguments)
+    rates: list[float] = []
     for _ in range(arguments.repeats + 1):
         wait(device)
         start = time.perf_counter()
         for _ in range(arguments.steps):
             step()
         wait(device)
-        rates.append(arguments.steps * arguments.batch * ranks / (time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        rates.append(arguments.steps * arguments.batch * ranks * model.units / seconds)
     if rank == 0:
         Path(arguments.out).write_text(json.dumps(rates[1:]))
     if ranks > 1:

@@ -38,6 +38,7 @@ from ddp_lab.training.loop import why_over
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 from ddp_lab.world.device import float32_matmul
+from ddp_lab.world.host_memory import keep_freed_memory
 from ddp_lab.world.runtime import Runtime
 
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -61,6 +62,8 @@ def train(
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
     choices = HydraConfig.get().runtime.choices
+    if runtime.device.type == "cpu":
+        keep_freed_memory()
     restore_lost(cfg, runtime)
     check = partial(check_and_build, cfg, runtime, choose_batch, check_memory)
     checked = runtime.succeed("checks", check)

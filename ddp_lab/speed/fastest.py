@@ -13,8 +13,9 @@ import torch
 
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.observe.log import log
-from ddp_lab.speed.compile import compiling
+from ddp_lab.speed.compile import compiling, kind, repeats
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.device import size
@@ -32,12 +33,9 @@ KEYS = {  # the config keys, by the name of the option
     "compile": "compile",
 }
 TIMED = 5  # steps
-# Measured on one H200 with torch 2.11, Fashion-MNIST, 2026-11-23: `train.py cuda_graph=true channels_last=true epochs=1` with
-# compile=true, and speed=auto, which did not compile. ResNet-18 at batch 64: an epoch takes 2.60 s captured and 2.13 s compiled
-# in float32, 2.02 and 1.39 s in bf16. LeNet gains more. On other H200s compiling took 14 to 18 s for ResNet-18 and 8 to 10 s
-# for LeNet at batch 256, with 2 to 3 s in which cuDNN times its kernels for ResNet-18.
-GAINS = {"float32": 0.18, "bf16": 0.3}  # share of a step that compiling saves, by precision
-COLD, EACH = 9.0, 0.2  # seconds that compiling takes, and more for each layer with parameters
+# Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Both are a
+# policy for any card: compiling costs some seconds of a run that takes a minute or more, and then saves a share of the rest.
+WORTH_FROM, WORTH_EACH = 60.0, 1.0
 
 
 class PerformanceOptions(NamedTuple):
@@ -211,11 +209,20 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
         seconds: duration of a step that is not compiled.
         steps_left: steps until the end of the run.
     """
-    runtime = step.strategy.runtime
-    layers = sum(any(True for _ in layer.parameters(recurse=False)) for layer in step.strategy.module.modules())
-    takes, saves = COLD + EACH * layers, GAINS[runtime.precision] * steps_left * seconds
-    why = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left: compiling saves about {saves:.0f} s of them and takes"
-    return runtime.agree("compile", lambda: saves > takes), f"{why} about {takes:.0f} s"
+    layers = layers_to_compile(step.strategy)
+    left, needed = steps_left * seconds, WORTH_FROM + WORTH_EACH * layers
+    pays = step.strategy.runtime.agree("compile", lambda: left > needed)
+    steps = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
+    return pays, f"{steps}: compiling {layers} different layers pays from about {needed:.0f} s on"
+
+
+def layers_to_compile(strategy: Strategy) -> int:
+    """Return the number of layers with parameters for which code is generated: of equal blocks those of one."""
+    blocks = [strategy.module]
+    if strategy.compiled_by_block or repeats(strategy.module):
+        blocks = list({kind(block): block for block in strategy.module.children()}.values())
+    layers = [layer for block in blocks for layer in block.modules()]
+    return sum(any(True for _ in layer.parameters(recurse=False)) for layer in layers)
 
 
 def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:

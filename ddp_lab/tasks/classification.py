@@ -54,8 +54,10 @@ class Classification(Task):
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel
             self._require_classes(outputs, targets)
-            reduction = "none" if targets.dim() == 2 else "sum"
-            return self.loss(outputs, targets, reduction).sum(), torch.full((), len(targets), device=outputs.device)
+            weight = torch.full((), len(targets), device=outputs.device)
+            if targets.dim() == 2:  # probabilities
+                return self.loss(outputs, targets, "none").sum(), weight
+            return self.loss(outputs, targets, "sum"), weight
         return super().loss_sum(outputs, targets)
 
     def _require_classes(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:

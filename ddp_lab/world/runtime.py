@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 
@@ -101,8 +101,10 @@ class Runtime(Ranks):
         """Return the FLOP/s of this rank's card by its data sheet; None on CPUs and unknown cards."""
         return peak_flops(card_of(torch.cuda.get_device_name()), self.precision) if self.device.type == "cuda" else None
 
-    def autocast(self) -> torch.autocast:
-        """Return the context of mixed precision for the forward pass; it does nothing with precision=float32."""
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of mixed precision for the forward pass; with precision=float32 it excludes an outer one."""
+        if self.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()  # a step of small kernels on a CPU notices torch's
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def open_group(self) -> None:

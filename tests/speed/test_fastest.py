@@ -1,15 +1,25 @@
 """The fastest step that works: what is tried in which order, and what happens if it fails. On GPUs: test_gpu.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from training import make_step
 
 from ddp_lab.data.loader import Loader
+from ddp_lab.models.vit import vit
 from ddp_lab.speed import fastest
-from ddp_lab.speed.fastest import PerformanceOptions, build_step, measure
+from ddp_lab.speed.fastest import (
+    PerformanceOptions,
+    build_step,
+    compile_pays_off,
+    layers_to_compile,
+    measure,
+)
 from ddp_lab.training.optimizer import FEW, configure_optimizer
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
+from scripts.bench_models import MODELS
 
 CHOSEN = PerformanceOptions(
     cuda_graph=True,
@@ -67,13 +77,13 @@ LONG = 1_000_000
             40_000,
             set(),
             [GRAPH],
-            "compile         off     40,000 steps of 1 ms are left: compiling saves about 7 s of them and",
+            "compile         off     40,000 steps of 1 ms are left, 40 s: compiling 4 different layers pays",
         ),
         (
             LONG,
             set(),
             [GRAPH, BOTH],
-            "compile         on      1,000,000 steps of 1 ms are left: compiling saves about 180 s of",
+            "compile         on      1,000,000 steps of 1 ms are left, 1000 s: compiling 4 different",
         ),
         (LONG, {"cuda_graph"}, [GRAPH, EAGER, COMPILED], "off     the step cannot be captured: cuda_graph is impossible"),
         (LONG, {"compile"}, [GRAPH, BOTH, GRAPH], "off     the step cannot be compiled: compile is impossible"),
@@ -113,6 +123,41 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
     monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
     assert attempts.tried == [GRAPH, BOTH][: 1 + answer]
+
+
+class OfModel:
+    """What `compile_pays_off` reads of a step whose model is on the meta device, so that ViT-L takes no memory."""
+
+    def __init__(self, model):
+        self.strategy = SimpleNamespace(
+            module=model,
+            compiled_by_block=False,
+            runtime=SimpleNamespace(agree=lambda key, decide: decide()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "step_seconds", "steps", "compiles"),
+    [
+        ("vit_l16", 0.078, 1_000, True),  # 78 s are left; compiling 26 blocks takes 6 to 20 s
+        ("vit_l16", 0.078, 100, False),
+        ("resnet18", 0.0028, 20 * 938, False),  # 20 epochs of Fashion-MNIST, batch 64, one H200
+        ("resnet18", 0.0028, 60 * 938, True),
+    ],
+)
+def test_compiling_pays_by_the_time_left_and_the_kinds_of_blocks(model, step_seconds, steps, compiles):
+    with torch.device("meta"):
+        made = MODELS[model].make()
+    pays, why = compile_pays_off(OfModel(made), step_seconds, steps)
+    assert pays is compiles, why
+
+
+def test_equal_blocks_count_once():
+    keys = {"width": 16, "heads": 2, "mlp_ratio": 2.0, "patch_size": 7}
+    keys |= {"pool": "mean", "drop_path": 0.0}
+    made = {depth: vit(1, 28, 10, depth=depth, **keys) for depth in (4, 12)}
+    counts = {depth: layers_to_compile(OfModel(model).strategy) for depth, model in made.items()}
+    assert counts[4] == counts[12] < 20
 
 
 def test_measuring_a_step_changes_nothing():
