@@ -33,8 +33,8 @@ KEYS = {  # the config keys, by the name of the option
     "compile": "compile",
 }
 TIMED = 5  # steps
-# Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Both are a
-# policy for any card: compiling costs some seconds of a run that takes a minute or more, and then saves a share of the rest.
+# Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Rounded up
+# from where compiling paid on an H200: other cards may profit earlier, and lose some seconds of a minute or more at worst.
 WORTH_FROM, WORTH_EACH = 60.0, 1.0
 
 

@@ -166,8 +166,7 @@ class UnitHooks:
         if self._is_captured:
             if unused and unused not in self._decided:
                 raise TrainingError(
-                    "cuda_graph=true: a step leaves out other parameters than those before its capture. "
-                    "Use cuda_graph=false"
+                    "cuda_graph=true: a step leaves out other parameters than those before its capture. Use cuda_graph=false"
                 )
             return self._decided.get(unused, [])
         counts = torch.ones(len(self._places), device=device)
