@@ -29,6 +29,7 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
+from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
@@ -146,9 +147,11 @@ class Mesh(FullyShard):
             stage.to(self.device)
         set_batch_norm(stage, self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
+            along_tp = self.mesh["tp"]
+            group, self.peer_sums = make_group(along_tp.get_group(), self.keys["sequence_parallel"], self.device)
             tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
             for name, block in stage.named_children():
-                parallelize(block, self.mesh["tp"], *tokens[name])
+                parallelize(block, along_tp, group, *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         for part in sharded_in(stage):

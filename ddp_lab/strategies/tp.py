@@ -31,10 +31,12 @@ from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
+from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.sharding import local, to_device
+from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
@@ -132,13 +134,26 @@ class TP(Strategy):
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
-        self.refusals["compile"] = (
-            "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
-        )
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
+        self.plans, self.why_layers = plans_for(model, self.axes["tp"])
+        if self.plans:
+            self.layers = {
+                f"{name}.{path}": model.get_submodule(f"{name}.{path}")
+                for name, block in self.plans.items()
+                for path, word in (plan_of(block) or {}).items()
+                if word in ("column", "heads", "row")
+            }
+            self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
+        else:
+            self._choose_layers(model)
+        if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
+            self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
+
+    def _choose_layers(self, model: nn.Module) -> None:
+        """Choose the layers that are sharded one by one."""
         tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
         size = self.axes["tp"]
@@ -174,6 +189,11 @@ class TP(Strategy):
         self.dp_group = mesh.get_group("dp")
         model = to_device(model, self.device, self.initial_weights)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
+        if self.plans:
+            group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)
+            for block in self.plans.values():
+                divide(block, mesh["tp"], group, replicate=False)
+            return
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
@@ -190,8 +210,14 @@ class TP(Strategy):
             return super().predict(inputs)
 
     def describe(self) -> str:
+        layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
+        if self.plans:
+            return (
+                f"{layout}; {len(self.plans)} blocks sharded by their plan, in pairs of layers, "
+                f"{some(self.replicated) or 'no block'} replicated"
+            )
         return (
-            f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
+            f"{layout}; {len(self.layers)} layers sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
 
