@@ -9,7 +9,7 @@ one matrix multiplication: narrow ones do not fill a GPU, and their gradients of
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from ddp_lab.strategies.activation_sums import TokenGroup, finish_sum, gather, start_sum
 
-CHUNKS = 2  # of a batch, of which the sum of one is under way while a row layer computes the next
+import os
+
+CHUNKS = int(os.environ.get("TPC", 2))  # of a batch, of which the sum of one is under way while a row layer computes the next
 
 
 def own_part(parameter: torch.Tensor, partial: bool = False) -> torch.Tensor:
@@ -30,6 +32,12 @@ def own_part(parameter: torch.Tensor, partial: bool = False) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()]) if partial else parameter.to_local()
+
+
+def weight_and_bias(layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return this rank's part of a layer."""
+    bias = cast("torch.Tensor | None", layer.bias)
+    return own_part(layer.weight), None if bias is None else own_part(bias)
 
 
 def as_computed(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -140,10 +148,11 @@ class RowLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the tokens that the rank has, [b, n, width], for the inputs of this rank, [b, n, units]. Collective."""
         outputs = Row.apply(*as_computed(input, own_part(self.weight)), self.group)
-        if self.bias is None:
+        bias = cast("torch.Tensor | None", self.bias)
+        if bias is None:
             return outputs
         # With sequence parallelism its gradient is that of the rank's tokens.
-        return outputs + own_part(self.bias, self.group.share_tokens).to(outputs.dtype)
+        return outputs + own_part(bias, self.group.share_tokens).to(outputs.dtype)
 
 
 class Together:
@@ -176,31 +185,29 @@ class Together:
 
     def compute(self, layer: ColumnLinear, inputs: torch.Tensor) -> torch.Tensor:
         """Return the outputs of a layer, and compute those of the others at once if the module's tokens are its inputs."""
-        if self._tokens is None:
+        if self._tokens is None or self._complete is None:
             return self._columns([layer], inputs, gather(inputs.detach(), self.group))[0]
         if inputs is not self._complete:  # the module has computed them; their gradient is summed where it got the tokens
-            weight, bias = own_part(layer.weight), None if layer.bias is None else own_part(layer.bias)
-            return F.linear(inputs, weight, bias)
+            return F.linear(inputs, *weight_and_bias(layer))
         if not self._outputs:
             self._outputs = self._columns(self.layers, self._tokens, self._complete.detach())
         return self._outputs[self.layers.index(layer)]
 
-    def _columns(
-        self, layers: Sequence[ColumnLinear], tokens: torch.Tensor, complete: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def _columns(self, layers: Sequence[ColumnLinear], tokens: torch.Tensor, complete: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs of layers for the same tokens.
 
         Args:
             tokens: those that the rank has.
             complete: all tokens.
         """
-        weights = [own_part(layer.weight) for layer in layers]
-        biases = [None if layer.bias is None else own_part(layer.bias) for layer in layers]
-        weight, bias = weights[0], biases[0]
-        if len(layers) > 1:
-            weight = torch.cat(weights)
-            bias = torch.cat([own.new_zeros(len(own)) if given is None else given for own, given in zip(weights, biases)])
+        parts = [weight_and_bias(layer) for layer in layers]
+        sizes = [len(weight) for weight, _ in parts]
+        weight, bias = parts[0]
+        if len(parts) > 1:
+            weight = torch.cat([weight for weight, _ in parts])
+            if any(bias is not None for _, bias in parts):
+                bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
         if bias is not None:
             (bias,) = as_computed(bias)
         outputs: Any = Column.apply(*as_computed(tokens, complete, weight), bias, self.group)
-        return list(outputs.split([len(own) for own in weights], -1))
+        return list(outputs.split(sizes, -1))

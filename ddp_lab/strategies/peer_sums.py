@@ -3,14 +3,15 @@
 NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide it. Here the copy engines
 transfer, in a stream of their own, and the sum is one addition on each GPU:
 
-    stream of copies    barrier: the peer's slot is free -- copy `own` to the peer's slot -- barrier: the peer's has arrived
-    stream of the step  start -- other work -------------------------------------------------- finish: own + slot
+    stream of copies    copy `own` to the peer's slot -- barrier: the peer's has arrived
+    stream of the step  start -- other work ------------------------- finish: own + slot
 
 Both GPUs add the same two numbers, so they get the same sum. With two ranks every rank sends as much as in any all_reduce.
 The slots are symmetric memory of torch, which needs P2P access, and no multicast. A CUDA graph can capture all of it.
 """
 
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 FOUND: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()  # by the name of the process group
 SMALL = 2**16  # bytes of the smallest slot
+MOST = 4  # slots of one size, unless more sums are under way: two chunks of two consecutive sums
 
 
 class Slot:
@@ -33,7 +35,7 @@ class Slot:
         import torch.distributed._symmetric_memory as symmetric_memory  # loads hundreds of modules
 
         self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self.handle: Any = symmetric_memory.rendezvous(self.memory, group)
+        self.handle: Any = symmetric_memory.rendezvous(self.memory, cast("Any", group))  # a name
         self.arrived: Any = None  # event of the copy that is under way
 
     def here(self, like: torch.Tensor) -> torch.Tensor:
@@ -48,8 +50,10 @@ class Slot:
 class PeerSums:
     """The sums of a process group of two GPUs.
 
-    A slot is taken by `start` and given back by `finish`, in the same order on both ranks. The peer's slot is free when the
-    peer has begun the same sum, because what it has queued before has read the slot.
+    A slot is taken by `start` and given back by `finish`, in the same order on both ranks. A slot is free on the other rank,
+    too, as soon as that rank has begun a sum after it gave the slot back: then all that read the slot has ended there. The
+    barrier of any sum proves this for all slots that were free when it began, so with several slots one barrier for each sum
+    is enough.
 
     Args:
         group: of two ranks.
@@ -65,20 +69,40 @@ class PeerSums:
         # By their size. Captured graphs use them as long as this object lives.
         self._free = {SMALL: [Slot(SMALL, group.group_name, device)]}
         self._taken: dict[int, Slot] = {}  # by the address of what is summed
+        self._made: Counter[int] = Counter()
+        self._ready: set[Slot] = set()  # free slots that are free on the other rank, too
+
+    def begin(self) -> None:
+        """Begin a forward pass. A CUDA graph may begin here, which does not know what was replayed before it."""
+        self._ready.clear()
 
     def start(self, own: torch.Tensor) -> None:
         """Begin to copy a contiguous tensor to the other rank. It must not be freed or changed before `finish`."""
-        size = max(SMALL, 1 << (own.nbytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        slot = free.pop() if free else Slot(size, self.group.group_name, self.device)
+        slot = self._take(max(SMALL, 1 << (own.nbytes - 1).bit_length()))
         self._taken[own.data_ptr()] = slot
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            slot.handle.barrier(channel=0)
+            if slot not in self._ready:
+                slot.handle.barrier(channel=0)
             slot.there(own).copy_(own, non_blocking=True)
             slot.handle.barrier(channel=0)
             slot.arrived = torch.cuda.Event()
             slot.arrived.record(self.stream)
+        self._ready = {free for slots in self._free.values() for free in slots}
+
+    def _take(self, size: int) -> Slot:
+        """Take a free slot: one that is ready, or a new one, which is, if there are few."""
+        free = self._free.setdefault(size, [])
+        ready = [slot for slot in free if slot in self._ready]
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not ready and (not free or (self._made[size] < MOST and not capturing)):
+            slot = Slot(size, self.group.group_name, self.device)
+            self._made[size] += 1
+            self._ready.add(slot)
+            return slot
+        slot = (ready or free)[0]
+        free.remove(slot)
+        return slot
 
     def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum of a tensor, which `start` got, and that of the other rank to `out`."""
@@ -94,7 +118,9 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     The caller keeps it as long as it sums.
     """
     ranks = dist.get_process_group_ranks(group)
-    if device.type != "cuda" or len(ranks) != 2:
+    import os
+
+    if device.type != "cuda" or len(ranks) != 2 or os.environ.get("TPV") == "nccl":
         return None
     found = FOUND.get(group.group_name)
     if found is not None and found.group is group:

@@ -284,9 +284,7 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes as torch's linear layer, with weights that are not computed from others."""
     return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and isinstance(module.weight, nn.Parameter)
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and isinstance(module.weight, nn.Parameter)
     )
 
 

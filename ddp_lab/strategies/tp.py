@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.config.types import Count
-from ddp_lab.models.chain import tied_parameters
+from ddp_lab.models.chain import Chain, tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
@@ -35,8 +35,10 @@ from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.sharding import local, to_device
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
+from ddp_lab.strategies.tp_prediction import Prediction, predict_here
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
@@ -139,6 +141,8 @@ class TP(Strategy):
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
         self.plans, self.why_layers = plans_for(model, self.axes["tp"])
+        self.peer_sums: PeerSums | None = None
+        self.prediction: Prediction | None = None
         if self.plans:
             self.layers = {
                 f"{name}.{path}": model.get_submodule(f"{name}.{path}")
@@ -147,6 +151,8 @@ class TP(Strategy):
                 if word in ("column", "heads", "row")
             }
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
+            if self.device.type == "cuda" and isinstance(model, Chain):
+                self.prediction = predict_here(model, None, self.axes["tp"], samples, self.runtime.precision)
         else:
             self._choose_layers(model)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
@@ -198,26 +204,30 @@ class TP(Strategy):
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
                 layer.register_forward_hook(copied)  # after those of torch
-            else:
+            elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        self._begin()
         with explain_direct_use():
             return super().add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._begin()
         with explain_direct_use():
             return super().predict(inputs)
+
+    def _begin(self) -> None:
+        if self.peer_sums is not None:
+            self.peer_sums.begin()
 
     def describe(self) -> str:
         layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
         if self.plans:
-            return (
-                f"{layout}; {len(self.plans)} blocks sharded by their plan, in pairs of layers, "
-                f"{some(self.replicated) or 'no block'} replicated"
-            )
+            blocks = f"{len(self.plans)} blocks sharded in pairs of layers, {some(self.replicated) or 'no block'} replicated"
+            return f"{layout}; {blocks}" + (f"\n{self.prediction}" if self.prediction else "")
         return (
-            f"{layout}; {len(self.layers)} layers sharded by output "
+            f"{layout}; {self.why_layers}, so {len(self.layers)} layers are sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
 
