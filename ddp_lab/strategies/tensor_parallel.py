@@ -1,7 +1,7 @@
 """Tensor parallelism for pairs of linear layers (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053).
 
 The first layer of a pair computes some of its units on each rank, and the second one adds up what these units contribute. A
-pair needs one collective in each direction, where the strategy tp needs two for each layer:
+pair needs one collective in each direction (linear_pairs.py), where layers that are sharded one by one need two each (tp.py):
 
     tokens --+-- rank 0: q k v of heads 0 .. h/2 -- attention -- proj: sum over these heads --+-- all_reduce --> tokens
              +-- rank 1: q k v of heads h/2 .. h -- attention -- proj: sum over these heads --+

@@ -1,7 +1,7 @@
-"""Tensor parallelism: every layer is sharded.
+"""Tensor parallelism: the blocks of a model are divided by their plan (tensor_parallel.py), or every layer is sharded.
 
-Each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete input. The outputs
-are concatenated.
+Where no plan fits, each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete
+input. The outputs are concatenated.
 
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
@@ -9,8 +9,8 @@ are concatenated.
     backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
 
 That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. The
-ranks therefore need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models
-contain no code for it: `setup` shards their layers by name.
+ranks therefore need fast links, and it pays only if a single layer is too large for a device. The models contain no code for
+it: `setup` shards their layers by name.
 """
 
 from collections.abc import Generator, Mapping
@@ -123,7 +123,8 @@ class TP(Strategy):
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
-            Every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
+            Blocks with a plan are divided by it, and every rank computes the others, if `tp` divides all heads and units that
+            the plans name. Otherwise layers are sharded one by one: every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
             also those of another layer, where the model uses them without calling the layer (F.linear(x, layer.weight)), and
             where it is not computed like one of torch's plain layers: with groups, other padding than zeros, computed weights,
             or a class of its own.
