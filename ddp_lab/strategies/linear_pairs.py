@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from ddp_lab.strategies.activation_sums import TokenGroup, finish_sum, gather, start_sum
 
-import os
-
-CHUNKS = int(os.environ.get("TPC", 2))  # of a batch, of which the sum of one is under way while a row layer computes the next
+CHUNKS = 2  # of a batch, of which the sum of one is under way while a row layer computes the next
 
 
 def own_part(parameter: torch.Tensor, partial: bool = False) -> torch.Tensor:

@@ -124,10 +124,10 @@ class TP(Strategy):
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
             Blocks with a plan are divided by it, and every rank computes the others, if `tp` divides all heads and units that
-            the plans name. Otherwise layers are sharded one by one: every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
-            also those of another layer, where the model uses them without calling the layer (F.linear(x, layer.weight)), and
-            where it is not computed like one of torch's plain layers: with groups, other padding than zeros, computed weights,
-            or a class of its own.
+            the plans name. Otherwise layers are sharded one by one. Every rank then computes the complete layer where `tp` does
+            not divide its channels or units, where its parameters are also those of another layer, where the model uses them
+            without calling the layer (F.linear(x, layer.weight)), and where it is not computed like one of torch's plain
+            layers: with groups, other padding than zeros, computed weights, or a class of its own.
 
     Raises:
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.

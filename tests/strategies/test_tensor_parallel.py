@@ -1,6 +1,7 @@
 """Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums over two GPUs."""
 
-from unittest.mock import patch
+from typing import ClassVar
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -160,6 +161,54 @@ def compiled(case: str) -> dict:
 def test_peer_sums_are_parts_of_one_compiled_graph():
     for rank in run_world(2, compiled, ""):
         assert rank["difference"] < 1e-9
+
+
+class FakeSlot:
+    """A slot that notes the barriers on it and the copies to it."""
+
+    noted: ClassVar[list[tuple[str, "FakeSlot"]]] = []
+
+    def __init__(self, size: int, group: str, device: torch.device):
+        self.memory, self.handle, self.arrived = torch.empty(size, dtype=torch.uint8), self, None
+
+    def barrier(self, channel: int) -> None:
+        self.noted.append(("barrier", self))
+
+    def there(self, like: torch.Tensor) -> torch.Tensor:
+        self.noted.append(("copy", self))
+        return torch.empty_like(like)
+
+    def here(self, like: torch.Tensor) -> torch.Tensor:
+        self.noted.append(("read", self))
+        return torch.zeros_like(like)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
+    """After the first sum of a step, which may replay a CUDA graph, one barrier for each sum is enough."""
+    FakeSlot.noted.clear()
+    fakes = {name: MagicMock() for name in ("Stream", "stream", "current_stream", "Event")}
+    fakes["is_current_stream_capturing"] = lambda: False
+    with patch.object(peer_sums, "Slot", FakeSlot), patch.multiple(torch.cuda, **fakes):
+        sums = peer_sums.PeerSums(MagicMock(), torch.device("cpu"))
+        for _ in range(8):
+            before = len(FakeSlot.noted)
+            sums.begin()
+            for size in (30_000, 30_000, 60_000, 30_000, 60_000, 60_000):
+                own = [torch.ones(size) for _ in range(chunks)]
+                for each in own:
+                    sums.start(each)
+                for each in own:
+                    sums.finish(each, torch.empty_like(each))
+        barriers = [kind for kind, _ in FakeSlot.noted[before:]].count("barrier")
+        assert barriers == 6 * chunks + 1, "the first sum of a step needs two"
+    used: set[FakeSlot] = set()  # since the last barrier
+    for kind, slot in FakeSlot.noted:
+        if kind == "barrier":
+            used.clear()
+        assert kind != "copy" or slot not in used
+        if kind == "read":
+            used.add(slot)
 
 
 def test_prediction_is_at_most_what_flops_and_bytes_allow():
