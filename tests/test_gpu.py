@@ -63,7 +63,8 @@ TOGETHER = [
     # A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
     *each(GRAPH, "fsdp units=Containers clipped scheduler=constant warmup_epochs=0 optimizer.lr=0.0625"),
     *each(GRAPH, "mesh shard=null accumulate=2 short clipped", "mesh tp=2 sequence_parallel=true short clipped"),
-    *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true"),
+    *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true", "tp tp=2 vit clipped", "tp tp=2 vit accumulate=2 recipe"),
+    *each(BOTH, "tp tp=2 vit float64 clipped", "mesh tp=2 short float64"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
     # The steps differ, so nothing is captured.
@@ -78,7 +79,8 @@ BY_BLOCK = each(
     "fsdp checkpoint_activations=block short",
     "pipeline vit",
     "ddp_pipeline vit",
-    "tp tp=2 plan.head=replicate vit",
+    "tp tp=2 vit",
+    "mesh tp=2 short clipped",
     "mesh shard=null short",
     "mesh tp=2 sequence_parallel=true short clipped",
     "mesh pp=2 checkpoint_activations=block short",
@@ -89,6 +91,7 @@ AUTO_ALONE = each(AUTO, *PLAIN, f"single {MOVED}", "single recipe", "single data
 AUTO_TOGETHER = [
     *each(AUTO, f"scratch {MOVED}", "scratch samples=97 data.loader=workers", "ddp recipe", "ddp accumulate=3 clipped"),
     *each(AUTO, "fsdp", "fsdp accumulate=2 clipped", "pipeline", "ddp_pipeline", "tp tp=2 accumulate=2 clipped"),
+    *each(AUTO, "tp tp=2 vit clipped"),
     *each(AUTO, "mesh tp=2 sequence_parallel=true short clipped", "mesh pp=2 accumulate=2 short"),
     *each(AUTO, "mesh shard=null checkpoint_activations=block accumulate=2 short clipped"),
 ]

@@ -19,8 +19,11 @@ from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import model_to_plan
+from ddp_lab.models.partition import Partition
 from ddp_lab.run.job import load_dataset, make_plan, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.tensor_parallel import plan_of
+from ddp_lab.strategies.tp_prediction import predict
 from ddp_lab.world.planned import PlannedRuntime
 
 REMEDY = "Use more or larger GPUs, a smaller batch_size, or accumulate=N"
@@ -154,9 +157,15 @@ class Advisor:
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
         strategy, plans = construct("strategy", cfg.strategy, runtime), list[Planned]()
-        images = make_plan(cfg, strategy, self.dataset).global_batch_size
+        sizes = make_plan(cfg, strategy, self.dataset)
+        images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
+        tp = getattr(strategy, "axes", {}).get("tp", 1)
+        if tp > 1 and devices.card is not None and isinstance(self.model, Chain) and any(map(plan_of, self.model)):
+            parts = Partition(self.model, 1)
+            prediction = predict(self.model, parts, tp, sizes.samples_at_once, cfg.precision, devices.card)
+            self.notes.append(f"{name_of(overrides)}: {prediction}")
         return Row(
             overrides,
             plans,

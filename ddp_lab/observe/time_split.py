@@ -5,7 +5,7 @@ It is read from the ranks' traces. Each moment of a step counts once, for the fi
 | | GPU | CPU |
 |---|---|---|
 | compute | a kernel runs | an operation of ATen runs |
-| communication, waiting | an NCCL kernel or a copy between GPUs runs | gloo communicates |
+| communication, waiting | an NCCL kernel, a copy or a barrier between GPUs runs | gloo communicates |
 | data | a copy from the host, or the loader is at work | the loader is at work |
 | idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 
@@ -59,7 +59,8 @@ def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     for event in events:
         name, args, when = event["name"], event.get("args", {}), span(event)
         if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
-            part = "communication" if "nccl" in name.lower() or "PtoP" in name else "data" if "HtoD" in name else "compute"
+            between = "nccl" in name.lower() or "symmetric_memory" in name or "PtoP" in name
+            part = "communication" if between else "data" if "HtoD" in name else "compute"
             gpu = args.get("device", event["pid"])  # a copy between devices has no device in its args
             devices[f"cuda:{gpu}"].append((part, launched.get(args.get("correlation"), -1.0), when))
         elif event["cat"] == "cpu_op" and name.startswith("aten::"):

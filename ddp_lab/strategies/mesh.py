@@ -29,15 +29,18 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
+from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
+from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
+from ddp_lab.strategies.tp_prediction import Prediction, predict_here
 from ddp_lab.world.runtime import Runtime
 
 
@@ -110,6 +113,10 @@ class Mesh(FullyShard):
             self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
+        self.prediction: Prediction | None = None
+        self.peer_sums: PeerSums | None = None
+        if self.device.type == "cuda" and pp == 1:
+            self.prediction = predict_here(model, self.plan.parts, tp, samples, self.runtime.precision)
         self.tokens = token_layouts(model, tokens_too)
         self.forms = None
         if pp > 1 or tokens_too:
@@ -146,9 +153,11 @@ class Mesh(FullyShard):
             stage.to(self.device)
         set_batch_norm(stage, self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
+            along_tp = self.mesh["tp"]
+            group, self.peer_sums = make_group(along_tp.get_group(), self.keys["sequence_parallel"], self.device)
             tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
             for name, block in stage.named_children():
-                parallelize(block, self.mesh["tp"], *tokens[name])
+                parallelize(block, along_tp, group, *tokens[name])
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         for part in sharded_in(stage):
@@ -169,21 +178,29 @@ class Mesh(FullyShard):
             ends = [(parts.names[part[0]], parts.names[part[-1]]) for part in parts.parts[stage::pp]]
             blocks = " and ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
             lines.append(f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}")
+        if self.prediction is not None:
+            lines.append(f"  {self.prediction}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        self._begin()
         if self.executor is None:
             self._check_tokens(inputs)
             return super().add_gradient(inputs, targets, real, divisor)
         return self.executor.add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._begin()
         if self.executor is None:
             self._check_tokens(inputs)
             return super().predict(inputs)
         logits = self.executor.predict(inputs)
         forget_order(self.module)
         return logits
+
+    def _begin(self) -> None:
+        if self.peer_sums is not None:
+            self.peer_sums.begin()
 
     def _check_tokens(self, inputs: torch.Tensor) -> None:
         """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not cut into stages."""

@@ -1,7 +1,7 @@
 """Tensor parallelism for pairs of linear layers (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053).
 
 The first layer of a pair computes some of its units on each rank, and the second one adds up what these units contribute. A
-pair needs one collective in each direction, where the strategy tp needs two for each layer:
+pair needs one collective in each direction (linear_pairs.py), where layers that are sharded one by one need two each (tp.py):
 
     tokens --+-- rank 0: q k v of heads 0 .. h/2 -- attention -- proj: sum over these heads --+-- all_reduce --> tokens
              +-- rank 1: q k v of heads h/2 .. h -- attention -- proj: sum over these heads --+
@@ -29,17 +29,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.boundaries import Form
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, tied_parameters
+from ddp_lab.strategies.activation_sums import TokenGroup
+from ddp_lab.strategies.linear_pairs import ColumnLinear, RowLinear, Together
 
 ALL = Replicate()  # each rank has all tokens
 OWN = Shard(1)  # each rank has 1/tp of the tokens: [b, tokens / tp, width]
@@ -49,6 +45,32 @@ WORDS = ("column", "heads", "row", "tokens", "gather")
 def plan_of(block: nn.Module) -> Mapping[str, str] | None:
     """Return the plan of a block; None if every rank computes it completely."""
     return getattr(block, "tensor_parallel", None)
+
+
+def plans_for(model: nn.Module, tp: int) -> tuple[dict[str, nn.Module], str]:
+    """Return the blocks with a plan by name, and why they are not divided by it: "" if they are.
+
+    Args:
+        model: the complete model.
+        tp: number of ranks that share a block.
+
+    Raises:
+        ConfigError: a plan does not fit its block.
+    """
+    blocks = {name: block for name, block in model.named_children() if plan_of(block) is not None}
+    if not isinstance(model, Chain) or not blocks:
+        return {}, "the model has no plan"
+    tied = {name for names in tied_parameters(model) for name in names}
+    for name, block in blocks.items():
+        plan = plan_of(block) or {}
+        check_names(name, block, plan)
+        for size, what in sizes_of(name, block, plan):
+            if size % tp:
+                return {}, f"strategy.tp={tp} does not divide the {size} {what}"
+        for path, word in plan.items():
+            if word in ("column", "heads", "row") and f"{name}.{path}.weight" in tied:
+                return {}, f"{name}.{path} shares its weight with another layer"
+    return blocks, ""
 
 
 def token_layouts(model: Chain, sequence_parallel: bool) -> list[Placement]:
@@ -126,39 +148,75 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
-def styles(plan: Mapping[str, str], outside: Placement) -> dict[str, ParallelStyle]:
-    """Return torch's styles of the modules that a plan names.
+def divide_linear(layer: nn.Linear, mesh: DeviceMesh, word: str, replicate: bool) -> None:
+    """Keep this rank's part of a linear layer, in place. Its parameters are the same on every rank, or on the meta device.
 
     Args:
-        plan: of a block.
-        outside: tokens that the rank has between the pairs: its OWN with sequence parallelism, otherwise ALL.
+        layer: its units, or for the word row its inputs, are divisible by the number of ranks.
+        mesh: one-dimensional.
+        word: of the layer in the plan: column, heads or row.
+        replicate: whether parameters that are not divided become DTensors, too.
     """
-    gathered = tuple(f"{name}." for name, word in plan.items() if word == "gather")
+    row = word == "row"
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        place: Placement = Shard(1 if row else 0)
+        if row and name == "bias":
+            if not replicate:
+                continue
+            place = ALL
+        part = parameter.detach()
+        if isinstance(place, Shard):
+            part = part.chunk(mesh.size(), place.dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+        shard = DTensor.from_local(part, mesh, [place], run_check=False)
+        layer.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
+    layer.__class__ = RowLinear if row else ColumnLinear  # as fully_shard changes the class of its modules
 
-    def style(name: str, word: str) -> ParallelStyle:
-        if word == "gather":
-            return PrepareModuleInput(input_layouts=outside, desired_input_layouts=ALL, use_local_output=True)
-        if word == "tokens":
-            return Replicated(outside, outside, outside)
-        if word == "row":
-            return RowwiseParallel(output_layouts=outside)
-        return ColwiseParallel(input_layouts=ALL if name.startswith(gathered) else outside)
 
-    return {name: style(name, word) for name, word in plan.items()}
-
-
-def parallelize(block: nn.Module, mesh: DeviceMesh, inputs: Placement, outputs: Placement) -> None:
-    """Divide a block over the ranks of `mesh`, in place. Its parameters may be on the meta device.
+def divide(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, replicate: bool) -> None:
+    """Divide the linear layers of a block by its plan, in place. Its parameters may be on the meta device.
 
     Args:
         block: a block whose plan has been checked.
         mesh: one-dimensional.
+        group: the ranks of `mesh`.
+        replicate: whether the parameters of the other modules become DTensors.
+    """
+    plan = plan_of(block)
+    assert plan is not None
+    gathering = {path: Together(group) for path, word in plan.items() if word == "gather"}
+    for path, together in gathering.items():
+        module = block.get_submodule(path)
+        module.register_forward_pre_hook(together.enter)
+        module.register_forward_hook(together.leave)
+    outside = OWN if group.share_tokens else ALL
+    for path, word in plan.items():
+        module = block.get_submodule(path)
+        if isinstance(module, nn.Linear) and word in ("column", "heads", "row"):
+            divide_linear(module, mesh, word, replicate)
+        elif word == "tokens" and replicate:
+            parallelize_module(module, mesh, Replicated(outside, outside, outside), src_data_rank=None)
+        if isinstance(module, RowLinear):
+            module.group = group
+        elif isinstance(module, ColumnLinear):
+            around = [together for gather, together in gathering.items() if path.startswith(f"{gather}.")]
+            module.together = around[-1] if around else Together(group)
+            module.together.layers.append(module)
+
+
+def parallelize(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, inputs: Placement, outputs: Placement) -> None:
+    """Divide a block over the ranks of `mesh`, in place, so that all its parameters are DTensors.
+
+    Args:
+        block: a block whose plan has been checked. Its parameters may be on the meta device.
+        mesh: one-dimensional.
+        group: the ranks of `mesh`.
         inputs, outputs: tokens that the rank gets and returns: ALL or its OWN. For a block with a plan both are the same.
     """
     frozen = {name for name, parameter in block.named_parameters() if not parameter.requires_grad}
-    plan = plan_of(block)
-    how = Replicated(inputs, ALL, outputs, clone=True) if plan is None else styles(plan, inputs)
-    parallelize_module(block, mesh, how, src_data_rank=None)
+    if plan_of(block) is None:
+        parallelize_module(block, mesh, Replicated(inputs, ALL, outputs, clone=True), src_data_rank=None)
+    else:
+        divide(block, mesh, group, replicate=True)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(name not in frozen)  # torch's styles make new parameters
 
@@ -214,13 +272,20 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
     for path, word in plan.items():
         if path not in modules:
             raise ConfigError(f"{key}: {name} has no module {path}; it has {', '.join(filter(None, modules))}")
-        linear = isinstance(modules[path], nn.Linear)
+        linear = is_linear(modules[path])
         if word not in (WORDS if linear else WORDS[-2:]):
             allowed = f"one of {', '.join(WORDS)}" if linear else "tokens or gather, because it is no nn.Linear"
             raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:
         raise ConfigError(f"{key}: must name the module of the parameter {missing[0]}, as one of {', '.join(WORDS[:-1])}")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes as torch's linear layer, with weights that are not computed from others."""
+    return (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and isinstance(module.weight, nn.Parameter)
+    )
 
 
 def sizes_of(name: str, block: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[int, str]]:

@@ -1,7 +1,7 @@
-"""Tensor parallelism: every layer is sharded.
+"""Tensor parallelism: the blocks of a model are divided by their plan (tensor_parallel.py), or every layer is sharded.
 
-Each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete input. The outputs
-are concatenated.
+Where no plan fits, each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete
+input. The outputs are concatenated.
 
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
@@ -9,8 +9,8 @@ are concatenated.
     backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
 
 That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. The
-ranks therefore need fast links, and tensor parallelism pays only if a single layer is too large for a device. The models
-contain no code for it: `setup` shards their layers by name.
+ranks therefore need fast links, and it pays only if a single layer is too large for a device. The models contain no code for
+it: `setup` shards their layers by name.
 """
 
 from collections.abc import Generator, Mapping
@@ -27,14 +27,18 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.config.types import Count
-from ddp_lab.models.chain import tied_parameters
+from ddp_lab.models.chain import Chain, tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
+from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.sharding import local, to_device
+from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
+from ddp_lab.strategies.tp_prediction import Prediction, predict_here
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
@@ -119,10 +123,11 @@ class TP(Strategy):
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
-            Every rank computes the complete layer where `tp` does not divide its channels or units, where its parameters are
-            also those of another layer, where the model uses them without calling the layer (F.linear(x, layer.weight)), and
-            where it is not computed like one of torch's plain layers: with groups, other padding than zeros, computed weights,
-            or a class of its own.
+            Blocks with a plan are divided by it, and every rank computes the others, if `tp` divides all heads and units that
+            the plans name. Otherwise layers are sharded one by one. Every rank then computes the complete layer where `tp` does
+            not divide its channels or units, where its parameters are also those of another layer, where the model uses them
+            without calling the layer (F.linear(x, layer.weight)), and where it is not computed like one of torch's plain
+            layers: with groups, other padding than zeros, computed weights, or a class of its own.
 
     Raises:
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.
@@ -132,13 +137,30 @@ class TP(Strategy):
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
-        self.refusals["compile"] = (
-            "torch.compile cannot trace sharded convolutions; for a Vision Transformer use strategy=mesh strategy.tp=N"
-        )
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
+        self.plans, self.why_layers = plans_for(model, self.axes["tp"])
+        self.peer_sums: PeerSums | None = None
+        self.prediction: Prediction | None = None
+        if self.plans:
+            self.layers = {
+                f"{name}.{path}": model.get_submodule(f"{name}.{path}")
+                for name, block in self.plans.items()
+                for path, word in (plan_of(block) or {}).items()
+                if word in ("column", "heads", "row")
+            }
+            self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
+            if self.device.type == "cuda" and isinstance(model, Chain):
+                self.prediction = predict_here(model, None, self.axes["tp"], samples, self.runtime.precision)
+        else:
+            self._choose_layers(model)
+        if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
+            self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
+
+    def _choose_layers(self, model: nn.Module) -> None:
+        """Choose the layers that are sharded one by one."""
         tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
         size = self.axes["tp"]
@@ -174,24 +196,39 @@ class TP(Strategy):
         self.dp_group = mesh.get_group("dp")
         model = to_device(model, self.device, self.initial_weights)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
+        if self.plans:
+            group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)
+            for block in self.plans.values():
+                divide(block, mesh["tp"], group, replicate=False)
+            return
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
                 layer.register_forward_hook(copied)  # after those of torch
-            else:
+            elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+        self._begin()
         with explain_direct_use():
             return super().add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        self._begin()
         with explain_direct_use():
             return super().predict(inputs)
 
+    def _begin(self) -> None:
+        if self.peer_sums is not None:
+            self.peer_sums.begin()
+
     def describe(self) -> str:
+        layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
+        if self.plans:
+            blocks = f"{len(self.plans)} blocks sharded in pairs of layers, {some(self.replicated) or 'no block'} replicated"
+            return f"{layout}; {blocks}" + (f"\n{self.prediction}" if self.prediction else "")
         return (
-            f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}; {len(self.layers)} layers sharded by output "
+            f"{layout}; {self.why_layers}, so {len(self.layers)} layers are sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"
         )
 

@@ -43,7 +43,7 @@ BUBBLE = "1f1b, 8 micro-batches, expected bubble of equally busy ranks (p-1)/(m+
 LAYOUTS = {  # ranks, and by overrides besides SMALL excerpts of the log
     1: {"strategy=dp": ["dp on the CPU: no GPU"], "strategy=split model=lenet": ["conv2 fc1 fc2 on cpu"]},
     2: {
-        "strategy=tp model=lenet": ["tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded"],
+        "strategy=tp model=lenet": ["tp on 2 x cpu: dp 1 x tp 2; the model has no plan, so 4 layers are sharded"],
         f"strategy=pipeline {' '.join(NARROW)}": [
             "pipeline: stem layer1 on pp rank 0 (60% of the FLOPs), layer2 head on pp rank 1 (40% of the FLOPs), "
             "balance 83% (mean rank / busiest)",

@@ -43,7 +43,8 @@ def test_read_assigns_kernels_to_the_step_that_launched_them():
         event("aten::mm", "cpu_op", 3, 1),
         event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 5, 5, correlation=0, device=0),
         event("gemm", "kernel", 10, 20, correlation=1, device=0),
-        event("ncclDevKernel_AllReduce_Sum_f32", "kernel", 25, 15, correlation=2, device=0),
+        event("ncclDevKernel_AllReduce_Sum_f32", "kernel", 25, 12, correlation=2, device=0),
+        event("c10d::symmetric_memory::barrier_kernel(unsigned int**)", "kernel", 37, 3, correlation=2, device=0),
         event("gemm", "kernel", 50, 20, correlation=3, device=0),
         event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 20, 4, correlation=4, bytes=12) | {"pid": 1},
     ]

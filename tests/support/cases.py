@@ -60,6 +60,8 @@ MATRIX = [
     ("tp recipe", "", "2"),
     ("tp clipped", "4", ""),  # which does not divide 50 channels and 10 units
     ("tp tp=2 vit clipped", "2", "4"),
+    ("tp tp=2 vit_drop accumulate=2 recipe almost-empty", "2", "4"),
+    ("tp vit adamw optimizer.fused=true clipped", "", "4"),
     ("mesh short", "", "12"),
     ("mesh shard=null short almost-empty clipped", "", "12"),
     ("mesh shard=null checkpoint_activations=block accumulate=2 short ema=0.8", "2", ""),  # clipping would hide a wrong factor

@@ -1,0 +1,86 @@
+"""Sums of activations over the ranks along tp, which begin at one place of the program and end at a later one.
+
+What is computed between the two places hides the communication:
+
+    own --start_sum--> [the gradient of a weight, the next chunk] --finish_sum--> the sum, on every rank
+
+The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with sequence parallelism, each
+has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the tokens before the next pair. On two GPUs that reach
+each other's memory the all_reduce consists of peer copies (peer_sums.py).
+
+The operations are those that torch.compile keeps as parts of a graph, so a compiled block remains one graph.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.strategies import peer_sums
+
+# The public functions return wrapped tensors that wait by themselves, at their first use.
+collectives = torch.ops._c10d_functional
+
+
+class TokenGroup(NamedTuple):
+    """The ranks that share the layers of a block.
+
+    Attributes:
+        name: of their process group.
+        ranks: their number.
+        share_tokens: whether each has 1/ranks of the tokens between two pairs (sequence parallelism).
+        peers: whether an all_reduce consists of peer copies.
+    """
+
+    name: str
+    ranks: int
+    share_tokens: bool
+    peers: bool
+
+
+def make_group(
+    group: dist.ProcessGroup, share_tokens: bool, device: torch.device
+) -> tuple[TokenGroup, peer_sums.PeerSums | None]:
+    """Return the group of the ranks along tp, and what a strategy keeps for it as long as it sums. Collective.
+
+    Args:
+        share_tokens: as in `TokenGroup`.
+        device: of this rank.
+    """
+    peers = None if share_tokens else peer_sums.find(group, device)
+    return TokenGroup(group.group_name, group.size(), share_tokens, peers is not None), peers
+
+
+def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
+    """Return all tokens, [b, n, width], for those that this rank has, [b, n / ranks, width] or already all. Collective."""
+    if not group.share_tokens:
+        return tokens
+    gathered = collectives.all_gather_into_tensor(tokens.contiguous(), group.ranks, group.name)
+    return torch.cat(collectives.wait_tensor(gathered).chunk(group.ranks), 1)
+
+
+def start_sum(own: torch.Tensor, group: TokenGroup) -> torch.Tensor:
+    """Begin the sum of what each rank has for all tokens, [b, n, width]. Collective.
+
+    Returns:
+        What `finish_sum` needs. It has no values before.
+    """
+    if group.share_tokens:
+        by_rank = torch.cat(own.chunk(group.ranks, 1))
+        return collectives.reduce_scatter_tensor(by_rank, "sum", group.ranks, group.name)
+    if group.peers:
+        return peer_sums.start(own, group.name)
+    return collectives.all_reduce(own, "sum", group.name)
+
+
+def finish_sum(own: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup) -> torch.Tensor:
+    """Return the sums of chunks of a batch, of those tokens that the rank has between two pairs, as one tensor.
+
+    Args:
+        own: what this rank has added, by chunk along the first dimension.
+        started: what `start_sum` has returned for each.
+    """
+    if group.peers and not group.share_tokens:
+        return peer_sums.finish(own, started, group.name)
+    sums = [collectives.wait_tensor(each) for each in started]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)

@@ -1,0 +1,168 @@
+"""Sums over two GPUs that write to each other's memory: an all_reduce without a kernel that computes.
+
+NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide it. Here the copy engines
+transfer, in a stream of their own, and the sum is one addition on each GPU:
+
+    stream of copies    copy `own` to the peer's slot -- barrier: the peer's has arrived
+    stream of the step  start -- other work ------------------------- finish: own + slot
+
+Both GPUs add the same two numbers, so they get the same sum. With two ranks every rank sends as much as in any all_reduce.
+The slots are symmetric memory of torch, which needs P2P access, and no multicast. A CUDA graph can capture all of it.
+"""
+
+from collections import Counter
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+FOUND: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()  # by the name of the process group
+SMALL = 2**16  # bytes of the smallest slot
+MOST = 4  # slots of one size, unless more sums are under way: two chunks of two consecutive sums
+
+
+class Slot:
+    """Memory on each of two GPUs that the other one writes to. Its construction is collective.
+
+    Args:
+        size: bytes.
+        group: of two ranks.
+        device: of this rank.
+    """
+
+    def __init__(self, size: int, group: str, device: torch.device):
+        import torch.distributed._symmetric_memory as symmetric_memory  # loads hundreds of modules
+
+        self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.handle: Any = symmetric_memory.rendezvous(self.memory, cast("Any", group))  # a name
+        self.arrived: Any = None  # event of the copy that is under way
+
+    def here(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the memory of this rank as a tensor of the shape and dtype of another one."""
+        return self.handle.get_buffer(self.handle.rank, like.shape, like.dtype)
+
+    def there(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the memory of the other rank as a tensor of the shape and dtype of another one."""
+        return self.handle.get_buffer(1 - self.handle.rank, like.shape, like.dtype)
+
+
+class PeerSums:
+    """The sums of a process group of two GPUs.
+
+    A slot is taken by `start` and given back by `finish`, in the same order on both ranks. A slot is free on the other rank,
+    too, as soon as that rank has begun a sum after it gave the slot back: then all that read the slot has ended there. The
+    barrier of any sum proves this for all slots that were free when it began, so with several slots one barrier for each sum
+    is enough.
+
+    Args:
+        group: of two ranks.
+        device: of this rank.
+
+    Raises:
+        RuntimeError: the GPUs do not reach each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        # By their size. Captured graphs use them as long as this object lives.
+        self._free = {SMALL: [Slot(SMALL, group.group_name, device)]}
+        self._taken: dict[int, Slot] = {}  # by the address of what is summed
+        self._made: Counter[int] = Counter()
+        self._ready: set[Slot] = set()  # free slots that are free on the other rank, too
+
+    def begin(self) -> None:
+        """Begin a forward pass. A CUDA graph may begin here, which does not know what was replayed before it."""
+        self._ready.clear()
+
+    def start(self, own: torch.Tensor) -> None:
+        """Begin to copy a contiguous tensor to the other rank. It must not be freed or changed before `finish`."""
+        slot = self._take(max(SMALL, 1 << (own.nbytes - 1).bit_length()))
+        self._taken[own.data_ptr()] = slot
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            if slot not in self._ready:
+                slot.handle.barrier(channel=0)
+            slot.there(own).copy_(own, non_blocking=True)
+            slot.handle.barrier(channel=0)
+            slot.arrived = torch.cuda.Event()
+            slot.arrived.record(self.stream)
+        self._ready = {free for slots in self._free.values() for free in slots}
+
+    def _take(self, size: int) -> Slot:
+        """Take a free slot: one that is ready, or a new one, which is, if there are few."""
+        free = self._free.setdefault(size, [])
+        ready = [slot for slot in free if slot in self._ready]
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not ready and (not free or (self._made[size] < MOST and not capturing)):
+            slot = Slot(size, self.group.group_name, self.device)
+            self._made[size] += 1
+            self._ready.add(slot)
+            return slot
+        slot = (ready or free)[0]
+        free.remove(slot)
+        return slot
+
+    def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of a tensor, which `start` got, and that of the other rank to `out`."""
+        slot = self._taken.pop(own.data_ptr())
+        torch.cuda.current_stream(self.device).wait_event(slot.arrived)
+        torch.add(own, slot.here(own), out=out)
+        self._free[slot.memory.nbytes].append(slot)
+
+
+def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
+    """Return the sums of a group, or None if it is no pair of GPUs that reach each other's memory. Collective.
+
+    The caller keeps it as long as it sums.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if device.type != "cuda" or len(ranks) != 2:
+        return None
+    found = FOUND.get(group.group_name)
+    if found is not None and found.group is group:
+        return found
+    made, works = None, 1.0
+    try:
+        made = PeerSums(group, device)
+    except (RuntimeError, ImportError):  # the GPUs are in two machines, or the driver gives no access
+        works = 0.0
+    agreed = torch.tensor(works, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    if made is None or not agreed.item():
+        return None
+    FOUND[group.group_name] = made
+    return made
+
+
+@torch.library.custom_op("ddp_lab::start_peer_sum", mutates_args=())
+def start(own: torch.Tensor, group: str) -> torch.Tensor:
+    """Begin a sum of the group. Return an empty tensor, which orders `finish` after it."""
+    FOUND[group].start(own)
+    return own.new_empty(0)
+
+
+@start.register_fake
+def _(own: torch.Tensor, group: str) -> torch.Tensor:
+    return own.new_empty(0)
+
+
+@torch.library.custom_op("ddp_lab::finish_peer_sum", mutates_args=())
+def finish(own: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
+    """Return the sums of contiguous tensors, concatenated along the first dimension.
+
+    Args:
+        own: what `start` got.
+        started: what it has returned.
+    """
+    rows = sum(len(each) for each in own)
+    sums = own[0].new_empty(rows, *own[0].shape[1:])
+    for each, out in zip(own, sums.split([len(each) for each in own]), strict=True):
+        FOUND[group].finish(each, out)
+    return sums
+
+
+@finish.register_fake
+def _(own: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
+    return own[0].new_empty(sum(len(each) for each in own), *own[0].shape[1:])

@@ -1,0 +1,234 @@
+"""Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums over two GPUs."""
+
+from typing import ClassVar
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import assert_equal
+from torch import nn
+from training import make_model, reference_of, run_cases
+from worlds import run_world
+
+from ddp_lab.advise.advisor import Advisor, Row
+from ddp_lab.advise.devices import find_devices
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.lenet import lenet
+from ddp_lab.models.vit import Block
+from ddp_lab.strategies import peer_sums
+from ddp_lab.strategies.linear_pairs import ColumnLinear, RowLinear
+from ddp_lab.strategies.tensor_parallel import plans_for
+from ddp_lab.strategies.tp import TP
+from ddp_lab.strategies.tp_prediction import Prediction
+from ddp_lab.world.runtime import Runtime
+
+TINY = ["model=vit", "model.depth=2", "data=synthetic", "data.dataset.image_size=28", "speed=off"]
+LARGE = ["model=vit_l16", "data=synthetic", "data.dataset.image_size=224", "precision=bf16", "speed=off"]
+
+
+def advice(strategy: str, *overrides: str) -> tuple[Advisor, Row]:
+    """Return the advice on a strategy for two H100s, and its plan."""
+    name, *options = strategy.split()
+    advisor = Advisor.of(overrides, None, find_devices("2xH100"))
+    return advisor, advisor.plan([f"strategy={name}", *(f"strategy.{option}" for option in options)])
+
+
+@pytest.mark.parametrize("strategy", ["tp tp=2", "mesh tp=2"])
+def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
+    """Query, key and value are one layer of a pair: their gradients of the tokens are summed before they are sent."""
+    (plan,) = advice(strategy, *TINY, "batch_size=8")[1].plans
+    blocks, pairs, directions = 2, 2, 2
+    sums = {group.name: number for group, number in plan.calls.items() if group.ranks == (0, 1)}
+    assert sums == {"allreduce": blocks * pairs * directions}
+
+
+def test_sequence_parallelism_scatters_and_gathers_once_for_a_pair():
+    (plan,) = advice("mesh tp=2 sequence_parallel=true", *TINY, "batch_size=8")[1].plans
+    calls = {group.name: number for group, number in plan.calls.items() if group.ranks == (0, 1)}
+    # Of two pairs in each of two blocks, in both directions; and for the head, and for the gradient of the embedding.
+    assert (calls["reduce_scatter"], calls["allgather"]) == (8, 10)
+
+
+class Shared(Block):
+    def __init__(self):
+        super().__init__(16, 4, 32, 0.0, "block1")
+        self.fc2.weight = nn.Parameter(self.fc2.weight.detach().clone())
+        self.attn.k.weight = self.attn.q.weight
+
+
+def with_block(block: nn.Module):
+    model = make_model("vit", 0)
+    model.block1 = block
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "why"),
+    [
+        (make_model("vit", 0), 2, ""),
+        (make_model("vit", 0), 8, "strategy.tp=8 does not divide the 4 heads of block0.attn.q"),
+        (lenet(1, 28, 10, None), 2, "the model has no plan"),
+        (with_block(Shared()), 2, "block1.attn.q shares its weight with another layer"),
+    ],
+)
+def test_tp_follows_plans_that_fit_all_blocks(model, tp, why, monkeypatch):
+    blocks, reason = plans_for(model, tp)
+    assert (bool(blocks), reason) == (not why, why)
+    monkeypatch.setenv("WORLD_SIZE", str(tp))
+    strategy = TP(Runtime("cpu"), tp=None, batch_norm="local")
+    strategy.partition(model, 8)
+    assert ("embed" in strategy.replicated) == (not why), "blocks without a plan are computed by every rank"
+
+
+def test_plan_that_does_not_fit_its_block_is_refused_by_tp():
+    wrong = type("Wrong", (Block,), {"tensor_parallel": Block.tensor_parallel | {"fc3": "row"}})
+    with pytest.raises(ConfigError, match=r"Wrong\.tensor_parallel: block1 has no module fc3"):
+        plans_for(with_block(wrong(16, 4, 32, 0.0, "block1")), 2)
+
+
+@pytest.mark.parametrize(("model", "refused"), [("vit", False), ("lenet", True)])
+def test_tp_is_compiled_unless_a_convolution_is_sharded(model, refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    strategy = TP(Runtime("cpu"), tp=2, batch_norm="local")
+    strategy.partition(make_model("vit", 0) if model == "vit" else lenet(1, 28, 10, None), 8)
+    assert ("compile" in strategy.refusals) == refused
+
+
+class GlooSums:
+    """What `PeerSums` does, by gloo on CPUs; the sum is unknown before `finish`."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.pending = group, {}
+        peer_sums.FOUND[group.group_name] = self
+
+    def begin(self) -> None:
+        assert not self.pending, "a sum was not finished"
+
+    def start(self, own: torch.Tensor) -> None:
+        assert own.is_contiguous()
+        total = own.clone()
+        self.pending[own.data_ptr()] = total, dist.all_reduce(total, group=self.group, async_op=True)
+
+    def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
+        total, work = self.pending.pop(own.data_ptr())
+        work.wait()
+        out.copy_(total)
+
+
+def run_with_peers(cases: list[str]) -> dict:
+    with patch.object(peer_sums, "find", lambda group, device: GlooSums(group)):
+        return run_cases(cases)
+
+
+def test_peer_sums_in_chunks_equal_single():
+    """The last batch has an odd number of samples, so its chunks differ in size."""
+    cases = ["tp tp=2 vit clipped", "mesh tp=2 short", "tp tp=2 vit samples=49 epochs=1"]
+    outcomes = run_world(2, run_with_peers, cases)[0]
+    references = run_world(1, run_cases, list(dict.fromkeys(map(reference_of, cases))))[0]
+    for case in cases:
+        assert_equal(outcomes[case], references[reference_of(case)])
+
+
+def compiled(case: str) -> dict:
+    """Compile by Inductor a pair of layers whose sums are custom operations, and compare it with eager mode."""
+    from ddp_lab.strategies.activation_sums import make_group
+    from ddp_lab.strategies.tensor_parallel import divide
+
+    with Runtime("cpu") as runtime, patch.object(peer_sums, "find", lambda group, device: GlooSums(group)):
+        runtime.open_group()
+        mesh = runtime.mesh({"tp": 2})
+        group, kept = make_group(mesh.get_group(), False, runtime.device)
+        assert group.peers
+        torch.manual_seed(0)
+        block = Block(16, 4, 32, 0.0, "block").double()
+        divide(block, mesh, group, replicate=False)
+        kinds = {type(layer) for layer in block.modules()}
+        assert {ColumnLinear, RowLinear} <= kinds
+        results = []
+        for call in (block, torch.compile(block, dynamic=False, fullgraph=True)):
+            block.zero_grad()
+            tokens = torch.linspace(-1, 1, 5 * 6 * 16, dtype=torch.float64).reshape(5, 6, 16).requires_grad_()
+            call(tokens).square().sum().backward()
+            gradients = [parameter.grad for parameter in block.parameters()]
+            local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+            results.append([tokens.grad, *(gradient.clone() for gradient in local)])
+        kept.begin()
+        del kept
+        return {"difference": max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))}
+
+
+def test_peer_sums_are_parts_of_one_compiled_graph():
+    for rank in run_world(2, compiled, ""):
+        assert rank["difference"] < 1e-9
+
+
+class FakeSlot:
+    """A slot that notes the barriers on it and the copies to it."""
+
+    noted: ClassVar[list[tuple[str, "FakeSlot"]]] = []
+
+    def __init__(self, size: int, group: str, device: torch.device):
+        self.memory, self.handle, self.arrived = torch.empty(size, dtype=torch.uint8), self, None
+
+    def barrier(self, channel: int) -> None:
+        self.noted.append(("barrier", self))
+
+    def there(self, like: torch.Tensor) -> torch.Tensor:
+        self.noted.append(("copy", self))
+        return torch.empty_like(like)
+
+    def here(self, like: torch.Tensor) -> torch.Tensor:
+        self.noted.append(("read", self))
+        return torch.zeros_like(like)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
+    """After the first sum of a step, which may replay a CUDA graph, one barrier for each sum is enough."""
+    FakeSlot.noted.clear()
+    fakes = {name: MagicMock() for name in ("Stream", "stream", "current_stream", "Event")}
+    fakes["is_current_stream_capturing"] = lambda: False
+    with patch.object(peer_sums, "Slot", FakeSlot), patch.multiple(torch.cuda, **fakes):
+        sums = peer_sums.PeerSums(MagicMock(), torch.device("cpu"))
+        for _ in range(8):
+            before = len(FakeSlot.noted)
+            sums.begin()
+            for size in (30_000, 30_000, 60_000, 30_000, 60_000, 60_000):
+                own = [torch.ones(size) for _ in range(chunks)]
+                for each in own:
+                    sums.start(each)
+                for each in own:
+                    sums.finish(each, torch.empty_like(each))
+        barriers = [kind for kind, _ in FakeSlot.noted[before:]].count("barrier")
+        assert barriers == 6 * chunks + 1, "the first sum of a step needs two"
+    used: set[FakeSlot] = set()  # since the last barrier
+    for kind, slot in FakeSlot.noted:
+        if kind == "barrier":
+            used.clear()
+        assert kind != "copy" or slot not in used
+        if kind == "read":
+            used.add(slot)
+
+
+def test_prediction_is_at_most_what_flops_and_bytes_allow():
+    """Half of the FLOPs is divided by two ranks; half of the sums is hidden by a third of the divided FLOPs."""
+    made = Prediction(tp=2, flops=8.0, divided=4.0, sums=1.0, gradients=3.0, rate=1.0, link=1.0)
+    assert made.alone == 8.0
+    assert made.seconds == pytest.approx(4 + 2 + 1 + (1 - 2 / 3))
+    assert made.replicated == pytest.approx(4 + (3 - 4 * 2 / 3))
+    assert "tp=2 is at most 1.09x as fast as one GPU" in str(made)
+
+
+def test_advise_predicts_what_tensor_parallelism_gains():
+    (line,) = advice("tp tp=2", *LARGE, "batch_size=64")[0].notes
+    assert line.startswith("tp tp=2: prediction from FLOPs and bytes: tp=2 is at most 1.7")
+
+
+@pytest.mark.parametrize(("batch_size", "faster"), [(8, "single"), (8192, "ddp")])
+def test_advise_names_what_is_faster_where_tensor_parallelism_gains_nothing(batch_size, faster):
+    """The sums of narrow tokens take longer than what they save; ddp sends 0.1 MB for any batch."""
+    narrow = [*TINY, "model.width=32", "model.heads=4", "precision=bf16"]
+    (line,) = advice("tp tp=2", *narrow, f"batch_size={batch_size}")[0].notes
+    assert "tp=2 is not faster than one GPU" in line
+    assert f"strategy={faster} would be faster" in line
