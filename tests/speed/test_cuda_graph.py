@@ -57,7 +57,7 @@ def test_captured_step_trains_like_an_eager_one(options, modes):
     graph = GraphStep(step, own)
     with warnings.catch_warnings(action="error"):
         graph.capture(nullcontext())
-    assert modes == ["error", "default"], "a step that waits for the GPU must not reach the capture"
+    assert modes == ["warn", "default"], "a step that waits for the GPU must not reach the capture"
     assert sorted(graph.graphs) == [BatchSize(12, 12), BatchSize(24, 24)]
     eager.running_sums.begin(0)
     step.running_sums.begin(0)
