@@ -74,7 +74,9 @@ TOGETHER = [
 PIPELINES = [
     *each(GRAPH, "pipeline clipped accumulate=3", "pipeline schedule=gpipe num_microbatches=24 recipe"),
     *each(GRAPH, "pipeline schedule=interleaved1f1b accumulate=2 clipped", "pipeline schedule=interleavedzerobubble"),
-    *each(GRAPH, "pipeline num_microbatches=5 vit_drop", "pipeline ema=0.999 epochs=17 float64", "pipeline accumulate=2 tokens"),
+    *each(
+        GRAPH, "pipeline num_microbatches=5 vit_drop", "pipeline ema=0.999 epochs=17 float64", "pipeline accumulate=2 tokens"
+    ),
     *each(GRAPH, "pipeline adamw optimizer.fused=true almost-empty", "pipeline on_nan=skip num_microbatches=7"),
     *each(GRAPH, f"pipeline {MOVED}", "pipeline cut=[fc1] partly_frozen clipped"),
     *each(GRAPH, "ddp_pipeline accumulate=2 clipped", "ddp_pipeline pp=1 schedule=gpipe recipe"),
