@@ -145,13 +145,11 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
     with unchanged(step):
         # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
         inputs, targets, count = step.mixed(batch())
-        accumulate, known = step.options.accumulate, step.strategy.task.per_sample is not None
+        accumulate = step.options.accumulate
         with step.strategy.no_sync():
             first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
             real = min(real_samples(count, step.strategy.dp_rank, step.strategy.dp_size), len(first[0]))
             step.strategy.add_gradient(*first, real, count / step.strategy.averaged)  # another would compile the loss again
-            if not known:
-                step.strategy.share_per_sample()
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

@@ -204,8 +204,9 @@ class Strategy(ABC):
         results.append(self._add_gradient(*last, divisor))
         self.reduce_gradients()
         sums = reduce(torch.add, results)
-        if not known:
-            self.share_per_sample()
+        if not known:  # the stages of a pipeline but the last one never call the loss
+            own = sums.new_tensor(float(self.task.per_sample is not False))
+            self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
         if not self.task.per_sample:
             self._divide_by_weight(sums[-1], count)
         return sums
@@ -214,15 +215,6 @@ class Strategy(ABC):
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
         with padding_ignored(self.module) if self.batch_norm == "sync" and real == 0 else nullcontext():
             return self.add_gradient(inputs, targets, real, divisor)
-
-    def share_per_sample(self) -> None:
-        """Let all ranks know whether the task has one loss of weight 1 for each sample. Collective.
-
-        Called after the first micro-batches: the stages of a pipeline but the last one never call the
-        loss. It waits for the device.
-        """
-        own = torch.tensor(float(self.task.per_sample is not False), device=self.device)
-        self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
 
     def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.

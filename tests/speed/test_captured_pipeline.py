@@ -55,14 +55,14 @@ def run_captured(case: str) -> tuple[Outcome, list[str]]:
     [
         "pipeline clipped",
         "pipeline schedule=interleaved1f1b recipe",
-        "pipeline tokens",  # only the last stage knows that the losses have weights
+        "pipeline accumulate=2 tokens",
         "ddp_pipeline pp=1 schedule=gpipe clipped",
         "mesh pp=2 vit",
     ],
 )
 def test_captured_pipeline_trains_as_one_device(case):
     """The steps of the warm-up are undone, and all ranks warm up and capture in the same order."""
-    (outcome, before), (_, other) = run_world(2, run_captured, case)
+    (outcome, before), (_, other) = run_world(2, run_captured, case, timeout=90)
     assert before == other == ORDER
     reference = reference_of(case)
     expected = run_world(1, run_cases, [reference])[0][reference]
@@ -99,7 +99,7 @@ def error_of_capture(runtime: Runtime, waiting: int, events: list[str]) -> tuple
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
     """A rank that left the step would leave the other one with messages that never come."""
-    ranks = run_world(2, capture_with_a_waiting_stage, waiting)
+    ranks = run_world(2, capture_with_a_waiting_stage, waiting, timeout=60)
     errors, events, losses = zip(*ranks, strict=True)
     assert errors[0] == errors[1]
     assert errors[0].startswith("the step waits for the GPU at ")
