@@ -55,7 +55,7 @@ def run_captured(case: str) -> tuple[Outcome, list[str]]:
     [
         "pipeline clipped",
         "pipeline schedule=interleaved1f1b recipe",
-        "pipeline accumulate=2 tokens",
+        "pipeline tokens",
         "ddp_pipeline pp=1 schedule=gpipe clipped",
         "mesh pp=2 vit",
     ],
