@@ -149,7 +149,7 @@ class PipelineExecutor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
         batch = self._prepare(inputs, training=True)
         self._divisor, self._left, self._results = divisor, real, []
-        expected = padded(targets, batch.rows) if self.has_loss else None
+        expected = targets[batch.rows] if self.has_loss else None
         with unwrapped():
             batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
         if self.has_loss:
@@ -190,7 +190,7 @@ class PipelineExecutor:
         for index, stage in self.stages.items():
             stage.output_form = forms[index + 1]
         rows = torch.arange(form.shape[0] * self.plan.num_microbatches, device=inputs.device) % len(inputs)
-        arguments = (padded(inputs, rows),) if 0 in self.stages else ()
+        arguments = (inputs[rows],) if 0 in self.stages else ()
         return Prepared(self._schedules[form, training], rows, arguments, forms[-1])
 
     def _micro_batch(self, inputs: torch.Tensor, training: bool) -> Form:
@@ -242,11 +242,6 @@ class PipelineExecutor:
             loss_fn=self._loss if training else None,
             scale_grads=False,
         )
-
-
-def padded(samples: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return these rows of the samples, of which the first ones are all samples in their order."""
-    return samples if len(rows) == len(samples) else samples[rows]
 
 
 @contextmanager
