@@ -1,4 +1,4 @@
-"""Find the operations for which the host waits for the GPU, and which a CUDA graph cannot capture."""
+"""Find the operations for which the host waits for the GPU, which a CUDA graph cannot capture."""
 
 import warnings
 from collections.abc import Generator
@@ -29,7 +29,8 @@ def waits_for_gpu() -> Generator[list[str]]:
         if text.startswith(WAITS):
             places.append(f"{warning.filename}:{warning.lineno}")
         elif not text.startswith("Synchronization debug mode is a prototype"):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            file, line = warning.filename, warning.lineno
+            warnings.warn_explicit(warning.message, warning.category, file, line)
 
 
 def first_wait(places: list[str]) -> str:

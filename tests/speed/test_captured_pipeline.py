@@ -25,7 +25,7 @@ ORDER = [*WARMED_UP, *WARMED_UP, "warn", "step", "micro-batches", "default", "ca
 
 
 def run_captured(case: str) -> tuple[Outcome, list[str]]:
-    """Return the outcome of a case whose step is captured, and what was done before the first step."""
+    """Return the outcome of a case whose step is captured, and what was done before it trains."""
     events: list[str] = []
     replace_graphs(setattr, events)
 
@@ -70,7 +70,7 @@ def test_captured_pipeline_trains_as_one_device(case):
 
 
 def capture_with_a_waiting_stage(waiting: int) -> tuple[str, list[str], float]:
-    """Return the error of a capture where one rank waits for its GPU, the events, and a later loss sum."""
+    """Return the error of a capture where one rank waits, the events, and a later loss sum."""
     events: list[str] = []
     replace_graphs(setattr, events)
     with Runtime("cpu", timeout=30) as runtime:
@@ -78,7 +78,11 @@ def capture_with_a_waiting_stage(waiting: int) -> tuple[str, list[str], float]:
         return error_of_capture(runtime, waiting, events)
 
 
-def error_of_capture(runtime: Runtime, waiting: int, events: list[str]) -> tuple[str, list[str], float]:
+def error_of_capture(
+    runtime: Runtime,
+    waiting: int,
+    events: list[str],
+) -> tuple[str, list[str], float]:
     def wait(module: torch.nn.Module, inputs: object) -> None:
         if events[-1:] == ["warn"]:
             warnings.warn(f"{WAITS} (Triggered internally at ...)", stacklevel=1)

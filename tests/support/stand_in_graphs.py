@@ -13,7 +13,7 @@ from ddp_lab.speed.cuda_graph import GraphStep
 
 
 def replace_graphs(replace: Callable[[Any, str, Any], Any], events: list[str]) -> None:
-    """Let GraphStep work without a GPU. A replay reads the learning rate where the capture has read it.
+    """Let GraphStep work without a GPU. A replay reads the learning rate where the capture does.
 
     Args:
         replace: `setattr`, or that of a monkeypatch.
