@@ -81,7 +81,7 @@ PIPELINES = [
     *each(GRAPH, f"pipeline {MOVED}", "pipeline cut=[fc1] partly_frozen clipped"),
     *each(GRAPH, "ddp_pipeline accumulate=2 clipped", "ddp_pipeline pp=1 schedule=gpipe recipe"),
     *each(GRAPH, "mesh pp=2 accumulate=2 short clipped", "mesh pp=2 num_microbatches=5 vit recipe almost-empty"),
-    *each(GRAPH, "mesh pp=2 schedule=interleaved1f1b adamw optimizer.fused=true vit"),
+    *each(GRAPH, "mesh pp=2 schedule=interleaved1f1b vit adamw optimizer.fused=true"),
     *each(f"float64 {BOTH}", "pipeline vit clipped", "pipeline schedule=interleaved1f1b vit", "ddp_pipeline vit recipe"),
     *each(f"float64 {BOTH}", "mesh pp=2 vit clipped"),
 ]
