@@ -10,12 +10,14 @@ import torch
 import training
 from cases import assert_equal, tolerance_of
 from stand_in_graphs import replace_graphs
-from training import Outcome, config_of, reference_of, run_cases
+from training import Outcome, config_of, make_model, reference_of, run_cases
 from worlds import run_world
 
+from ddp_lab.config.build import build as construct
 from ddp_lab.run.job import build
 from ddp_lab.speed.cuda_graph import WARM_UP, GraphStep
 from ddp_lab.speed.waits import WAITS
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 
@@ -111,3 +113,13 @@ def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
     assert errors[0].endswith(f" on rank {waiting}")
     assert events[0] == events[1] == ["warn", "default"], "nothing may be captured"
     assert losses[1] > 0, "the step in eager mode must go on"
+
+
+def test_norm_of_a_stage_without_gradients_is_computed_on_its_device(monkeypatch):
+    """torch's norm of no gradients is on the host, and a graph cannot capture its copy to the GPU."""
+    strategy = construct(config_of("pipeline").strategy, Runtime("cpu"))
+    strategy.module, strategy.device = make_model("lenet", seed=1), torch.device("meta")
+    monkeypatch.setattr("ddp_lab.strategies.base.get_total_norm", None)
+    norm = Strategy.gradient_norm(strategy)
+    assert norm.device.type == "meta"
+    assert norm.shape == ()
