@@ -265,7 +265,12 @@ def test_captured_pipeline_drops_what_the_eager_one_does():
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
-    "line", ["python train.py strategy=single", "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp"]
+    "line",
+    [
+        "python train.py strategy=single",
+        "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp",
+        "torchrun --standalone --nproc_per_node=2 train.py strategy=pipeline",
+    ],
 )
 @pytest.mark.parametrize(
     ("overrides", "epochs", "said"),
