@@ -59,8 +59,11 @@ def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
         )
     if device != "cuda":
         reasons["cuda_graph"] = "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
-    missing = [name for name in KEYS if name != "loader" and name not in strategy.performance_options]
-    return reasons | dict.fromkeys(missing, f"not supported by strategy={strategy.name}")
+    unsupported = f"not supported by strategy={strategy.name}"
+    for name in KEYS:
+        if name != "loader" and name not in strategy.performance_options:
+            reasons[name] = strategy.refusals.get(name, unsupported)
+    return reasons
 
 
 def bytes_of(dataset: Dataset) -> int | None:

@@ -4,7 +4,6 @@ In eager mode a step of LeNet takes the host ten times as long as the GPU. A gra
 The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch, BatchSize, real_samples
 from ddp_lab.data.loader import DeviceLoader, Loader
+from ddp_lab.speed.waits import first_wait, waits_for_gpu
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
 
@@ -56,19 +56,26 @@ class GraphStep:
                 warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
             for size in others:
                 warm_up(self.step, partial(self._first_batch, size), WARM_UP)
-            batch = self._first_batch(largest)
-            # A step that lets the host wait would fail in the capture, too, but with a message about the capture, and it would
-            # leave torch's generators in it.
-            with unchanged(self.step):
-                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    self.step.compute(batch)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
+            self._require_no_wait(self._first_batch(largest))
             pool = torch.cuda.graph_pool_handle()
             for size in (largest, *others):
                 self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
+
+    def _require_no_wait(self, batch: Batch) -> None:
+        """Compute a step, undo it, and check that the host does not wait for the GPU in it. Collective.
+
+        Such a step would fail in the capture, too, but with a message about the capture, and it would
+        leave torch's generators in it.
+
+        Raises:
+            RuntimeError: a rank waits; on all ranks, because none may capture what the others do not.
+        """
+        with unchanged(self.step), waits_for_gpu() as places:
+            self.step.compute(batch)
+        first = "".join(places[:1])
+        problem = self.step.strategy.runtime.conclude("waits for the GPU", first, first_wait)
+        if problem:
+            raise RuntimeError(problem)
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:

@@ -256,7 +256,9 @@ class Strategy(ABC):
         Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
         gradients = gradients_of(self.module.parameters())
-        return get_total_norm(gradients).to(self.device)  # on the CPU if all parameters here are frozen
+        if not gradients:  # all parameters here are frozen; torch's zero would be on the host
+            return torch.zeros((), device=self.device)
+        return get_total_norm(gradients).to(self.device)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

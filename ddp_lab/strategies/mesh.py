@@ -97,7 +97,6 @@ class Mesh(FullyShard):
         self.sharded, self.keys = shard > 1, keys
         if pp > 1:
             self.num_microbatches = keys["num_microbatches"]
-            self.refusals["cuda_graph"] = f"the stages of a pipeline (strategy.pp={pp}) were never captured"
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`

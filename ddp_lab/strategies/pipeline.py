@@ -40,7 +40,7 @@ class Pipeline(Strategy):
     """
 
     needs_chain = compiled_by_block = True
-    performance_options = frozenset({"compile"})
+    performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]):
         super().__init__(runtime, inner or {"pp": runtime.world_size})

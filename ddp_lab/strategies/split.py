@@ -47,6 +47,10 @@ class Split(Strategy):
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
+        self.refusals["cuda_graph"] = (
+            "the memory of a CUDA graph belongs to one device, and strategy=split has several in one "
+            "process; strategy=pipeline has a process for each device"
+        )
         self.devices_are_given = devices is not None
         if devices:
             self.devices = [find_device(name, "strategy.devices") for name in devices]

@@ -88,13 +88,20 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
 SYNC = "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
 MASKS = "strategy.checkpoint_activations=block keeps the random generators' state on the host"
 
+ONE_DEVICE = (
+    "the memory of a CUDA graph belongs to one device, and strategy=split has several in one process; "
+    "strategy=pipeline has a process for each device"
+)
+
 
 @pytest.mark.parametrize(
     ("overrides", "reasons"),
     [
         ("strategy=single optimizer._target_=torch.optim.Rprop", {"fused": "torch.optim.Rprop has no fused kernel for GPUs"}),
         ("strategy=ddp strategy.batch_norm=sync", {"cuda_graph": SYNC}),
-        ("strategy=pipeline", dict.fromkeys(["cuda_graph", "channels_last", "fused"], "not supported by strategy=pipeline")),
+        ("strategy=pipeline", {"channels_last": "not supported by strategy=pipeline"}),
+        ("strategy=ddp_pipeline strategy.pp=1", {"channels_last": "not supported by strategy=ddp_pipeline"}),
+        ("strategy=split", {"cuda_graph": ONE_DEVICE}),
         (
             "strategy=mesh strategy.checkpoint_activations=block",
             {"channels_last": "not supported by strategy=mesh", "cuda_graph": MASKS},
