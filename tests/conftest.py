@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -45,6 +46,15 @@ def no_process_group_leaks():
     if leaked:
         dist.destroy_process_group()
     assert not leaked, "the test left a process group open"
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers():
+    """Undo what a command that runs in this process has set: the processes of later tests would inherit it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,11 @@ that a step with the learning rate 0.1 multiplies w by 0.35. The decay of the av
 """
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -242,7 +246,7 @@ def train_on_two(lr: float, seed: int) -> dict:
         }
 
 
-def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
+def check_launch_of_two_ranks() -> None:
     found = launch(train_on_two, 0.1, 5, nproc=2)
     assert found["arguments"] == (0.1, 5)
     assert found["world"] == (0, 2, True)
@@ -251,3 +255,13 @@ def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
     expected = {"loss": 13 / 4 * SECOND**2, "outputs": 3 * SECOND}
     assert found["evaluated"] == pytest.approx(expected)
     assert found["outputs"].tolist() == [[pytest.approx(SECOND)]]
+
+
+def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
+    """In a new process: another test of this one may have started threads of autograd, which no fork survives."""
+    root, here = Path(__file__).parents[2], Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"}
+    program = "import test_trainer_numbers; test_trainer_numbers.check_launch_of_two_ranks()"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
