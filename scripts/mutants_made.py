@@ -1,27 +1,32 @@
 """The mutants of scripts/mutants.py: one small error in one line of a file, made by Cosmic Ray's operators.
 
 Left out, because no test ought to notice them: mutants of annotations and of code for type checkers,
-of the messages in `raise`, `assert`, `print` and log calls, of `__all__`, of the marks `*` and `/`
-among parameters, and `is` for `==` or the reverse, which are the same for short strings and small
-numbers. Docstrings have none.
+of `assert`, of the messages in `raise`, `print` and log calls, of `__all__`, and of the marks `*` and `/`
+among parameters. Docstrings have none. An operator is replaced by one of its own GROUP: others fail
+for any value (`<<` of dicts) or mean the same (`is` for `==` of small numbers).
 """
 
 import ast
 import difflib
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
-from cosmic_ray.operators.operator import Operator
 from cosmic_ray.plugins import get_operator, operator_names
 from parso.tree import Leaf, NodeOrLeaf
 
 FOLDERS = ("strategies", "tasks", "training", "lab", "data", "checkpoints", "resilience", "launchers", "commands")
-SAME = ("Eq_Is", "Is_Eq", "NotEq_IsNot", "IsNot_NotEq")
+GROUPS = (
+    {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"},
+    {"BitOr", "BitAnd", "BitXor"},
+    {"LShift", "RShift"},
+    {"Eq", "NotEq", "Lt", "LtE", "Gt", "GtE"},
+    {"Is", "IsNot"},
+)
 LOGGERS = ("debug", "info", "warning", "error", "exception", "critical", "warn", "print")
 # A leaf of these types has no operator: names, brackets and ends of lines are most of a file.
 WITHOUT_MUTANTS = ("name", "newline", "endmarker", "string", "fstring_start", "fstring_string", "fstring_end")
@@ -53,14 +58,21 @@ class Mutant(NamedTuple):
         return f"{self.place.file}:{self.place.line} {self.place.operator} {self.place.occurrence}"
 
 
-def operators() -> dict[str, Operator]:
+def operators() -> dict[str, Any]:
     """Return the operators of Cosmic Ray that need no arguments, by name."""
     classes = {name.removeprefix("core/"): get_operator(name) for name in operator_names()}
     return {
         name: each()
         for name, each in sorted(classes.items())
-        if not each.arguments() and name != "NoOp" and not name.endswith(SAME)
+        if not each.arguments() and name != "NoOp" and stays_in_group(name)
     }
+
+
+def stays_in_group(operator: str) -> bool:
+    """Return whether an operator of Cosmic Ray replaces one of Python's by one of its GROUP, or is about none."""
+    kind, *names = operator.split("_")
+    replaces = kind in ("ReplaceBinaryOperator", "ReplaceComparisonOperator")
+    return not replaces or any(group.issuperset(names) for group in GROUPS)
 
 
 class Outline:
@@ -114,10 +126,8 @@ def unmutated(node: ast.AST) -> Sequence[Located]:
             return [node.annotation]
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             return [node.returns] if node.returns else []
-        case ast.Raise():
+        case ast.Raise() | ast.Assert():
             return [node]
-        case ast.Assert():
-            return [node.msg] if node.msg else []
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in LOGGERS:
             return [*node.args, *node.keywords]
         case ast.Assign(targets=[ast.Name(id="__all__")]):
@@ -137,8 +147,7 @@ def places(root: Path, file: str) -> Iterator[Place]:
         if is_never_mutated(node):
             continue
         for name, operator in all_operators.items():
-            positions: Iterable[tuple[Position, Position]] = operator.mutation_positions(node)
-            for start, _ in positions:
+            for start, _ in operator.mutation_positions(node):
                 counts[name] += 1
                 if not (outline.is_left_out(start) or is_mark_of_parameters(node)):
                     yield Place(file, start[0], name, counts[name], outline.statement(start[0]))

@@ -60,6 +60,7 @@ def function(a: int | None, /, b: int | str = "", *, c: "list[3]" = ()) -> int |
     x: int | str = a
     logging.warning("%s" % 3)
     assert x, "no x" + 1
+    return True
     raise ValueError("é" % 4)
 '''
 
@@ -121,7 +122,7 @@ def test_sample_is_killed_survives_or_is_not_covered_and_a_second_call_runs_what
 def test_mutants_of_annotations_messages_and_marks_are_left_out(tmp_path):
     (tmp_path / "left_out.py").write_text(LEFT_OUT)
     found = [place for place in places(tmp_path, "left_out.py") if apply(tmp_path, place)]
-    assert [(place.line, place.operator) for place in found] == [(16, "AddNot")]
+    assert [(place.line, place.operator) for place in found] == [(17, "ReplaceTrueWithFalse")]
 
 
 def test_sample_is_in_proportion_to_lines():
