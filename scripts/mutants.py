@@ -11,8 +11,8 @@ file exceed its time limit is killed, too.
 
 All of it happens in copies of the tree as the first call found it. The results are lines of JSON in
 the folder `--results`, and a later call with the same folder does what is missing there: after an
-interruption, for a larger `--sample`, or for survivors with more `--files`. Delete the folder after
-a change to the code. Exit code 0: at least 90 % of the mutants are killed.
+interruption, for a larger `--sample`, or for survivors with more `--files`. Ctrl-C lets the mutants that
+are running finish. Delete the folder after a change to the code. Exit code 0: at least 90 % of the mutants are killed.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def cover(options: argparse.Namespace, tree: Path) -> list[Covered]:
         folder = options.results / "coverage" / test.replace("/", "-")
         covered = measure(tree, test, folder, LIMIT)
         record.append(covered._asdict())
-        comment = "" if covered.passes else ", fails without an error and is left out"
+        comment = "" if covered.passes else ", left out: it fails without an error, or has only slow tests"
         print(f"{test}: {covered.seconds} s{comment}", flush=True)
 
     in_parallel(options.jobs, run, missing)

@@ -24,6 +24,7 @@ import psutil
 from coverage.exceptions import CoverageException
 
 MARK = "DDP_LAB_MUTANT"  # in the environment of every process that a test file starts
+NO_TESTS = 5  # the exit code of pytest for a file that has only slow tests
 SETTINGS = """[run]
 data_file = {data}
 parallel = true
@@ -114,7 +115,7 @@ class Covered(NamedTuple):
     """What a test file executes, without an error in the code."""
 
     test: str
-    passes: bool  # without coverage, if it fails with it
+    passes: bool  # without coverage, if it fails with it; False if it has only slow tests
     seconds: float
     lines: dict[str, list[int]]  # of each file of ddp_lab
 
@@ -141,7 +142,7 @@ def measure(tree: Path, test: str, folder: Path, limit: float) -> Covered:
         for file, executed in read_lines(path).items():
             lines.setdefault(str(Path(file).relative_to(tree)), set()).update(executed)
     shutil.rmtree(folder)
-    if not outcome.passes:
+    if outcome.code not in (0, NO_TESTS):
         outcome = run_tests(tree, test, limit)
     return Covered(test, outcome.passes, outcome.seconds, {file: sorted(each) for file, each in lines.items()})
 

@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from scripts import mutants
-from scripts.mutants_covered import run_tests
-from scripts.mutants_made import apply, in_proportion, places
+from scripts.mutants_covered import Covered, run_tests
+from scripts.mutants_made import Mutant, Place, apply, in_proportion, places, sample
 
 PRICE = """
 def total(price: int | None, count):
@@ -93,7 +93,7 @@ def test_sample_is_killed_survives_or_is_not_covered_and_a_second_call_runs_what
     assert mutants.main(given) == 1, "one of three mutants is killed, which is less than 90 %"
     output = capsys.readouterr().out
     assert "tests/test_broken.py: " in output
-    assert "fails without an error" in output
+    assert "left out: it fails without an error" in output
     first = rows(results / "mutants.jsonl")
     killed, survived = sorted(first, key=lambda row: row["status"])
     assert (killed["status"], survived["status"]) == ("killed", "survived")
@@ -123,6 +123,37 @@ def test_mutants_of_annotations_messages_and_marks_are_left_out(tmp_path):
     (tmp_path / "left_out.py").write_text(LEFT_OUT)
     found = [place for place in places(tmp_path, "left_out.py") if apply(tmp_path, place)]
     assert [(place.line, place.operator) for place in found] == [(17, "ReplaceTrueWithFalse")]
+
+
+def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest_that_execute_its_statement():
+    mutant = Mutant(Place("ddp_lab/tasks/price.py", 8, "AddNot", 0, (7, 9)), "", "")
+    executed = {"ddp_lab/tasks/price.py": [2, 7]}
+    seconds = {
+        "tests/run/test_fast.py": 1.0,
+        "tests/run/test_price.py": 2.0,
+        "tests/tasks/test_other.py": 30.0,
+        "tests/tasks/test_price_rows.py": 50.0,
+        "tests/run/test_slower.py": 90.0,
+    }
+    tests = [Covered(name, True, each, executed) for name, each in seconds.items()]
+    tests.append(Covered("tests/tasks/test_elsewhere.py", True, 1.0, {"ddp_lab/tasks/price.py": [2, 10]}))
+    tests.append(Covered("tests/tasks/test_fails.py", False, 1.0, executed))
+    order = ["tests/tasks/test_price_rows.py", "tests/tasks/test_other.py", *list(seconds)[:2], "tests/run/test_slower.py"]
+
+    def met(*given):
+        return [test.test for test in mutants.chosen(mutant, tests, mutants.arguments(list(given)))]
+
+    assert met("--files", "9") == order
+    assert met("--files", "3") == order[:3]
+    assert met("--files", "9", "--seconds", "33") == order[:4], "the first file is not counted"
+
+
+def test_sample_is_the_same_for_a_seed_and_a_larger_one_adds_to_it(project):
+    two, again, three = (sample(project, "ddp_lab", size, 7) for size in (2, 2, 3))
+    assert two == again
+    assert three[:2] == two
+    assert sorted(mutant.place.line for mutant in three) == [3, 7, 11]
+    assert sample(project, "ddp_lab/data", 3, 7) == []
 
 
 def test_sample_is_in_proportion_to_lines():
