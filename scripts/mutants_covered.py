@@ -53,14 +53,15 @@ class Outcome(NamedTuple):
         return self.code == 0
 
 
-def run_tests(tree: Path, test: str, limit: float, added: dict[str, str] | None = None) -> Outcome:
-    """Run a test file of a tree until its first failure, and end every process that it leaves.
+def run_tests(tree: Path, test: str, limit: float, added: dict[str, str] | None = None, *, stop: bool = True) -> Outcome:
+    """Run a test file of a tree, and end every process that it leaves.
 
     Args:
         tree: The root of the tree.
         test: The file, from the root.
         limit: Seconds.
         added: Further environment variables. `PYTHONPATH` is added to the tree's.
+        stop: Whether to stop at the first failure.
     """
     added = added or {}
     mark = uuid.uuid4().hex
@@ -69,8 +70,9 @@ def run_tests(tree: Path, test: str, limit: float, added: dict[str, str] | None 
     environment |= {"OMP_NUM_THREADS": "1", MARK: mark, **added}
     search = [str(tree), added.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
-    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    with tempfile.TemporaryDirectory(prefix="mutant-") as temporary, tempfile.TemporaryFile() as output:
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *(["-x"] if stop else [])]
+    folder = tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True)
+    with folder as temporary, tempfile.TemporaryFile() as output:
         started = time.monotonic()
         pytest = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, test],
@@ -136,7 +138,7 @@ def measure(tree: Path, test: str, folder: Path, limit: float) -> Covered:
     package = str(Path(inspect.getfile(coverage)).parent.parent)
     (folder / "sitecustomize.py").write_text(STARTER.format(folder=package))
     added = {"PYTHONPATH": str(folder), "COVERAGE_PROCESS_START": str(settings)}
-    outcome = run_tests(tree, test, limit, added)
+    outcome = run_tests(tree, test, limit, added, stop=False)
     lines: dict[str, set[int]] = {}
     for path in sorted(folder.glob("lines.*")):
         for file, executed in read_lines(path).items():
