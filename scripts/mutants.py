@@ -3,16 +3,18 @@
 python scripts/mutants.py                                  200 mutants; hours
 python scripts/mutants.py --only ddp_lab/tasks --sample 6 --tests tests/tasks
 
-Cosmic Ray makes the mutants (mutants_made.py). What runs them is here, because neither it nor mutmut
-draws a sample, nor chooses tests for a line that only forked ranks execute. Each test file runs once
-under coverage (mutants_covered.py). Each mutant then meets the test files that execute its line: the
-one named for its file, those of its folder, the fastest, until one fails. A mutant that makes a test
-file exceed its time limit is killed, too.
+Cosmic Ray makes the mutants (mutants_made.py). What runs them is here, because neither it nor
+mutmut draws a sample, nor chooses tests for a line that only forked ranks execute. Each test file
+runs once under coverage (mutants_covered.py). Each mutant then meets the test files that execute
+its line: the one named for its file, those of its folder, the fastest, until one fails. A mutant
+that makes a test file exceed its time limit is killed, too.
 
-All of it happens in copies of the tree as the first call found it. The results are lines of JSON in
-the folder `--results`, and a later call with the same folder does what is missing there: after an
-interruption, for a larger `--sample`, or for survivors with more `--files`. Ctrl-C lets the mutants that
-are running finish. Delete the folder after a change to the code. Exit code 0: at least 90 % of the mutants are killed.
+All of it happens in copies of the tree as the first call found it. The results are lines of JSON
+in the folder `--results`, and a later call with the same folder does what is missing there: after
+an interruption, for a larger `--sample`, or for survivors with more `--files`. Ctrl-C lets the
+mutants that are running finish. Delete the folder after a change to the code.
+
+Exit code 0: at least 90 % of the mutants are killed; 1: fewer; 2: there is nothing to mutate.
 """
 
 import argparse
@@ -48,7 +50,8 @@ class Record:
     def __init__(self, path: Path):
         self.path, self.lock = path, Lock()
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        complete = [line for line in lines if line.endswith("\n")]  # the last one may have been interrupted
+        # The last row may have been interrupted.
+        complete = [line for line in lines if line.endswith("\n")]
         if complete != lines:
             path.write_text("".join(complete))
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in complete]
@@ -60,24 +63,29 @@ class Record:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make small errors in the code and report which no test notices.")
+    what = "Make small errors in the code and report which no test notices."
+    parser = argparse.ArgumentParser(description=what)
+    results = ROOT / "runs" / "mutants"
     parser.add_argument("--sample", type=int, default=200, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
     parser.add_argument("--only", default="ddp_lab", help="the folder or file to mutate")
     parser.add_argument("--tests", default="tests", help="the folder or file of tests")
-    parser.add_argument("--files", type=int, default=4, help="the most test files that a mutant meets")
-    parser.add_argument("--seconds", type=float, default=150, help="the most seconds of these files, the first one apart")
+    parser.add_argument("--files", type=int, default=4, help="test files that a mutant meets at most")
+    seconds = "seconds that these files take at most, after the first one"
+    parser.add_argument("--seconds", type=float, default=150, help=seconds)
     parser.add_argument("--jobs", type=int, default=2, help="test files that run at a time")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants", help="the folder of the results")
+    parser.add_argument("--results", type=Path, default=results, help="the folder of the results")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     return parser.parse_args(given)
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy a tree without what its tests do not need."""
-    shutil.copytree(
-        source, target, symlinks=True, ignore=lambda path, names: LEFT_OUT(path, names) if path == str(source) else []
-    )
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return LEFT_OUT(path, names) if path == str(source) else set()
+
+    shutil.copytree(source, target, symlinks=True, ignore=left_out)
 
 
 def in_parallel(jobs: int, function: Callable[[Item], None], items: list[Item]) -> None:
@@ -103,8 +111,8 @@ def cover(options: argparse.Namespace, tree: Path) -> list[Covered]:
         folder = options.results / "coverage" / test.replace("/", "-")
         covered = measure(tree, test, folder, LIMIT)
         record.append(covered._asdict())
-        comment = "" if covered.passes else ", left out: it fails without an error, or has only slow tests"
-        print(f"{test}: {covered.seconds} s{comment}", flush=True)
+        left_out = ", left out: it fails without an error, or has only slow tests"
+        print(f"{test}: {covered.seconds} s{'' if covered.passes else left_out}", flush=True)
 
     in_parallel(options.jobs, run, missing)
     return [Covered(**row) for row in record.rows if row["test"] in wanted]
@@ -113,9 +121,12 @@ def cover(options: argparse.Namespace, tree: Path) -> list[Covered]:
 def chosen(mutant: Mutant, tests: list[Covered], options: argparse.Namespace) -> list[Covered]:
     """Return the test files that a mutant meets, in order."""
     first, last = mutant.place.statement
-    covering = [
-        test for test in tests if test.passes and any(first <= line <= last for line in test.lines.get(mutant.place.file, []))
-    ]
+
+    def covers(test: Covered) -> bool:
+        lines = test.lines.get(mutant.place.file, [])
+        return any(first <= line <= last for line in lines)
+
+    covering = [test for test in tests if test.passes and covers(test)]
     covering.sort(key=nearness(mutant.place.file))
     result, seconds = covering[:1], 0.0
     for test in covering[1:]:
@@ -153,7 +164,7 @@ def meet(mutant: Mutant, tests: list[Covered], tree: Path) -> dict[str, Any]:
 
 
 def run_mutants(options: argparse.Namespace, tree: Path) -> list[tuple[Mutant, str]]:
-    """Return the mutants of the sample, each with its status: from the results, or by running tests."""
+    """Return the mutants of the sample with their statuses, from the results or by running tests."""
     tests = cover(options, tree)
     mutants = sample(tree, options.only, options.sample, options.seed)
     record = Record(options.results / "mutants.jsonl")
@@ -181,7 +192,10 @@ def run_mutants(options: argparse.Namespace, tree: Path) -> list[tuple[Mutant, s
 
 def table(results: list[tuple[Mutant, str]]) -> str:
     """Return the numbers of mutants by folder and status."""
-    folders = Counter((str(Path(mutant.place.file).parents[-3]), status) for mutant, status in results)
+    folders: Counter[tuple[str, str]] = Counter()
+    for mutant, status in results:
+        folder = Path(mutant.place.file).parents[-3]
+        folders[str(folder), status] += 1
     names = sorted({folder for folder, _ in folders})
     rows = [["folder", "mutants", *STATUSES]]
     for name in names:
@@ -202,7 +216,8 @@ def main(given: list[str] | None = None) -> int:
         partial.rename(tree)
     results = run_mutants(options, tree)
     if not results:
-        print(f"--only {options.only}: no line of Python that can be mutated; use a folder or file of ddp_lab", file=sys.stderr)
+        problem = "has no line that can be mutated; use a folder or file of ddp_lab"
+        print(f"--only {options.only} {problem}", file=sys.stderr)
         return 2
     for mutant, status in results:
         if status in ("survived", "not covered"):

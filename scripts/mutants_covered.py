@@ -1,8 +1,9 @@
-"""Which lines each test file executes, for scripts/mutants.py: coverage of one pytest process and all that it starts.
+"""Which lines each test file executes, in its pytest process and all that this one starts.
 
-Contexts are files and not tests, because the tests of a file share worlds and launches: only the first one executes them.
-Ranks are forked from a server and end by os._exit, for which coverage has patches. It is started by a sitecustomize.py on the
-PYTHONPATH, so that nothing is written into the environment.
+Not which lines each test executes, because the tests of a file share worlds and launches: only the
+first one executes them. Ranks are forked from a server and end by os._exit, for which coverage has
+patches. It is started by a sitecustomize.py on the PYTHONPATH, so nothing is written into the
+environment.
 """
 
 import ast
@@ -53,7 +54,14 @@ class Outcome(NamedTuple):
         return self.code == 0
 
 
-def run_tests(tree: Path, test: str, limit: float, added: dict[str, str] | None = None, *, stop: bool = True) -> Outcome:
+def run_tests(
+    tree: Path,
+    test: str,
+    limit: float,
+    added: dict[str, str] | None = None,
+    *,
+    stop: bool = True,
+) -> Outcome:
     """Run a test file of a tree, and end every process that it leaves.
 
     Args:
@@ -98,7 +106,7 @@ def run_tests(tree: Path, test: str, limit: float, added: dict[str, str] | None 
 
 
 def end_all(mark: str) -> None:
-    """Kill the processes whose environment has a mark, also those that are sessions of their own."""
+    """Kill the processes whose environment has a mark, also those in sessions of their own."""
     while found := [each for each in psutil.process_iter() if has(each, mark)]:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -146,11 +154,12 @@ def measure(tree: Path, test: str, folder: Path, limit: float) -> Covered:
     shutil.rmtree(folder)
     if outcome.code not in (0, NO_TESTS):
         outcome = run_tests(tree, test, limit)
-    return Covered(test, outcome.passes, outcome.seconds, {file: sorted(each) for file, each in lines.items()})
+    executed = {file: sorted(each) for file, each in lines.items()}
+    return Covered(test, outcome.passes, outcome.seconds, executed)
 
 
 def read_lines(path: Path) -> dict[str, list[int]]:
-    """Return the lines of each file that a process executed; none if it was killed while it wrote them."""
+    """Return the lines of each file that a process executed; none if it was killed while writing."""
     data = coverage.CoverageData(str(path))
     try:
         data.read()
@@ -167,11 +176,12 @@ def files_with_tests(tree: Path, under: str) -> list[str]:
 
 def has_tests(path: Path) -> bool:
     nodes = ast.walk(ast.parse(path.read_text()))
-    return any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in nodes)
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    return any(name.startswith("test_") for name in names)
 
 
 def nearness(file: str) -> Callable[[Covered], tuple[bool, bool, float]]:
-    """Return the key by which test files are sorted for a file: its own, those of its folder, the fastest."""
+    """Return the key that sorts test files for a file: its own, those of its folder, the fastest."""
     folder = "/".join(Path(file).parent.parts[1:])
 
     def key(test: Covered) -> tuple[bool, bool, float]:

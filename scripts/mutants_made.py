@@ -1,9 +1,10 @@
-"""The mutants of scripts/mutants.py: one small error in one line of a file, made by Cosmic Ray's operators.
+"""The mutants of scripts/mutants.py: one small error in a line, made by Cosmic Ray's operators.
 
-Left out, because no test ought to notice them: mutants of annotations and of code for type checkers,
-of `assert`, of the messages in `raise`, `print` and log calls, of `__all__`, and of the marks `*` and `/`
-among parameters. Docstrings have none. An operator is replaced by one of its own GROUP: others fail
-for any value (`<<` of dicts) or mean the same (`is` for `==` of small numbers).
+Left out, because no test ought to notice them: mutants of annotations and of code for type
+checkers, of `assert`, of `raise`, of what is given to `print` and log calls, of `__all__`, and of
+the marks `*` and `/` among parameters. Docstrings have none. An operator is replaced by one of its
+own group: others fail for any value (`<<` of dicts) or mean the same (`is` for `==` of small
+numbers).
 """
 
 import ast
@@ -19,7 +20,17 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from parso.tree import Leaf, NodeOrLeaf
 
-FOLDERS = ("strategies", "tasks", "training", "lab", "data", "checkpoints", "resilience", "launchers", "commands")
+FOLDERS = (
+    "strategies",
+    "tasks",
+    "training",
+    "lab",
+    "data",
+    "checkpoints",
+    "resilience",
+    "launchers",
+    "commands",
+)
 GROUPS = (
     {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"},
     {"BitOr", "BitAnd", "BitXor"},
@@ -28,8 +39,8 @@ GROUPS = (
     {"Is", "IsNot"},
 )
 LOGGERS = ("debug", "info", "warning", "error", "exception", "critical", "warn", "print")
-# A leaf of these types has no operator: names, brackets and ends of lines are most of a file.
-WITHOUT_MUTANTS = ("name", "newline", "endmarker", "string", "fstring_start", "fstring_string", "fstring_end")
+# No operator is about these leaves, which are most of a file.
+WITHOUT_MUTANTS = ("name", "newline", "endmarker", "string", "fstring_string")
 PUNCTUATION = frozenset("()[]{},:.=")
 
 Position = tuple[int, int]  # line, from 1, and column, in characters from 0
@@ -69,7 +80,7 @@ def operators() -> dict[str, Any]:
 
 
 def stays_in_group(operator: str) -> bool:
-    """Return whether an operator of Cosmic Ray replaces one of Python's by one of its GROUP, or is about none."""
+    """Return whether an operator of Cosmic Ray replaces one of Python's by one of its group, or none."""
     kind, *names = operator.split("_")
     replaces = kind in ("ReplaceBinaryOperator", "ReplaceComparisonOperator")
     return not replaces or any(group.issuperset(names) for group in GROUPS)
@@ -101,8 +112,8 @@ class Outline:
 
     def statement(self, line: int) -> tuple[int, int]:
         """Return the first and last line of the innermost statement at a line."""
-        around = [(last - first, first, last) for first, last in self.statements if first <= line <= last]
-        return min(around)[1:] if around else (line, line)
+        around = [(first, last) for first, last in self.statements if first <= line <= last]
+        return min(around, key=lambda lines: lines[1] - lines[0], default=(line, line))
 
 
 def last_line(statement: ast.stmt) -> int:
@@ -159,11 +170,12 @@ def is_never_mutated(node: NodeOrLeaf) -> bool:
 
 def is_mark_of_parameters(node: NodeOrLeaf) -> bool:
     """Return whether a node is the `*` or `/` of `def function(a, /, b, *, c)`."""
-    return isinstance(node, Leaf) and node.parent is not None and node.parent.type in ("parameters", "lambdef")
+    parent = node.parent if isinstance(node, Leaf) else None
+    return parent is not None and parent.type in ("parameters", "lambdef")
 
 
 def apply(root: Path, place: Place) -> Mutant | None:
-    """Return the mutant of a place; None if its file is not valid Python or has the same meaning."""
+    """Return the mutant of a place; None if it is not valid Python or has the same syntax tree."""
     text = (root / place.file).read_text()
     operator = operators()[place.operator]
     mutated = mutate_code(text, operator, place.occurrence)
@@ -175,14 +187,16 @@ def apply(root: Path, place: Place) -> Mutant | None:
         return None
     if same:
         return None
-    lines = difflib.unified_diff(text.splitlines(), mutated.splitlines(), place.file, place.file, "", "", 0, "")
-    return Mutant(place, mutated, "\n".join(list(lines)[2:]))
+    lines = difflib.unified_diff(text.splitlines(), mutated.splitlines(), lineterm="", n=0)
+    without_names = list(lines)[2:]
+    return Mutant(place, mutated, "\n".join(without_names))
 
 
 def sample(root: Path, only: str, size: int, seed: int) -> list[Mutant]:
-    """Draw mutants at random, from each folder in proportion to its lines that can be mutated, at most one for each line.
+    """Draw mutants at random, from each folder in proportion to its lines that can be mutated.
 
-    A larger sample of the same seed adds to a smaller one, but for rounding.
+    There is at most one for each line. A larger sample of the same seed adds to a smaller one, but
+    for rounding.
 
     Args:
         root: The tree.
@@ -198,8 +212,11 @@ def sample(root: Path, only: str, size: int, seed: int) -> list[Mutant]:
                 for place in places(root, file):
                     lines.setdefault(folder, {}).setdefault((file, place.line), []).append(place)
     quotas = in_proportion({folder: len(each) for folder, each in lines.items()}, size)
-    drawn = (itertools.islice(draw(root, lines[name], f"{seed} {name}"), quotas[name]) for name in lines)
-    return list(itertools.chain.from_iterable(drawn))
+    mutants: list[Mutant] = []
+    for folder, quota in quotas.items():
+        drawn = draw(root, lines[folder], f"{seed} {folder}")
+        mutants += itertools.islice(drawn, quota)
+    return mutants
 
 
 def in_proportion(counts: dict[str, int], size: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""scripts/mutants.py, on a package of three functions: one is tested, one is only called, and one is neither."""
+"""scripts/mutants.py, on three functions: one is tested, one only called, and one is neither."""
 
 import json
 import time
@@ -87,7 +87,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_sample_is_killed_survives_or_is_not_covered_and_a_second_call_runs_what_is_missing(project, tmp_path, capsys):
+def test_sample_is_killed_survives_or_is_not_covered_and_resumes(project, tmp_path, capsys):
     results = tmp_path / "results"
     given = ["--root", str(project), "--results", str(results), "--sample", "3", "--jobs", "1"]
     assert mutants.main(given) == 1, "one of three mutants is killed, which is less than 90 %"
@@ -113,9 +113,11 @@ def test_sample_is_killed_survives_or_is_not_covered_and_a_second_call_runs_what
     assert rows(results / "mutants.jsonl") == first, "nothing runs twice"
 
     text = (results / "mutants.jsonl").read_text()
-    (results / "mutants.jsonl").write_text(text[:-5])  # as if it had been interrupted while it wrote the last row
+    # As if it had been interrupted while it wrote the last row.
+    (results / "mutants.jsonl").write_text(text[:-5])
     assert mutants.main(given) == 1
-    assert [row["mutant"] for row in rows(results / "mutants.jsonl")] == [row["mutant"] for row in first]
+    again = rows(results / "mutants.jsonl")
+    assert [row["mutant"] for row in again] == [row["mutant"] for row in first]
     assert (results / "tests.jsonl").read_text() == covered
 
 
@@ -125,7 +127,7 @@ def test_mutants_of_annotations_messages_and_marks_are_left_out(tmp_path):
     assert [(place.line, place.operator) for place in found] == [(17, "ReplaceTrueWithFalse")]
 
 
-def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest_that_execute_its_statement():
+def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest():
     mutant = Mutant(Place("ddp_lab/tasks/price.py", 8, "AddNot", 0, (7, 9)), "", "")
     executed = {"ddp_lab/tasks/price.py": [2, 7]}
     seconds = {
@@ -136,9 +138,16 @@ def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest_
         "tests/run/test_slower.py": 90.0,
     }
     tests = [Covered(name, True, each, executed) for name, each in seconds.items()]
-    tests.append(Covered("tests/tasks/test_elsewhere.py", True, 1.0, {"ddp_lab/tasks/price.py": [2, 10]}))
+    outside = {"ddp_lab/tasks/price.py": [2, 10]}
+    tests.append(Covered("tests/tasks/test_elsewhere.py", True, 1.0, outside))
     tests.append(Covered("tests/tasks/test_fails.py", False, 1.0, executed))
-    order = ["tests/tasks/test_price_rows.py", "tests/tasks/test_other.py", *list(seconds)[:2], "tests/run/test_slower.py"]
+    order = [
+        "tests/tasks/test_price_rows.py",
+        "tests/tasks/test_other.py",
+        "tests/run/test_fast.py",
+        "tests/run/test_price.py",
+        "tests/run/test_slower.py",
+    ]
 
     def met(*given):
         return [test.test for test in mutants.chosen(mutant, tests, mutants.arguments(list(given)))]
