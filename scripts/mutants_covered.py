@@ -101,8 +101,13 @@ def run_tests(
             pytest.wait()
         output.seek(0)
         lines = output.read().decode(errors="replace").splitlines()
-    failed = (line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
-    return Outcome(code, round(seconds, 1), next(failed, ""))
+    return Outcome(code, round(seconds, 1), first_failed(lines))
+
+
+def first_failed(lines: list[str]) -> str:
+    """Return the first failed test in the summary of pytest, with its parameters; "" if none is there."""
+    summary = (line.split(" ", 1) for line in lines if line.startswith(("FAILED ", "ERROR tests")))
+    return next((rest.split(" - ")[0] for _, rest in summary), "")
 
 
 def end_all(mark: str) -> None:

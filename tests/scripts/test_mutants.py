@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from scripts import mutants
-from scripts.mutants_covered import Covered, run_tests
+from scripts.mutants_covered import Covered, first_failed, run_tests
 from scripts.mutants_made import Mutant, Place, apply, in_proportion, places, sample
 
 PRICE = """
@@ -163,6 +163,12 @@ def test_sample_is_the_same_for_a_seed_and_a_larger_one_adds_to_it(project):
     assert three[:2] == two
     assert sorted(mutant.place.line for mutant in three) == [3, 7, 11]
     assert sample(project, "ddp_lab/data", 3, 7) == []
+
+
+def test_first_failed_test_is_named_with_its_parameters():
+    summary = ["ERROR of something else", "FAILED tests/test_a.py::test_b[cpu-no norm] - assert 1", "FAILED c"]
+    assert first_failed(summary) == "tests/test_a.py::test_b[cpu-no norm]"
+    assert first_failed(["1 passed"]) == ""
 
 
 def test_sample_is_in_proportion_to_lines():
