@@ -128,8 +128,8 @@ def test_mutants_of_annotations_messages_and_marks_are_left_out(tmp_path):
 
 
 def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest():
-    mutant = Mutant(Place("ddp_lab/tasks/price.py", 8, "AddNot", 0, (7, 9)), "", "")
-    executed = {"ddp_lab/tasks/price.py": [2, 7]}
+    mutant = Mutant(Place("ddp_lab/tasks/shop/price.py", 8, "AddNot", 0, (7, 9)), "", "")
+    executed = {"ddp_lab/tasks/shop/price.py": [2, 7]}
     seconds = {
         "tests/run/test_fast.py": 1.0,
         "tests/run/test_price.py": 2.0,
@@ -138,7 +138,7 @@ def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest(
         "tests/run/test_slower.py": 90.0,
     }
     tests = [Covered(name, True, each, executed) for name, each in seconds.items()]
-    outside = {"ddp_lab/tasks/price.py": [2, 10]}
+    outside = {"ddp_lab/tasks/shop/price.py": [2, 10]}
     tests.append(Covered("tests/tasks/test_elsewhere.py", True, 1.0, outside))
     tests.append(Covered("tests/tasks/test_fails.py", False, 1.0, executed))
     order = [
