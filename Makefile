@@ -10,7 +10,7 @@ QUICK := config data/test_loader.py data/test_images.py models/test_models.py ob
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint compare bench tensorboard site
+.PHONY: help train test test-quick test-slow test-all test-versions test-oldest test-newest constraints lint mutants compare bench tensorboard site
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -50,6 +50,9 @@ lint: .venv/installed-dev ## run ruff and basedpyright
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
+
+mutants: .venv/installed-dev ## make 200 small errors in the code and report which no test notices (hours; resumes)
+	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 compare: .venv/installed ## compare all strategies on the same work and write a report
 	$(BIN)/python scripts/compare.py
