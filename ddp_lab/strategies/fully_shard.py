@@ -16,6 +16,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
+from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.sharding import reshard
 from ddp_lab.world.runtime import Runtime
 
@@ -44,6 +45,7 @@ class FullyShard(Strategy):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
+        require_no_hooks(model, self.name)
         if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
             raise ConfigError(
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "

@@ -35,6 +35,7 @@ from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.sharding import local, to_device
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
@@ -141,6 +142,7 @@ class TP(Strategy):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
+        require_no_hooks(model, self.name)
         self.plans, self.why_layers = plans_for(model, self.axes["tp"])
         self.peer_sums: PeerSums | None = None
         self.prediction: Prediction | None = None

@@ -10,9 +10,14 @@ of ranks that have used each parameter, which is summed after every step:
     rank 1   used a, not b   gradients a1, zeros   counts 1 0   b: no rank, None
 
 Only a rank that has left out a parameter reads the counts, which waits for the device.
+
+Both happen where torch sums the gradients of a unit, wherever it finds that: behind its inputs'
+gradients, whatever object contains them, or at the end of the backward pass.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +27,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.unit_order import BACKWARD, END, WHOLE, UnitOrder
+from ddp_lab.strategies.unit_groups import before_sum
+from ddp_lab.strategies.unit_order import BACKWARD, END, SUM, WHOLE, UnitOrder
 
 
 class UnitHooks:
@@ -54,7 +60,6 @@ class UnitHooks:
         self._empty = {index for parameter, index in self._originals.items() if not parameter.numel()}
         self._own: dict[nn.Module, list[int]] = {}  # the parameters that are gathered with a unit
         self._gathered: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # in this step
-        self._completed = set[nn.Module]()  # by this backward pass
         self._used = set[int]()  # in this step
         self._in_forward, self._in_backward = False, False
         self._decided: dict[tuple[int, ...], list[int]] = {}
@@ -67,28 +72,27 @@ class UnitHooks:
         unit.register_forward_hook(eager(self._leave))
 
     def after_sharding(self, unit: nn.Module) -> None:
-        """Register the hooks before and after that of fully_shard which gathers the unit."""
+        """Register the hooks around those of fully_shard which gather the unit and sum its gradients."""
         unit.register_forward_pre_hook(eager(self._enter), prepend=True)
-        unit.register_forward_pre_hook(eager(self._note_gathered), with_kwargs=True)
+        unit.register_forward_pre_hook(eager(self._note_gathered))
+        before_sum(unit, partial(self._complete, unit))
 
     def _enter(self, unit: nn.Module, inputs: Any) -> None:
         if unit is self.model:
             self._in_forward, self._in_backward = True, False
-            self.order.begin((unit.training, torch.is_grad_enabled()))
+            self.order.begin((unit.training, torch.is_grad_enabled(), self.is_last))
         if self._in_forward:  # a checkpointed block is called again in the backward pass
             self.order.event(self._names[unit])
 
-    def _note_gathered(self, unit: nn.Module, inputs: Any, options: Any) -> None:
-        """Remember the gathered parameters, to complete their gradients when those of the inputs are.
+    def _note_gathered(self, unit: nn.Module, inputs: Any) -> None:
+        """Remember the gathered parameters, to complete their gradients before torch sums them.
 
-        The hook of fully_shard has replaced the inputs; its own work on these gradients begins
-        behind these hooks.
+        A reentrant checkpoint calls the unit without gradients first, and with them only in the
+        backward pass.
         """
-        if not self._in_forward or not torch.is_grad_enabled():
-            return
-        self._gathered[unit] = [(index, getattr(*self._places[index])) for index in self._own[unit]]
-        for tensor in tensors_with_gradient((inputs, options)):
-            tensor.register_hook(lambda _: self._complete(unit))
+        if torch.is_grad_enabled():
+            own = self._own[unit]
+            self._gathered[unit] = [(index, getattr(*self._places[index])) for index in own]
 
     def _leave(self, unit: nn.Module, inputs: Any, outputs: Any) -> None:
         if not self._in_forward:
@@ -108,25 +112,20 @@ class UnitHooks:
         seen.append(True)
         if not self._in_backward:
             self._in_backward = True
-            self._completed.clear()
             # Callbacks run in the order in which they are queued, and fully_shard queues its own later.
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
-        self._completed.discard(unit)
         self.order.event(BACKWARD + self._names[unit])
 
     def _end_backward(self) -> None:
-        """Complete the gradients of units whose inputs need none, before fully_shard sums them."""
+        """Note the end, behind which fully_shard sums the units whose inputs need no gradient."""
         self._in_backward = False
         self.order.event(END)
-        for unit in self._gathered:
-            self._complete(unit)
 
     def _complete(self, unit: nn.Module) -> None:
-        """Set the missing gradients of a unit to zeros."""
-        if unit in self._completed:
-            return
-        self._completed.add(unit)
-        for index, parameter in self._gathered[unit]:
+        """Set the missing gradients of a unit to zeros, just before torch sums them."""
+        if self._in_backward:
+            self.order.event(SUM + self._names[unit])
+        for index, parameter in self._gathered.get(unit, []):
             if parameter.grad is not None:
                 self._used.update([index] if self.has_samples else [])
             elif self.is_last:
@@ -185,6 +184,16 @@ def eager(hook: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", torch.compiler.disable(hook))
 
 
-def tensors_with_gradient(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers that the backward pass computes a gradient of."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+def tensors_with_gradient(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the backward pass computes a gradient of, where fully_shard finds them.
+
+    Args:
+        values: nested containers and dataclasses.
+    """
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                yield value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = dataclasses.fields(value)
+            yield from tensors_with_gradient([getattr(value, field.name) for field in fields])

@@ -26,6 +26,7 @@ from ddp_lab.world.ranks import Ranks
 
 END, WHOLE = "the end of the pass", "the model"
 BACKWARD = "the backward pass of "
+SUM = "the sum of the gradients of "
 PAUSE = 0.0002, 0.05  # seconds between the first two looks at the store, which grow, and the most
 _numbers = itertools.count()  # of sharded models, which every rank makes in the same order
 
@@ -104,12 +105,19 @@ class UnitOrder:
     def _describe(self, rank: int | None, expected: str, name: str) -> str:
         """Return the message that this rank has another event next than `rank`, or the others."""
         others = "the others" if rank is None else f"rank {rank}"
-        units = {event.removeprefix(BACKWARD) for event in (expected, name) if event != END} - {WHOLE}
+        events = [event.removeprefix(BACKWARD).removeprefix(SUM) for event in (expected, name)]
+        units = {*events} - {END, WHOLE}
         # A rank that leaves out a unit comes to the next: later in the model, or earlier in a backward pass.
-        choose = max if BACKWARD in expected + name else min
+        choose = max if BACKWARD in expected + name or SUM in expected + name else min
+        difference = f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
+        if SUM in expected + name:
+            return (
+                f"{difference}All ranks must sum the gradients of the units in the same order, so the inputs "
+                "of a unit must need a gradient on all ranks or on none. Gather it together with the module "
+                f"around it, too: add {self._pattern(units, choose)} to strategy.keep_whole"
+            )
         return (
-            f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
-            "All ranks must use the same units of the model in a step, because each use gathers the unit's "
+            f"{difference}All ranks must use the same units of the model in a step, because each use gathers the unit's "
             "parameters from all ranks. Gather those that only some ranks use together with the module around "
             f"them: strategy.keep_whole=[{self._pattern(units, choose)}]"
         )

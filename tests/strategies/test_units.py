@@ -91,6 +91,22 @@ class Odd(nn.Module):
         return self.head(hidden if self.odd is None else hidden + self.odd.sum())
 
 
+class Adapted(nn.Module):
+    """A unit behind a layer at the input, which some ranks leave out from the second step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.steps = 0
+
+    def forward(self, inputs):
+        in_trial = inputs.max() <= 1
+        self.steps += not in_trial
+        if self.steps < 2 or inputs[:, 0].max() > 2:
+            inputs = self.adapter(inputs)
+        return self.out(inputs)
+
+
 class Sometimes(nn.Module):
     """A model whose unit is left out where no number in the first column of a batch is above 2.
 
@@ -123,10 +139,10 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, torch.ones(32, 2))
 
 
-def refusal(model: nn.Module, tried: bool = True) -> tuple[str, float]:
+def refusal(model: nn.Module, tried: bool = True, **options) -> tuple[str, float]:
     """Return the message with which training ends on this rank, and after how many seconds; "" if it ends without one."""
     data = samples()
-    with Lab("fsdp", device="cpu", timeout=TIMEOUT) as lab:
+    with Lab("fsdp", device="cpu", timeout=TIMEOUT, **options) as lab:
         start = time.perf_counter()
         try:
             example = (torch.rand(4), data[0][1]) if tried else None
@@ -161,6 +177,24 @@ def test_units_that_some_ranks_leave_out_are_refused_by_name_before_the_timeout(
         assert re.match(rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\]", error), error
     assert "keep_whole=[branches.*]" in found[0]
     assert all(seconds < TIMEOUT for _, seconds in ranks)
+
+
+def refusal_of_late_sums() -> str:
+    torch.manual_seed(0)
+    return refusal(Adapted(), keep_whole=["adapter"], find_unused_parameters=True)[0]
+
+
+def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
+    """Without the layer before it, the inputs of `out` need no gradient, and torch sums it at the end."""
+    found = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
+    message = (
+        "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the gradients of out. "
+        "All ranks must sum the gradients of the units in the same order, so the inputs of a unit must need a "
+        "gradient on all ranks or on none. Gather it together with the module around it, too: add out to "
+        "strategy.keep_whole"
+    )
+    assert found
+    assert found[0].startswith(message)
 
 
 def refusals_of_odd_models() -> dict[str, str]:

@@ -1,8 +1,11 @@
 """Models of users that fsdp must divide into units with care, which import nothing of ddp_lab."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -131,3 +134,50 @@ class InTurn(Mixture):
             self.calls += 1
             return self.head(self.experts[self.calls % 3](hidden))
         return self.head(sum(expert(hidden) for expert in self.experts))
+
+
+class Recomputed(nn.Module):
+    """Blocks whose forward pass has no gradients, until the backward pass computes it again."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__()
+        self.entry = nn.Linear(in_channels * image_size**2, 11)
+        self.blocks = nn.ModuleList([Block(11) for _ in range(3)])
+        self.head = nn.Linear(11, num_classes)
+
+    def forward(self, images):
+        hidden = self.entry(images.flatten(1))
+        for block in self.blocks:
+            again = torch.is_grad_enabled()
+            hidden = checkpoint(block, hidden, use_reentrant=True) if again else block(hidden)
+        return self.head(hidden)
+
+
+@dataclass
+class Hidden:
+    values: torch.Tensor
+
+
+class OfObjects(nn.Module):
+    """A block that takes and returns an object, in which it keeps its numbers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = Block(width)
+
+    def forward(self, hidden):
+        return Hidden(self.inner(hidden.values))
+
+
+class Carried(Recomputed):
+    """Blocks between which an object carries the numbers."""
+
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(in_channels, image_size, num_classes)
+        self.blocks = nn.ModuleList([OfObjects(11) for _ in range(3)])
+
+    def forward(self, images):
+        hidden = Hidden(self.entry(images.flatten(1)))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.values)
