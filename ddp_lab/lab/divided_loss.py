@@ -75,7 +75,7 @@ def check_loss(division: Division, task: Task, key: str, samples: Callable[[], S
     found = samples()
     if found is None:
         return False
-    how = describe_coupling(task, *found)
+    how = describe_coupling(task, *found, division.batch_size)
     if how is not None:
         raise ConfigError(
             f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} would compute it over "

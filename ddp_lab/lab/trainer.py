@@ -136,6 +136,7 @@ class Trainer:
             strategy.train()
             self._training = strategy.module.training
         self.eager_step(batch)
+        self.eager_step.seed_alike()
         self.position.step += 1
         if handed:
             self.position.epoch += handed.order - self.position.order
@@ -170,6 +171,7 @@ class Trainer:
         self._first_order(1)
         self.logger.last_epoch = {}
         self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
+        self.eager_step.seed_alike()
         return self.logger.last_epoch
 
     def fit_loaders(

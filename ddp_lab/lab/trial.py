@@ -7,7 +7,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.data.dataset import InMemory
-from ddp_lab.models.trial import Trial, freeze_unused, random_like
+from ddp_lab.models.trial import LossError, Trial, freeze_unused, random_like
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task, in_float32
 
@@ -75,7 +75,7 @@ def make_trial(inputs: torch.Tensor, target: Any, task: Task, freezes: bool) -> 
         except TrainingError as error:  # its message says what is wrong
             raise ConfigError(str(error)) from None
         except Exception as error:
-            raise ConfigError(
+            raise LossError(
                 f"loss: failed for outputs of {list(outputs.shape)} and targets of "
                 f"{list(targets.shape)}, {targets.dtype}, which are two copies of the example: "
                 f"{describe_error(error)}. Correct the loss, or the last layer of the model"

@@ -17,6 +17,10 @@ DRAWS = 8  # of random inputs, before a parameter counts as unused: a branch may
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
 
+class LossError(ConfigError):
+    """The loss has failed, and not the model; the message says so."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a model is tried with.
@@ -99,6 +103,8 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             return without_gradient(meta_copy(model), trial, "meta")
         with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
+    except LossError:
+        raise
     except (ConfigError, SampleError) as error:
         raise ConfigError(f"{key}: {error}") from None
     except Exception as error:

@@ -19,7 +19,7 @@ from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
 from ddp_lab.models.outputs import require_tensor
 from ddp_lab.strategies.all_reduce import broadcast, gradients_of
-from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_supported
+from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -150,6 +150,8 @@ class Strategy(ABC):
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
         require_supported(model, self.batch_norm, self.one_process)
+        if self.batch_norm == "sync" and self.input_shape is not None:
+            require_no_others(model, self.input_shape, self.input_dtype)
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
+from ddp_lab.strategies.batch_trial import other_statistics
 
 BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -193,6 +194,25 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
                 f"strategy.batch_norm=local: does not support the layer {place}, which computes its statistics over all ranks, "
                 "whatever they hold. Use an nn.BatchNorm2d, or strategy.batch_norm=sync, which takes its place"
             )
+
+
+def require_no_others(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Check by a trial that a model computes no statistics of its batch outside of its BatchNorm layers.
+
+    Args:
+        model: complete.
+        shape, dtype: of a sample.
+
+    Raises:
+        ConfigError: it does; the message names the module.
+    """
+    if found := other_statistics(model, shape, dtype):
+        name, reason = found
+        place = f"{name or 'that is the model'}, {type(model.get_submodule(name)).__name__}"
+        raise ConfigError(
+            f"strategy.batch_norm=sync: does not support the module {place}: {reason}. "
+            "Use a BatchNorm layer of torch there, or strategy.batch_norm=local"
+        )
 
 
 def is_batch_norm(layer: nn.Module) -> bool:

@@ -6,12 +6,14 @@ A layer of a class that is not known is tried: a copy of it gets random inputs.
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage], likewise
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALLOWED = (
@@ -61,14 +63,40 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
         own = cast(_BatchNorm, trial_copy(layer).train(training))
         plain = copy.deepcopy(own)
         torch.default_generator.manual_seed(0)  # of dropout
-        outputs = own.forward(inputs)
+        with Operations() as of_own:
+            outputs = own.forward(inputs)
         torch.default_generator.manual_seed(0)
-        expected = _BatchNorm.forward(plain, inputs)
-        for child in plain.children():
-            expected = child(expected)
+        with Operations() as of_plain:
+            expected = _BatchNorm.forward(plain, inputs)
+            for child in plain.children():
+                expected = child(expected)
+        if of_own.names != of_plain.names:
+            return False
         buffers = zip(own.buffers(), plain.buffers(), strict=True)
         return torch.equal(outputs, expected) and all(torch.equal(one, other) for one, other in buffers)
     return False
+
+
+class Operations(TorchDispatchMode):
+    """Records what is computed with numbers that have a fraction.
+
+    Equal outputs are not enough: a layer may clamp its inputs, which changes only large ones.
+
+    Attributes:
+        names: of torch's operators, in order.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ it: `setup` shards their layers by name.
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +86,13 @@ def copied(layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Te
     begun. The copy takes far less time than the all_gather, and what was gathered is freed at once.
     """
     return outputs.clone()
+
+
+def positional(
+    layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the input of a linear layer, layer(input=x), by its position, where torch's hooks expect it."""
+    return ((keywords["input"],), {}) if "input" in keywords else None
 
 
 def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
@@ -205,6 +212,7 @@ class TP(Strategy):
             return
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(positional, with_kwargs=True)  # before those of torch
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
                 layer.register_forward_hook(copied)  # after those of torch
             elif isinstance(layer, nn.Conv2d):

@@ -13,6 +13,7 @@ import random
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from ddp_lab.models.trial import LARGE, meta_copy
 from ddp_lab.tasks.base import Task
 
 SAMPLES = 8  # of a trial: triplets need three, of which two are alike
+MANY = 32  # at most, of the trial of a larger batch: of 8 samples none is 3 standard deviations away from the mean
+OUTLIER = 100.0  # factor of the outputs of one of them
 ELEMENTS = 2**23  # of the outputs of a trial; a single sample may have more
 EXACT = 1e-6  # relative tolerance for a loss in float64
 ROUNDED = 1e-5  # the least one for a loss that computes in a coarser dtype
@@ -48,7 +51,7 @@ def is_own(task: Task) -> bool:
     return all(module.startswith("ddp_lab.") for module in modules)
 
 
-def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | None:
+def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor, batch_size: int = MANY) -> str | None:
     """Return how the loss shows that it is not a sum over samples, as the end of "the loss ...".
 
     Torch's random state stays as it is, and so does the task, which is copied.
@@ -57,6 +60,7 @@ def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor) 
         task: with the loss.
         outputs: of the model for one or more samples, [m, ...]; on the meta device if only their shape is known.
         targets: of one or more samples, [n, ...].
+        batch_size: samples of the GLOBAL batch.
 
     Returns:
         None if it is a sum over samples, or if that cannot be found: it draws random numbers, or fails for these samples.
@@ -64,7 +68,9 @@ def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor) 
     outputs = outputs.detach() if outputs.is_meta else outputs.detach().cpu()
     with random_state_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # such as that of a standard deviation of one sample
-        for each_outputs, each_targets in make_cases(outputs, targets.detach().cpu()):
+        on_cpu = targets.detach().cpu()
+        cases = chain(make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size))
+        for each_outputs, each_targets in cases:
             for training in (True, False):  # in evaluation mode dropout draws nothing
                 try:
                     found = compare(copied(task).train(training), each_outputs, each_targets)
@@ -181,13 +187,48 @@ def make_cases(outputs: torch.Tensor, targets: torch.Tensor) -> Generator[tuple[
     if count * size <= ELEMENTS:
         of_outputs.append(torch.rand(shape, generator=generator, dtype=torch.float64))  # probabilities
         of_targets.append(targets[rows * 0])
-        if not outputs.is_meta:  # between outputs of the model, which have the values that the loss needs
-            shares = torch.rand(count, len(outputs), generator=generator, dtype=torch.float64)
-            shares /= shares.sum(1, keepdim=True)
-            of_outputs.append(torch.tensordot(shares, outputs.double(), dims=1))
+        if not outputs.is_meta:
+            of_outputs.append(between(outputs, count, generator))
     for each_outputs in of_outputs:
         for each_targets in of_targets:
             yield each_outputs, each_targets
+
+
+def make_large_cases(
+    outputs: torch.Tensor, targets: torch.Tensor, batch_size: int
+) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield cases as `make_cases`, of as many samples as a global batch has, but MANY at most.
+
+    A loss may compare the samples of larger batches only, or leave out a sample that is far from
+    all others, of which small batches have none.
+
+    Args:
+        outputs, targets: as of `make_cases`.
+        batch_size: samples of the GLOBAL batch.
+    """
+    size = max(1, outputs[0].numel())
+    count = min(MANY, batch_size, ELEMENTS // size)
+    if count <= SAMPLES:
+        return
+    generator = torch.Generator().manual_seed(2)
+    shape = (count, *outputs.shape[1:])
+    mixed = mixed_targets(targets[torch.arange(count) % len(targets)], generator)
+    normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+    with_outlier = normal.clone()
+    with_outlier[count // 2] *= OUTLIER
+    yield normal, mixed
+    yield with_outlier, mixed
+    if outputs.is_meta:
+        yield torch.rand(shape, generator=generator, dtype=torch.float64), mixed
+    else:
+        yield between(outputs, count, generator), mixed
+
+
+def between(outputs: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return outputs, [count, ...], between those of the model, which have the values that the loss needs."""
+    shares = torch.rand(count, len(outputs), generator=generator, dtype=torch.float64)
+    shares /= shares.sum(1, keepdim=True)
+    return torch.tensordot(shares, outputs.double(), dims=1)
 
 
 def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -123,14 +123,21 @@ class Step:
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
-        key = seed_of("masks", seed=self.options.seed, step=step, replica=place)
-        torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
-        if strategy.device.type == "cuda":  # a CUDA graph reads the seed at every replay
-            torch.cuda.default_generators[strategy.device.index].manual_seed(key)
+        self._seed(seed_of("masks", seed=self.options.seed, step=step, replica=place))
         if self.mix is not None:
             self.mix.prepare(step)
         for branch in self.drop_paths:
             branch.prepare(self.options.seed, step)
+
+    def seed_alike(self) -> None:
+        """Seed what is drawn between the steps on all ranks alike, so that a model constructed there is the same on each."""
+        self._seed(seed_of("between", seed=self.options.seed, step=self.scheduler.last_epoch))
+
+    def _seed(self, key: int) -> None:
+        torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
+        device = self.strategy.device
+        if device.type == "cuda":  # a CUDA graph reads the seed at every replay
+            torch.cuda.default_generators[device.index].manual_seed(key)
 
     def mixed(self, batch: Batch) -> Batch:
         """Return the batch to train on."""

@@ -226,6 +226,10 @@ def test_mistake_that_the_trial_finds_is_one_message(options, message):
     assert message in refused_by_the_trial(**options)
 
 
+def test_failure_of_the_loss_is_not_called_one_of_the_model():
+    assert refused_by_the_trial(loss=raising).startswith("loss: failed for outputs of [2, 2]")
+
+
 def test_ranks_with_different_examples_are_refused(folder):
     for rank in two(folder):
         assert rank["different"].startswith(

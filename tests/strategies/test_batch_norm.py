@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from launches import SMALL, launch, refusal_in_world
 from torch import nn
 from training import BatchNormAct
@@ -36,6 +37,11 @@ class ActFirst(BatchNormAct):
 class EvaluatedOtherwise(nn.BatchNorm2d):
     def forward(self, input):
         return super().forward(input) if self.training else input
+
+
+class Clamped(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input.clamp(-1e4, 1e4))
 
 
 class OwnStatistics(nn.Module):
@@ -75,6 +81,7 @@ UNSUPPORTED = {
     "another result": (ScaledBatchNorm(3), "its class may compute something else"),
     "another order": (ActFirst(3, nn.Identity(), nn.ReLU()), "its class may compute something else"),
     "another evaluation": (EvaluatedOtherwise(3), "its class may compute something else"),
+    "another result for large inputs": (Clamped(3), "its class may compute something else"),
     "own statistics": (OwnStatistics(3), "its running_var would be computed from the local batch"),
     "cannot be tried": (AsksForMore(3), "its running_var would be computed from the local batch"),
 }
@@ -91,6 +98,65 @@ def test_layers_that_cannot_be_synchronised_are_refused_by_name(layer, reason, d
         DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)
     DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
     assert set_batch_norm(model, "local") is model
+
+
+class Centred(nn.Module):
+    """An average of the batches in a buffer, which has no name that torch uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean_ema", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, input):
+        if self.training:
+            self.steps += 1
+            self.mean_ema.lerp_(input.detach().mean(0), 0.1)
+        return input - self.mean_ema
+
+
+class Functional(nn.Module):
+    def forward(self, input):
+        return F.batch_norm(input, None, None, training=True)
+
+
+class Frozen1d(nn.Module):
+    """Statistics of a module of its own, which do not depend on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, input):
+        self.steps += 1
+        return F.batch_norm(input, self.mean, torch.ones_like(self.mean))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Centred(), "its buffer mean_ema would be computed from the local batch"),
+        (Functional(), "it calls F.batch_norm with training=True"),
+    ],
+)
+def test_statistics_outside_of_batch_norm_layers_are_refused_by_name(module, reason):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(module)).eval()
+    before = copy.deepcopy(model.state_dict())
+    strategy = DDP(Runtime("cpu"), "sync", 1.0)
+    strategy.input_shape = (4,)
+    message = rf"^strategy\.batch_norm=sync: does not support the module 2\.0, {type(module).__name__}: {reason}"
+    with pytest.raises(ConfigError, match=message):
+        strategy.partition(model, 2)
+    assert not any(each.training for each in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_buffers_that_do_not_depend_on_the_batch_are_allowed():
+    strategy = DDP(Runtime("cpu"), "sync", 1.0)
+    strategy.input_shape = (4,)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    strategy.partition(nn.Sequential(spectral, nn.BatchNorm1d(3), Frozen1d(), nn.Dropout()), 2)
 
 
 def test_synchronised_layers_of_torch_are_refused_where_nothing_is_synchronised():

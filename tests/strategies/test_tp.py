@@ -5,6 +5,7 @@ from functools import partial
 import own_models
 import pytest
 import torch
+from torch import nn
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
@@ -17,6 +18,18 @@ SHARDED = {
     "InPlace": ({"conv", "squeeze", "hidden", "head"}, []),
     "DirectWeights": ({"entry", "usual", "head"}, ["inner", "back"]),
 }
+
+
+class ByKeyword(nn.Module):
+    """Linear layers that get their input by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        return self.head(input=self.hidden(input=inputs).relu())
 
 
 def layers() -> dict:
@@ -53,3 +66,17 @@ def test_weight_that_is_used_directly_without_an_example_is_one_message(method):
     for rank in ranks():
         assert rank[method].startswith("strategy=tp: the model uses the weight of a sharded layer without calling the layer")
         assert "lab.trainer(..., example=dataset[0])" in rank[method]
+
+
+def losses_by_keyword(strategy: str) -> list[float]:
+    inputs = torch.linspace(-1, 1, 24).view(4, 6)
+    with Lab(strategy, device="cpu", timeout=30) as lab:
+        trainer = lab.trainer(ByKeyword().double(), tasks.Classification(), SGD, batch_size=4)
+        labels = torch.arange(4)
+        return [float(trainer.step(inputs.double(), labels)) for _ in range(3)]
+
+
+def test_layer_that_is_called_by_keyword_is_sharded():
+    expected = losses_by_keyword("single")
+    for found in run_world(2, losses_by_keyword, "tp"):
+        assert found == pytest.approx(expected, rel=1e-12)

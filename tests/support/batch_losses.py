@@ -165,6 +165,20 @@ def hard_examples(logits, targets):
     return losses, (losses >= losses.median()).to(losses.dtype)
 
 
+def without_outliers(outputs, targets):
+    """A sample does not count if its loss is three standard deviations above the mean."""
+    losses = (outputs - targets).square().mean(1)
+    scores = (losses - losses.mean()) / (losses.std(correction=0) + 1e-6)
+    return losses, (scores < 3).to(losses.dtype)
+
+
+def in_large_batches(outputs, targets):
+    """Of 16 samples and more, those with a large loss do not count."""
+    losses = (outputs - targets).square().mean(1)
+    small = losses < 2 * losses.median()
+    return losses, torch.where(torch.tensor(len(losses) < 16), 1, small.to(losses.dtype))
+
+
 OVER_BATCH = {
     "InfoNCE": ("numbers", info_nce),
     "supervised contrastive": ("classes", supervised_contrastive),
@@ -174,6 +188,8 @@ OVER_BATCH = {
     "batch-normalised": ("numbers", standardised),
     "normalised weights": ("classes", weights_of_the_batch),
     "hard examples": ("classes", hard_examples),
+    "without outliers": ("numbers", without_outliers),
+    "in large batches": ("numbers", in_large_batches),
 }
 
 

@@ -1,0 +1,104 @@
+"""Statistics of the batch that a model computes outside of its BatchNorm layers, found by a trial.
+
+They would be those of the local batch, so that they differ between the ranks: a layer may call
+F.batch_norm itself, or keep an average of its batches in a buffer of its own.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
+from torch.overrides import TorchFunctionMode
+
+FUNCTIONS = ("batch_norm", "native_batch_norm")
+TRAINING = 5  # number of the argument `training` of all of them
+SAMPLES = 2
+
+Buffers = dict[str, torch.Tensor]
+
+
+class Functional(TorchFunctionMode):
+    """Records the modules outside of BatchNorm layers that normalise by the statistics of the batch.
+
+    Attributes:
+        running: names of the modules whose `forward` is running, the innermost one last.
+        found: names of the innermost modules that do so.
+    """
+
+    def __init__(self, layers: set[str]):
+        super().__init__()
+        self.layers, self.running, self.found = layers, [""], list[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FUNCTIONS:
+            training = args[TRAINING] if len(args) > TRAINING else kwargs.get("training", False)
+            if training and self.running[-1] not in self.layers:
+                self.found.append(self.running[-1])
+        return func(*args, **kwargs)
+
+
+def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[str, str] | None:
+    """Return the name of a module with statistics of the local batch, and the reason; None if none is found.
+
+    Its state stays as it is. None is found in a model that cannot run.
+
+    Args:
+        model: complete, with its BatchNorm layers.
+        shape, dtype: of a sample.
+    """
+    modules = dict(model.named_modules())
+    layers = {name for name, module in modules.items() if isinstance(module, _BatchNorm)}
+    recorder, results = Functional(layers), list[Mapping[str, torch.Tensor]]()
+    modes = {module: module.training for module in modules.values()}
+    try:
+        for draw in range(2):  # from the same buffers and random state
+            with suppress(Exception):
+                results.append(buffers_after_step(model, samples(model, shape, dtype, draw), recorder))
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    for name in recorder.found:
+        return name, "it calls F.batch_norm with training=True, whose statistics would be those of the local batch"
+    for name, buffer in results[0].items() if len(results) == 2 else ():
+        owner, _, own = name.rpartition(".")
+        if owner not in layers and not buffer.is_meta and not torch.equal(buffer, results[1][name]):
+            return owner, f"its buffer {own} would be computed from the local batch"
+    return None
+
+
+def samples(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None, draw: int) -> torch.Tensor:
+    """Return some samples on the model's device: random numbers, or one number if they have no fraction."""
+    given = torch.zeros(SAMPLES, *shape, dtype=dtype).fill_(draw)
+    if given.is_floating_point():
+        given.uniform_(draw, 2 * draw + 1, generator=torch.Generator().manual_seed(draw))
+    device = next((tensor.device for tensor in model.parameters()), given.device)
+    return given.to(device)
+
+
+def buffers_after_step(model: nn.Module, inputs: torch.Tensor, recorder: Functional) -> Buffers:
+    """Return what the buffers are after a forward pass in training, which changes copies of them."""
+    buffers: Buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()
+    recorder.running = [""]
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: recorder.running.append(name))
+            leave = module.register_forward_hook(lambda *_: clear(recorder.running.pop()), always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        stack.enter_context(torch.random.fork_rng([inputs.device] if inputs.is_cuda else []))
+        torch.manual_seed(0)
+        with torch.enable_grad(), recorder:
+            functional_call(model, buffers, (inputs,))
+    return buffers
+
+
+def clear(_: object) -> None:
+    """Return None, because what a forward hook returns takes the place of the outputs."""
