@@ -26,6 +26,19 @@ def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
     )
 
 
+def require_samples(outputs: torch.Tensor, samples: int) -> None:
+    """Check that a model has returned outputs of all samples; only the shape is read.
+
+    Raises:
+        ConfigError: they have another first dimension, or none.
+    """
+    if outputs.shape[:1] != (samples,):
+        raise ConfigError(
+            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got {list(outputs.shape)}. "
+            "Correct its forward: a mean over the samples belongs into the loss"
+        )
+
+
 def describe_content(outputs: object) -> tuple[str, str]:
     """Return what outputs that are no tensor contain, and the code that takes the first tensor out of them."""
     kind = type(outputs).__name__

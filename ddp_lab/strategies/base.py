@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
-from ddp_lab.models.outputs import require_tensor
+from ddp_lab.models.outputs import require_samples, require_tensor
 from ddp_lab.strategies.all_reduce import broadcast, gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
 from ddp_lab.strategies.sharding import Weights, local
@@ -245,6 +245,7 @@ class Strategy(ABC):
         """
         with self.autocast():
             outputs = require_tensor(self.forward(inputs))
+        require_samples(outputs, len(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results

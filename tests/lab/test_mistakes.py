@@ -371,3 +371,12 @@ def test_sample_that_is_read_while_training_is_one_message_of_the_command(case, 
     assert printed.count(message) == 1, printed
     assert "Traceback" not in printed
     assert "Error: " not in printed
+
+
+@pytest.mark.parametrize(("wrap", "shape"), [(torch.mean, r"\[\]"), (lambda logits: logits[:1], r"\[1, 3\]")])
+def test_outputs_that_are_not_those_of_all_samples_are_one_message_without_an_example(wrap, shape):
+    with Lab("single", device="cpu") as lab:
+        trainer = lab.trainer(Wrapped(wrap), tasks.Classification(), partial(torch.optim.SGD, lr=0.1), BATCH)
+        message = rf"^the model: it must return a tensor \[8, ...\] for 8 samples, got {shape}\. "
+        with pytest.raises(ConfigError, match=message):
+            trainer.step(*next(trainer.batches(in_memory(), 0)))
