@@ -210,7 +210,8 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
         steps_left: steps until the end of the run.
     """
     layers = layers_to_compile(step.strategy)
-    left, needed = steps_left * seconds, WORTH_FROM + WORTH_EACH * layers
+    left = steps_left * seconds
+    needed = WORTH_FROM + WORTH_EACH * layers
     pays = step.strategy.runtime.agree("compile", lambda: left > needed)
     steps = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
     return pays, f"{steps}: compiling {layers} different layers pays from about {needed:.0f} s on"

@@ -31,7 +31,9 @@ class Functional(TorchFunctionMode):
 
     def __init__(self, layers: set[str]):
         super().__init__()
-        self.layers, self.running, self.found = layers, [""], list[str]()
+        self.layers = layers
+        self.running = [""]
+        self.found: list[str] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -164,7 +164,8 @@ class Together:
     """
 
     def __init__(self, group: TokenGroup):
-        self.group, self.layers = group, list[ColumnLinear]()
+        self.group = group
+        self.layers: list[ColumnLinear] = []
         self._tokens: torch.Tensor | None = None  # that the rank has, of the call that is under way
         self._complete: torch.Tensor | None = None  # all of them, which the module got
         self._outputs: list[torch.Tensor] = []  # of all layers
@@ -173,7 +174,9 @@ class Together:
         """Give a module all tokens in place of those that the rank has: a forward pre-hook."""
         tokens, *others = inputs
         complete: Any = Enter.apply(tokens, self.group)
-        self._tokens, self._complete, self._outputs = tokens, complete, []
+        self._tokens = tokens
+        self._complete = complete
+        self._outputs = []
         return complete, *others
 
     def leave(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

@@ -4,8 +4,8 @@
     tp         FLOPs of the blocks without a plan + FLOPs of the others / tp + exposed communication
     ddp        FLOPs of all blocks / tp + exposed communication, on as many GPUs
 
-Each pair of layers sums its tokens once in the forward pass, where nothing hides it, and once in the backward pass, where the
-gradients of the column layers' weights do, a third of the FLOPs of the divided blocks.
+Each pair of layers sums its tokens once in the forward pass, where it is exposed, and once in the backward pass, where the
+gradients of the column layers' weights hide it, a third of the FLOPs of the divided blocks.
 """
 
 from dataclasses import dataclass

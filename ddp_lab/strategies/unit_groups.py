@@ -9,7 +9,7 @@ from torch import nn
 def before_sum(unit: nn.Module, hook: Callable[[], None]) -> None:
     """Call a hook each time before torch sums the gradients of a sharded unit over the ranks.
 
-    That is behind the gradients of the unit's inputs, or at the end of the backward pass where they
+    That is after the gradients of the unit's inputs, or at the end of the backward pass where they
     need none or are in an object that torch does not look into.
     """
     for group in groups_of(unit):

@@ -11,7 +11,7 @@ of ranks that have used each parameter, which is summed after every step:
 
 Only a rank that has left out a parameter reads the counts, which waits for the device.
 
-Both happen where torch sums the gradients of a unit, wherever it finds that: behind its inputs'
+Both happen where torch sums the gradients of a unit, wherever it finds that: after its inputs'
 gradients, whatever object contains them, or at the end of the backward pass.
 """
 

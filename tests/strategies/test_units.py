@@ -92,7 +92,7 @@ class Odd(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A unit behind a layer at the input, which some ranks leave out from the second step on."""
+    """A unit after a layer at the input, which some ranks leave out from the second step on."""
 
     def __init__(self):
         super().__init__()
