@@ -15,7 +15,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
-from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
+from ddp_lab.lab.arguments import (
+    LabKeys,
+    TrainerKeys,
+    as_task,
+    find_strategy,
+    in_blocks,
+    name_of_target,
+    require_same,
+)
 from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.recipe import Recipe, TrainerOptions
@@ -35,7 +43,7 @@ class Lab:
     The values, and their meanings, are those of the keys of train.py.
 
     Args:
-        strategy: name of a strategy.
+        strategy: name of a strategy, or a subclass of ddp_lab.strategies.base.Strategy.
         device: auto, cpu, cuda or cuda:N.
         precision: float32 or bf16.
         seed: of torch's random state, and so of models that are constructed within, and of the order of samples.
@@ -43,7 +51,7 @@ class Lab:
         run_dir: directory of the run, in which `log` writes metrics.jsonl; None: it only prints.
         tracker: name of a tracker, or a list of names; they need a run_dir. A resumed run has the same run_dir.
         tracker_options: of each by its name, for example {"wandb": {"mode": "offline"}}.
-        options: keys of conf/strategy/STRATEGY.yaml, for example num_microbatches=4.
+        options: keys of conf/strategy/STRATEGY.yaml, for example num_microbatches=4, or of the constructor of the class.
 
     Raises:
         ConfigError: there is no such strategy, or a key or value is not allowed.
@@ -53,7 +61,7 @@ class Lab:
 
     def __init__(
         self,
-        strategy: str = "single",
+        strategy: str | type[Strategy] = "single",
         device: str = "auto",
         precision: str = "float32",
         seed: int = 0,
@@ -67,7 +75,7 @@ class Lab:
         validate(LabKeys, keys | {"tracker": tracker})
         self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
         folder = None if run_dir is None else Path(run_dir)
-        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
+        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": name_of_target(self._strategy)})
         self._runtime: Runtime | None = None
         self._trainers = weakref.WeakSet[Trainer]()
 

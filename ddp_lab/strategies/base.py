@@ -123,8 +123,9 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """The value of `strategy=` that selects it, which is the name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        """The value of `strategy=` that selects it; of a class from outside the name of the class."""
+        package, _, file = type(self).__module__.rpartition(".")
+        return file if package == __package__ else type(self).__name__
 
     @property
     def where(self) -> str:
