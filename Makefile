@@ -65,7 +65,7 @@ tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
 site: .venv/installed-dev ## build the manual as a site in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict # without the theme's advertisement of its successor
 
 # Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
 define install
