@@ -31,24 +31,31 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 class Task(nn.Module):
-    """What a model is trained for. Outputs and targets begin with the batch dimension and never contain padding.
+    """What a model is trained for: its loss, and metrics as sums.
 
-    The mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no metrics.
+    Outputs and targets begin with the batch dimension, [b, ...], and never contain padding. The
+    mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no
+    metrics. A task of one's own overrides `own_losses` for a loss, `sums` and `metrics` for metrics
+    of evaluations, and `running` and `running_sums` for metrics of the training steps.
 
     Args:
-        loss: replaces the task's own loss: returns unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
+        loss: function that replaces the task's own loss. For outputs and targets it returns
+            unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
 
     Attributes:
-        running: names of the training metrics: sums over the steps, weighted as the losses are (`weighted_sum`), divided by
-            the weights.
-        better: which values of its metrics are better, by name, so that `checkpoint.best=val_NAME` can choose by them. The
-            mean loss is always among them.
-        pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
-        labels: the range of the labels, of a task whose targets are classes; None: they are not.
-        per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
-            known without communication; None: it is known after the first step.
-        check_first: is called once in training, with the first outputs and targets, and raises an exception if the loss is
-            not supported for them; None: there is nothing to check.
+        running: names of the training metrics. Each is a sum over the steps, weighted as the losses
+            are (`weighted_sum`), divided by the sum of the weights.
+        better: whether lower or higher values of a metric are better, by its name, so that
+            `checkpoint.best=val_NAME` can choose by it. The mean loss is always allowed.
+        pictures: whether the inputs, where they are images, are drawn with their targets and the
+            outputs' largest logits.
+        labels: range of the labels, of a task whose targets are classes; None: they are not.
+        per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a
+            batch is its size, which is known without communication; None: this is known after the
+            first step.
+        check_first: function of outputs and targets that is called once in training, with the first
+            ones, and raises an exception if the loss is not supported for them; None: there is
+            nothing to check.
     """
 
     running: ClassVar[tuple[str, ...]] = ()
@@ -63,11 +70,22 @@ class Task(nn.Module):
         self.check_first: Callable[[torch.Tensor, torch.Tensor], object] | None = None
 
     def choosing(self, classes: int) -> list[str]:
-        """Return the names of the metrics that can choose an epoch, for data with this number of classes; 0: none."""
+        """Return the names of the metrics that can choose the best epoch.
+
+        Args:
+            classes: number of classes of the data; 0: the targets are no classes.
+        """
         return ["loss", *self.better]
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss.
+        """Return the unreduced losses of the task's own loss.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Returns:
+            The losses, [b, ...], or (losses, weights) of one shape.
 
         Raises:
             TrainingError: the task has no loss.
@@ -76,7 +94,14 @@ class Task(nn.Module):
         raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)")
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        """Return the unreduced losses, [b, ...], or (losses, weights).
+        """Return the unreduced losses of the task, checked: those of `loss`, else its own.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Returns:
+            The losses, [b, ...], or (losses, weights) of one shape.
 
         Raises:
             TrainingError: the loss is reduced, or the weights have another shape.
@@ -98,7 +123,15 @@ class Task(nn.Module):
         return found
 
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of losses * weights and the sum of the weights, [], for outputs in float32 or float64."""
+        """Return the sum of losses * weights and the sum of the weights, both [].
+
+        Args:
+            outputs: outputs of the model in float32 or float64, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Raises:
+            TrainingError: the loss is reduced, or the weights have another shape.
+        """
         found = self.losses(outputs, targets)
         if isinstance(found, tuple):
             return (found[0] * found[1]).sum(), found[1].sum()
@@ -107,19 +140,32 @@ class Task(nn.Module):
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.
 
+        Args:
+            targets: classes, of any shape.
+            classes: number of classes.
+
         Raises:
-            SampleError: one is none.
+            SampleError: a target is below 0, or not below the number of classes.
         """
         if self.labels is not None:
             self.labels.require(targets, classes)
 
     @classmethod
     def lower_is_better(cls, metric: str) -> bool:
-        """Return whether low values of a metric, for example loss, are good ones."""
+        """Return whether lower values of a metric are better.
+
+        Args:
+            metric: name of the metric, for example loss.
+        """
         return metric == "loss" or cls.better.get(metric) == "lower"
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of the training metrics, each [], in the order of `running`."""
+        """Return the sums of the training metrics over a batch, each [], in the order of `running`.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+        """
         return []
 
     def weighted_sum(self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -129,8 +175,9 @@ class Task(nn.Module):
         It computes the losses again, unless they are known to be one of weight 1 for each value.
 
         Args:
-            values: [b, ...], numbers or booleans.
-            outputs, targets: that the losses are computed from.
+            values: numbers or booleans, [b, ...].
+            outputs: outputs that the losses are computed from, [b, ...].
+            targets: targets that the losses are computed from, [b, ...].
         """
         if self.per_sample and values.dim() == 1:
             return values.sum()
@@ -145,11 +192,22 @@ class Task(nn.Module):
         return (values.view(*values.shape, *[1] * missing) * weights).sum()
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return sums over a batch, of any shape, by name, besides those of the loss. They are added up in an evaluation."""
+        """Return sums over a batch by name, of any shape, besides those of the loss.
+
+        In an evaluation they are added over batches and ranks.
+
+        Args:
+            outputs: outputs of the model in evaluation mode, [b, ...].
+            targets: targets of the same samples, [b, ...].
+        """
         return {}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the metrics for the sums over all samples, float64 on the host. The mean loss is not among them."""
+        """Return the metrics of an evaluation by name. The mean loss is not among them.
+
+        Args:
+            sums: those of `sums`, over all samples, in float64 on the CPU.
+        """
         return {}
 
 
