@@ -50,9 +50,10 @@ class Task(nn.Module):
         pictures: whether the inputs, where they are images, are drawn with their targets and the
             outputs' largest logits.
         labels: range of the labels, of a task whose targets are classes; None: they are not.
-        per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a
-            batch is its size, which is known without communication; None: this is known after the
-            first step.
+        weighted: whether losses may have weights, or be more or fewer than one for each sample. A
+            step then sums the weight of the global batch over the ranks, and scales the gradients
+            by it; equal weights are a factor of exactly 1. False: the weight of a batch is its
+            size. That of a loss of one's own is its attribute of this name, or True.
         check_first: function of outputs and targets that is called once in training, with the first
             ones, and raises an exception if the loss is not supported for them; None: there is
             nothing to check.
@@ -61,12 +62,14 @@ class Task(nn.Module):
     running: ClassVar[tuple[str, ...]] = ()
     better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
+    weighted: bool = True
     labels: LabelRange | None = None
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
         self.loss = loss
-        self.per_sample: bool | None = None
+        if loss is not None:
+            self.weighted = getattr(loss, "weighted", True)
         self.check_first: Callable[[torch.Tensor, torch.Tensor], object] | None = None
 
     def choosing(self, classes: int) -> list[str]:
@@ -104,7 +107,8 @@ class Task(nn.Module):
             The losses, [b, ...], or (losses, weights) of one shape.
 
         Raises:
-            TrainingError: the loss is reduced, or the weights have another shape.
+            TrainingError: the loss is reduced, the weights have another shape, or `weighted` is
+                False and there is not one loss of weight 1 for each sample.
         """
         found = (self.loss or self.own_losses)(outputs, targets)
         losses, weights = found if isinstance(found, tuple) else (found, found)
@@ -118,8 +122,14 @@ class Task(nn.Module):
             raise TrainingError(
                 f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, got {list(weights.shape)}",
             )
-        if self.per_sample is None:
-            self.per_sample = weights is losses and losses.dim() == 1
+        if not self.weighted and (weights is not losses or losses.dim() != 1):
+            shape = list(losses.shape)
+            what = f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
+            raise TrainingError(
+                "weighted=False declares one loss of weight 1 for each sample, "
+                f"[{len(targets)}], but the loss returned {what}. Remove the attribute weighted of "
+                "the loss or the task, or set it to True",
+            )
         return found
 
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,14 +182,15 @@ class Task(nn.Module):
         """Return the sum of values that are weighted as the losses of their samples are, [].
 
         Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
-        It computes the losses again, unless they are known to be one of weight 1 for each value.
+        It computes the losses again, unless `weighted` is False and there is one value for each
+        sample.
 
         Args:
             values: numbers or booleans, [b, ...].
             outputs: outputs that the losses are computed from, [b, ...].
             targets: targets that the losses are computed from, [b, ...].
         """
-        if self.per_sample and values.dim() == 1:
+        if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
             found = self.losses(outputs, targets)

@@ -24,6 +24,8 @@ class CrossEntropy(nn.Module):
             arXiv:1512.00567).
     """
 
+    weighted = False
+
     def __init__(self, label_smoothing: Fraction = 0.0):
         super().__init__()
         self.label_smoothing = label_smoothing
@@ -51,7 +53,6 @@ class Classification(Task):
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
-        self.per_sample = True if isinstance(self.loss, CrossEntropy) else None  # another one may have weights
         self.labels = LabelRange()
 
     def choosing(self, classes: int) -> list[str]:
