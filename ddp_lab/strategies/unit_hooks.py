@@ -73,15 +73,17 @@ class UnitHooks:
 
     def after_sharding(self, unit: nn.Module) -> None:
         """Register the hooks around those of fully_shard which gather the unit and sum its gradients."""
-        unit.register_forward_pre_hook(eager(self._enter), prepend=True)
+        unit.register_forward_pre_hook(eager(self._enter), prepend=True, with_kwargs=True)
         unit.register_forward_pre_hook(eager(self._note_gathered))
         before_sum(unit, partial(self._complete, unit))
 
-    def _enter(self, unit: nn.Module, inputs: Any) -> None:
+    def _enter(self, unit: nn.Module, inputs: Any, named_inputs: Any) -> None:
         if unit is self.model:
             self._in_forward, self._in_backward = True, False
             self.order.begin((unit.training, torch.is_grad_enabled(), self.is_last))
         if self._in_forward:  # a checkpointed block is called again in the backward pass
+            if not any(True for _ in tensors_with_gradient((inputs, named_inputs))):
+                self.order.without_gradient.add(self._names[unit])
             self.order.event(self._names[unit])
 
     def _note_gathered(self, unit: nn.Module, inputs: Any) -> None:
