@@ -245,7 +245,7 @@ class Strategy(ABC):
         """
         with self.autocast():
             outputs = require_tensor(self.forward(inputs))
-        require_samples(outputs, len(inputs))
+        require_samples(outputs.shape, len(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
