@@ -148,11 +148,9 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     One with hooks stays as it is, too: they would be lost.
     """
     kind = type(model)
-    if (
-        not hook_of(model)
-        and isinstance(model, nn.Sequential)
-        and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train)
-    ):
+    if hook_of(model):
+        return model
+    if isinstance(model, nn.Sequential) and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train):
         blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
         with suppress(ConfigError):
             return Chain(input_shape, **blocks)
