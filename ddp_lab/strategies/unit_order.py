@@ -16,7 +16,7 @@ millisecond:
 import itertools
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -38,17 +38,19 @@ class UnitOrder:
     Args:
         ranks: this rank and the others.
         strategy: for the messages.
-        advice: what the messages recommend.
+        advice: what the messages recommend; None: another strategy.
+        group: numbers of the ranks that share the units, this one among them; None: all.
 
     Attributes:
         without_gradient: names of the units whose inputs have needed no gradient in this pass.
     """
 
-    def __init__(self, ranks: Ranks, strategy: str, advice: Advice):
+    def __init__(self, ranks: Ranks, strategy: str, advice: Advice | None, group: Sequence[int] | None = None):
         self.ranks, self.strategy, self.advice = ranks, strategy, advice
+        self.group = range(ranks.world_size) if group is None else group
         self.without_gradient = set[str]()
-        self.is_active = ranks.world_size > 1 and dist.get_backend() != "fake"
-        self._prefix = f"units/{next(_numbers)}"
+        self.is_active = len(self.group) > 1 and dist.get_backend() != "fake"
+        self._prefix = f"units/{next(_numbers)}/{self.group[0]}"
         self._known: dict[Any, Any] = {}  # the events that may follow an event, by name, and so on
         self._place: dict[Any, Any] = {}
         self._number = 0
@@ -86,12 +88,12 @@ class UnitOrder:
             differing = self.without_gradient.symmetric_difference(without_gradient)
             store.set(answer, message := self._describe(rank, expected, name, differing))
             raise TrainingError(message, rank=ranks.rank)
-        if store.add(f"{key}/count", 1) == ranks.world_size:
+        if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")
         found = self._wait(answer, name)
         if found:
             raise TrainingError(found, rank=ranks.rank)
-        if ranks.rank == 0:  # all ranks have read the answers to what was asked before
+        if ranks.rank == self.group[0]:  # all ranks have read the answers to what was asked before
             for old in self._asked:
                 for part in ("first", "count", "answer"):
                     store.delete_key(f"{old}/{part}")
@@ -122,6 +124,12 @@ class UnitOrder:
         others = "the others" if rank is None else f"rank {rank}"
         difference = f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
         both = expected + name
+        if self.advice is None:
+            return (
+                f"{difference}All ranks must sum the gradients of the blocks in the same order, so the backward pass must "
+                "reach the same blocks on all ranks, and not stop at a detached tensor on some of them. Use another strategy, "
+                "for example ddp with strategy.find_unused_parameters=true"
+            )
         units = {unit_of(event) for event in (expected, name)} - {END, WHOLE}
         if not units:
             return (
