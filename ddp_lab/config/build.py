@@ -160,7 +160,7 @@ def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> d
 
 
 def find_target(key: str, name: Any) -> Any:
-    """Return the class or function that the value of a key names.
+    """Return the class or function that the value of a key names, or a class that it is.
 
     Raises:
         ConfigError: the value is missing or is not the name of a class or function.
@@ -171,6 +171,8 @@ def find_target(key: str, name: Any) -> Any:
     )
     if name == "???":
         raise ConfigError(f"{key}: is missing; it {allowed}")
+    if inspect.isclass(name):  # in a Lab
+        return name
     log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
     log.disabled = True
     try:

@@ -36,26 +36,34 @@ from ddp_lab.training.step import Step, TrainStep
 
 
 class Trainer:
-    """Trains, evaluates and saves a model. Every method is collective: all ranks call it, with their own part of a batch.
+    """Trains, evaluates and saves a model.
 
-    A run of train.py is this, too: it compiles and wraps `train_step`, and calls `fit_loaders` with its hooks.
+    `Lab.trainer` constructs it. Every method is collective: all ranks call it, with their own part
+    of a batch.
+
+    A run of train.py uses this class, too: it compiles and wraps `train_step`, and calls
+    `fit_loaders` with its hooks.
 
     Args:
-        strategy: after `partition`.
+        strategy: the strategy, after `partition`.
         model: the complete model, as for `Strategy.setup`.
-        task: what it is trained for, with the loss.
-        recipe: how.
+        task: what the model is trained for, with the loss.
+        recipe: how the weights are updated.
         shapes: the shape of each tensor of the complete model, by name.
         options: what only a loop in a Lab needs.
 
     Attributes:
-        strategy: after `setup`.
-        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
+        strategy: the strategy, after `setup`. Its `module` is what this rank holds of the model.
+        optimizer: the optimizer of the parameters that this rank holds.
+        scheduler: the schedule of the learning rate.
+        ema: the averages of the weights; None without them.
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
         train_step: the step that `fit` takes.
-        position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
-        logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
+        position: the position as checkpoints and the log have it, with the epoch counted from 1. A
+            loop reads `progress`.
+        logger: the logger of the Lab. It gets the metrics of every epoch of `fit`, and of steps
+            within it.
     """
 
     def __init__(
@@ -88,7 +96,11 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """The position as a loop counts it: the epoch from 0, which is the next argument of `batches`."""
+        """The position: `epoch`, `samples` of it so far, over all ranks, and `step`s of the run.
+
+        The epoch counts from 0. It is the next argument of `batches`, and the number of epochs
+        that are done.
+        """
         counts_from_1 = self.position.first_order is not None  # a loop of an older version has not saved it so
         return replace(self.position, epoch=self.position.epoch - counts_from_1)
 
@@ -97,19 +109,27 @@ class Trainer:
         self._batches.close()
 
     def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's inputs and targets of every global batch of an epoch, on its device.
+        """Yield this rank's part of every global batch of an epoch, on its device.
 
-        The global batches are the same for any number of ranks. Of the last one, which may be partial, a rank may have fewer
-        samples than others, or none. After `resume` the first call begins where the epoch was left.
+        The global batches are the same for any number of ranks. Of the last one, which may be
+        partial, a rank may have fewer samples than others, or none. After `resume` the first call
+        for the epoch of the checkpoint begins where it was left.
 
         Args:
-            dataset: map-style, of (input, target): tensors of any shape and dtype. uint8 images [channels, height, width]
-                become floats in [0, 1].
-            epoch: number of the epoch, from 0; determines the order, and what the dataset draws at random.
+            dataset: map-style dataset of (input, target): tensors of any shape and dtype, without
+                the batch dimension. uint8 images, [channels, height, width], become floats in
+                [0, 1].
+            epoch: number of the epoch, from 0. It determines the order of the samples, and what
+                the dataset draws at random.
             shuffle: whether every epoch has a random order.
+
+        Yields:
+            Inputs and targets of the local batch, [b, ...], where b is batch_size / replicas
+                except in the last batch.
 
         Raises:
             ConfigError: the dataset has no length, is empty, or its samples are no pairs.
+            SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         order = epoch + self._first_order(0)
         start = self.position.samples if self._resumed and order == self.position.order else 0
@@ -123,14 +143,20 @@ class Trainer:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
 
         Args:
-            inputs, targets: this rank's part of a batch from `batches`, or of another batch of batch_size samples.
+            inputs: this rank's part of a batch from `batches`, [b, ...]; or of another batch of
+                batch_size samples, of which it has batch_size / replicas.
+            targets: targets of the same samples, [b, ...].
 
         Returns:
-            The mean loss over the GLOBAL batch before the step, [], the same on every rank. Later steps do not change it. It is
-            0 if the batch has no weight, because all its targets are ignored.
+            The mean loss over the GLOBAL batch before the step, [], the same on every rank, on its
+                device. Later steps do not change it. It is 0 if the batch has no weight, because
+                all its targets are ignored.
 
         Raises:
-            ConfigError: the local batch has another size.
+            ConfigError: the local batch has another size; or, in the first step, the loss is not a
+                sum over samples and the batch is divided (`loss_over_batch`).
+            TrainingError: the shapes of outputs, targets and losses do not fit together.
+            SampleError: the targets of this rank are not what the task needs.
         """
         batch, handed = self._batches.padded(inputs, targets)
         strategy = self.strategy
@@ -150,19 +176,28 @@ class Trainer:
     def fit(
         self, train: Any, validation: Any, epochs: int, task: Task | None = None, log_every: int | str | None = None
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done, and evaluate after each. Epochs of a loop, and those before `resume`, count.
+        """Train until `epochs` epochs are done in total, and evaluate after each.
+
+        Epochs of a loop over `batches`, and those before `resume`, count. The metrics of each epoch
+        are logged; the rows count epochs from 1.
 
         Args:
-            train, validation: datasets, as for `batches`.
-            epochs: number of epochs in total, and so the number of the last one, which is counted from 1.
-            task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
-            log_every: also log the metrics within an epoch: every N steps, as 100, or seconds, as "10s"; None: never.
+            train: dataset to train on, as for `batches`.
+            validation: dataset to evaluate on after each epoch, as for `batches`.
+            epochs: number of epochs in total.
+            task: task whose metrics are computed; None: the task that is the trainer's loss, if it
+                is one.
+            log_every: when to log the metrics within an epoch, too: every N steps, for example
+                100, or seconds, for example "10s"; None: never.
 
         Returns:
-            The metrics of the last epoch by name, train_* and val_*; none if no epoch was left.
+            The metrics of the last epoch by name, `train_...` and `val_...`; none if no epoch was left.
 
         Raises:
-            ConfigError: an argument is not allowed.
+            ConfigError: an argument is not allowed, or a dataset is none.
+            TrainingError: no batch of an epoch has a weight, because all its targets are ignored,
+                or the shapes of outputs, targets and losses do not fit together.
+            SampleError: a dataset cannot return a sample; on the rank that reads it.
         """
         validate(FitKeys, {"epochs": epochs, "log_every": log_every})
         settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
@@ -181,7 +216,17 @@ class Trainer:
     def fit_loaders(
         self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
     ) -> None:
-        """Train from `position` to the end, as `training.loop.fit`, whose position at the end becomes `position`."""
+        """Train from `position` to the end, as `training.loop.fit`; train.py calls it.
+
+        The position at the end becomes `position`.
+
+        Args:
+            loaders: the loader of each set by its name: train, and optionally val and test.
+            settings: when training ends, and what is evaluated.
+            logger: gets the metrics of every epoch, and of steps within it.
+            hooks: what is called during training.
+            task: task whose metrics are computed; None: that of the strategy.
+        """
         parts = Parts(self.eager_step, self.train_step, loaders, settings, task, self._notes)
         self._training = None
         self.position = fit(parts, logger, hooks, self.position)
@@ -189,9 +234,20 @@ class Trainer:
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
 
+        With averaged weights (`ema`) these are evaluated.
+
         Args:
-            dataset: as for `batches`.
-            task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
+            dataset: dataset as for `batches`, complete on every rank.
+            task: task whose metrics are computed; None: the task that is the trainer's loss, if it
+                is one.
+
+        Returns:
+            `loss` and the metrics of the task by name, the same on every rank.
+
+        Raises:
+            ConfigError: the dataset has no length, is empty, or its samples are no pairs.
+            TrainingError: the shapes of outputs, targets and losses do not fit together.
+            SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         self._training = None
         with self._averages(), mistakes_reported(self.strategy):
@@ -203,10 +259,15 @@ class Trainer:
         """Return the outputs of the model in evaluation mode, without gradients.
 
         Args:
-            inputs: this rank's own, [b, ...], of any number. Ranks that share a model (pipeline, tp) need the same ones.
+            inputs: inputs of this rank, [b, ...], on any device. Each rank may have another
+                number of them, but ranks that share a model (pipeline, tp) need the same inputs.
+
+        Returns:
+            The outputs, [b, ...], on this rank's device.
 
         Raises:
-            ConfigError: ranks that share a model got inputs of different shapes, or the model does not support them.
+            ConfigError: ranks that share a model got inputs of different shapes, or the model does
+                not support them.
         """
         inputs = inputs.to(self.strategy.device)
         self._training = None
@@ -219,7 +280,13 @@ class Trainer:
         return outputs[: len(inputs)]
 
     def save(self, path: str | Path) -> None:
-        """Write the weights of the complete model as safetensors: their averages if the weights are averaged.
+        """Write the weights of the complete model as safetensors, for use without ddp_lab.
+
+        With averaged weights (`ema`) the averages are written. Rank 0 writes the file under a
+        temporary name and renames it.
+
+        Args:
+            path: file to write; its folder is made if necessary.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -236,9 +303,13 @@ class Trainer:
         self._on_rank_0(path, write)
 
     def checkpoint(self, folder: str | Path) -> None:
-        """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.
+        """Write model, optimizer, schedule and position into `folder`, as a run of train.py does.
 
-        A checkpoint can be resumed by any strategy and any number of ranks. It is written when this returns.
+        A checkpoint can be resumed by any strategy and any number of ranks. It is written when this
+        returns. The two newest checkpoints in the folder are kept.
+
+        Args:
+            folder: folder of the checkpoints, which is made if necessary.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -252,11 +323,16 @@ class Trainer:
             raise ConfigError(problem)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
-        """Load the newest checkpoint in `folder`. The next call of `batches` for its epoch, or of `fit`, continues there.
+        """Load the newest checkpoint in `folder`.
+
+        The next call of `batches` for its epoch, or of `fit`, continues there.
+
+        Args:
+            folder: folder that was given to `checkpoint`.
 
         Returns:
-            The epoch, from 0, which is the number of epochs that are done, and the number of its steps that are done; (0, 0) if
-            there is no checkpoint yet.
+            The epoch, counted from 0, which is also the number of epochs that are done, and the
+                number of its steps that are done; (0, 0) if there is no checkpoint yet.
 
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
