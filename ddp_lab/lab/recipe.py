@@ -12,6 +12,7 @@ from ddp_lab.lab.log import LabLogger
 from ddp_lab.speed.convolution import to_channels_last
 from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.parameter_hooks import take_hooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import configure_optimizer, param_groups
 from ddp_lab.training.step import StepOptions
@@ -67,6 +68,7 @@ def place(strategy: Strategy, model: nn.Module, task: Task, performance: Perform
     if not strategy.one_process:
         strategy.runtime.open_group()
     strategy.task = task.to(strategy.device)
+    strategy.parameter_hooks = take_hooks(model)
     strategy.setup(to_channels_last(model) if performance.channels_last else model)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 

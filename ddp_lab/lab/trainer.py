@@ -19,7 +19,9 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.local_batches import LocalBatches, padded
+from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
+from ddp_lab.models.outputs import require_samples
 from ddp_lab.models.weights import write_weights
 from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy, total
@@ -161,7 +163,8 @@ class Trainer:
         if strategy.module.training is not self._training:
             strategy.train()
             self._training = strategy.module.training
-        self.eager_step(batch)
+        with mistakes_reported(strategy):
+            self.eager_step(batch)
         self.eager_step.seed_alike()
         self.position.step += 1
         if handed:
@@ -205,7 +208,8 @@ class Trainer:
         self._resumed = False
         self._first_order(1)
         self.logger.last_epoch = {}
-        self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
+        with mistakes_reported(self.strategy):
+            self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
         self.eager_step.seed_alike()
         return self.logger.last_epoch
 
@@ -246,7 +250,7 @@ class Trainer:
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         self._training = None
-        with self._averages():
+        with self._averages(), mistakes_reported(self.strategy):
             found = evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task))
         self._notes.check(found, "")
         return found.values
@@ -268,9 +272,12 @@ class Trainer:
         inputs = inputs.to(self.strategy.device)
         self._training = None
         require_same_form(inputs, self.strategy)
-        with self._averages():
+        with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
-            return self.strategy.predict(padded(inputs, max(1, len(inputs))))[: len(inputs)]
+            given = padded(inputs, max(1, len(inputs)))
+            outputs = self.strategy.predict(given)
+        require_samples(outputs.shape, len(given))
+        return outputs[: len(inputs)]
 
     def save(self, path: str | Path) -> None:
         """Write the weights of the complete model as safetensors, for use without ddp_lab.

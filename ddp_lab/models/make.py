@@ -17,6 +17,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import KEY, InitialWeights
 from ddp_lab.models.lazy import materialise
 from ddp_lab.models.memory import give_own_memory
+from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial, freeze_unused
 from ddp_lab.models.weights import match_weights, read
@@ -142,8 +143,13 @@ def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inp
 
 
 def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any other module as it is."""
+    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any other module as it is.
+
+    One with hooks stays as it is, too: they would be lost.
+    """
     kind = type(model)
+    if hook_of(model):
+        return model
     if isinstance(model, nn.Sequential) and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train):
         blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
         with suppress(ConfigError):
@@ -163,15 +169,17 @@ def key_of(node: DictConfig | dict[str, Any]) -> str:
 
 
 def require_chain(model: nn.Module, strategy: str, key: str) -> None:
-    """Check that a strategy can cut the model into blocks.
+    """Check that a strategy can cut the model into blocks, and that the model has no hook of its own.
 
     Args:
         strategy: name of the strategy, for the message.
         key: as from `key_of`.
 
     Raises:
-        ConfigError: the model is no chain.
+        ConfigError: the model is no chain, or has a hook.
     """
+    if isinstance(model, nn.Sequential):
+        require_no_hook(model, strategy)
     if not isinstance(model, Chain):
         raise ConfigError(
             f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}. Use single, scratch, "

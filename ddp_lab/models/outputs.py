@@ -26,15 +26,19 @@ def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
     )
 
 
-def require_samples(outputs: torch.Tensor, samples: int) -> None:
-    """Check that a model has returned outputs of all samples; only the shape is read.
+def require_samples(shape: tuple[int, ...], samples: int) -> None:
+    """Check that a model has returned outputs of all samples.
+
+    Args:
+        shape: of the outputs.
+        samples: number of samples in its inputs.
 
     Raises:
         ConfigError: they have another first dimension, or none.
     """
-    if outputs.shape[:1] != (samples,):
+    if shape[:1] != (samples,):
         raise ConfigError(
-            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got {list(outputs.shape)}. "
+            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got {list(shape)}. "
             "Correct its forward: a mean over the samples belongs into the loss"
         )
 

@@ -17,9 +17,12 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.data.batch import real_samples
+from ddp_lab.models.module_hooks import require_no_hook
 from ddp_lab.models.outputs import require_samples, require_tensor
 from ddp_lab.strategies.all_reduce import broadcast, gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
+from ddp_lab.strategies.batch_trial import changing_buffer
+from ddp_lab.strategies.parameter_hooks import Hooked, call_hooks
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -69,6 +72,7 @@ class Strategy(ABC):
         initial_weights: of a model that is on the meta device; None if the model has its weights, and after `setup`.
         autocast: returns the context of the forward pass.
         measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.base.measure`.
+        parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
 
@@ -118,6 +122,7 @@ class Strategy(ABC):
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
         self.measure: Callable[[Task, torch.Tensor, torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
 
@@ -150,9 +155,25 @@ class Strategy(ABC):
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
+        if self.needs_chain:
+            require_no_hook(model, self.name)
+        if self.num_microbatches > 1 and self.input_shape is not None:
+            self._require_constant_buffers(model, self.input_shape)
         require_supported(model, self.batch_norm, self.one_process)
         if self.batch_norm == "sync" and self.input_shape is not None:
             require_no_others(model, self.input_shape, self.input_dtype)
+
+    def _require_constant_buffers(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch makes one.
+
+        Those of BatchNorm are the exception: the log says that they are computed from micro-batches.
+        """
+        if name := changing_buffer(model, shape, self.input_dtype):
+            raise ConfigError(
+                f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the model changes in every forward "
+                f"pass in training, as those of spectral_norm do, and so {self.num_microbatches} times in a step instead of "
+                "once. Use strategy.num_microbatches=1, or another strategy, for example ddp"
+            )
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:
@@ -209,6 +230,7 @@ class Strategy(ABC):
         sums = reduce(torch.add, results)
         if self.task.weighted:
             self._divide_by_weight(sums[-1], count)
+        call_hooks(self.parameter_hooks)
         return sums
 
     def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
@@ -243,7 +265,7 @@ class Strategy(ABC):
         """
         with self.autocast():
             outputs = require_tensor(self.forward(inputs))
-        require_samples(outputs, len(inputs))
+        require_samples(outputs.shape, len(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results

@@ -75,6 +75,33 @@ def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     return None
 
 
+def changing_buffer(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> str | None:
+    """Return the name of a buffer outside of BatchNorm layers that every forward pass in training changes.
+
+    None is returned if there is none, or if the model cannot run. A buffer that a pass sets again to
+    the same values, as a cache, does not count. The model's state stays as it is.
+
+    Args:
+        model: complete.
+        shape, dtype: of a sample.
+    """
+    layers = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    names = [name for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers and not buffer.is_meta]
+    if not names:
+        return None
+    modes = {module: module.training for module in model.modules()}
+    with suppress(Exception):
+        try:
+            inputs = samples(model, shape, dtype, 0)
+            before = buffers_after_step(model, inputs, Functional(layers))
+            after = buffers_after_step(model, inputs, Functional(layers), before)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        return next((name for name in names if not torch.equal(before[name], after[name])), None)
+    return None
+
+
 def samples(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None, draw: int) -> torch.Tensor:
     """Return some samples on the model's device: random numbers, or one number if they have no fraction."""
     given = torch.zeros(SAMPLES, *shape, dtype=dtype).fill_(draw)
@@ -84,9 +111,16 @@ def samples(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None,
     return given.to(device)
 
 
-def buffers_after_step(model: nn.Module, inputs: torch.Tensor, recorder: Functional) -> Buffers:
-    """Return what the buffers are after a forward pass in training, which changes copies of them."""
-    buffers: Buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def buffers_after_step(
+    model: nn.Module, inputs: torch.Tensor, recorder: Functional, before: Mapping[str, torch.Tensor] | None = None
+) -> Buffers:
+    """Return what the buffers are after a forward pass in training, which changes copies of them.
+
+    Args:
+        before: what they are before it; None: those of the model.
+    """
+    given = dict(model.named_buffers()) if before is None else before
+    buffers: Buffers = {name: buffer.clone() for name, buffer in given.items()}
     model.train()
     recorder.running = [""]
     with ExitStack() as stack:

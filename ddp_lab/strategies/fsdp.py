@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError, TrainingError, place_of
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import ModulePattern
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.trial import some
@@ -27,8 +27,10 @@ from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
 from ddp_lab.strategies.sharding import fill, make_contiguous
+from ddp_lab.strategies.unit_advice import Advice
 from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder
+from ddp_lab.strategies.unit_uses import Uses
 from ddp_lab.strategies.units import find_units, require_one_dtype
 from ddp_lab.strategies.unused import allow_unused
 from ddp_lab.world.runtime import Runtime
@@ -89,7 +91,10 @@ class FSDP(FullyShard):
             model.to(self.device)
         make_contiguous(model)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
-        self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, [name for name, _ in model.named_modules()]))
+        names = {module: name for name, module in model.named_modules()}
+        advice = Advice([*names.values()], [names[unit] for unit in self.units], self.keep_whole)
+        self.uses = Uses(model, advice, self.input_shape is not None)
+        self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, advice))
         self.shard([*self.units, model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
             fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
@@ -112,11 +117,11 @@ class FSDP(FullyShard):
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         self.hooks.has_samples = real > 0
-        with uses_reported(self.name):
+        with self.uses.reported(self.runtime.rank, inputs):
             return super().add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        with uses_reported(self.name):
+        with self.uses.reported(self.runtime.rank, inputs):
             return super().predict(inputs)
 
     def reduce_gradients(self) -> None:
@@ -129,22 +134,3 @@ class FSDP(FullyShard):
 
     def gradient_norm(self) -> torch.Tensor:
         return cast(DTensor, super().gradient_norm()).full_tensor()
-
-
-@contextmanager
-def uses_reported(strategy: str) -> Generator[None]:
-    """Report that the body uses a sharded parameter while it is not gathered.
-
-    Raises:
-        TrainingError: in place of torch's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "got mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise TrainingError(
-            f"strategy={strategy}: a parameter is used outside the forward pass of the module that has it"
-            f"{place_of(error)}, and is not gathered then. In a Lab, let the model be tried: lab.trainer(..., "
-            "example=dataset[0]); or name the module: strategy.keep_whole=[NAME]"
-        ) from None

@@ -22,6 +22,8 @@ from typing import Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, divisors
@@ -33,6 +35,7 @@ from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
+from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
@@ -41,6 +44,8 @@ from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
 from ddp_lab.strategies.tp_prediction import Prediction, predict_here
+from ddp_lab.strategies.unit_gradients import eager
+from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.world.runtime import Runtime
 
 
@@ -125,6 +130,7 @@ class Mesh(FullyShard):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
+        self.gradients: list[BlockGradients] = []  # of each stage of this rank
         stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             self._place(stage)
@@ -157,6 +163,7 @@ class Mesh(FullyShard):
             tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
             for name, block in stage.named_children():
                 parallelize(block, along_tp, group, *tokens[name])
+        self.gradients.append(BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers())))
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         for part in sharded_in(stage):
@@ -165,6 +172,19 @@ class Mesh(FullyShard):
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
         self.checkpoint_blocks(stage)
+
+    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+        if not isinstance(unit, Stage) and any(parameter.requires_grad for parameter in unit.parameters()):
+            unit.register_forward_hook(eager(need_gradient))
+        self.gradients[-1].before_sharding(unit)
+        super().shard_unit(unit, mesh, reshard_after_forward, policy)
+        self.gradients[-1].after_sharding(unit)
+
+    def _peers(self) -> list[int]:
+        """Return the numbers of the ranks that read other batches than this one, and hold the same blocks; and its own."""
+        tp = self.axes["tp"]
+        first = self.runtime.rank - self.dp_rank * tp
+        return [first + tp * replica for replica in range(self.dp_size)]
 
     def describe(self) -> str:
         (pp, replicate, shard, tp), parts = self.axes.values(), self.plan.parts
@@ -183,6 +203,8 @@ class Mesh(FullyShard):
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         self._begin()
+        for gradients in self.gradients:
+            gradients.begin(real > 0)
         if self.executor is None:
             self._check_tokens(inputs)
             return super().add_gradient(inputs, targets, real, divisor)
@@ -211,6 +233,11 @@ class Mesh(FullyShard):
         # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
         with nullcontext() if self.executor else super().no_sync():
             yield
+
+    def reduce_gradients(self) -> None:
+        assert self.dp_group is not None
+        for gradients in self.gradients:
+            gradients.drop_unused(self.dp_group, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.

@@ -7,6 +7,7 @@ import torch
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.boundaries import Boundaries, Form
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.schedules import PipelinePlan
 
 # The form of what a rank holds, for the number of the block before which it is, and the form of the complete activation.
@@ -45,9 +46,11 @@ class StageForms:
             inputs: of a micro-batch.
 
         Raises:
-            ConfigError: the model does not support them, or an activation between two stages has no gradient.
+            ConfigError: the model does not support them, or returns outputs of other samples, or an activation between two
+                stages has no gradient.
         """
         found = self.boundaries.of(self._as_computed(inputs))
+        require_samples(found[-1].shape, inputs.shape[0])
         if self.own_part is not None:
             found = [self.own_part(index, form) for index, form in enumerate(found)]
         between = [self._between(part.start, found[part.start]) for part in self.plan.parts.parts[1:]]

@@ -16,12 +16,13 @@ millisecond:
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.strategies.unit_advice import Advice
 from ddp_lab.world.ranks import Ranks
 
 END, WHOLE = "the end of the pass", "the model"
@@ -37,22 +38,30 @@ class UnitOrder:
     Args:
         ranks: this rank and the others.
         strategy: for the messages.
-        names: of the model's modules.
+        advice: what the messages recommend; None: another strategy.
+        group: numbers of the ranks that share the units, this one among them; None: all.
+
+    Attributes:
+        without_gradient: names of the units whose inputs have needed no gradient in this pass.
     """
 
-    def __init__(self, ranks: Ranks, strategy: str, names: Sequence[str]):
-        self.ranks, self.strategy, self.names = ranks, strategy, names
-        self.is_active = ranks.world_size > 1 and dist.get_backend() != "fake"
-        self._prefix = f"units/{next(_numbers)}"
+    def __init__(self, ranks: Ranks, strategy: str, advice: Advice | None, group: Sequence[int] | None = None):
+        self.ranks, self.strategy, self.advice = ranks, strategy, advice
+        self.group = range(ranks.world_size) if group is None else group
+        self.without_gradient = set[str]()
+        self.is_active = len(self.group) > 1 and dist.get_backend() != "fake"
+        self._prefix = f"units/{next(_numbers)}/{self.group[0]}"
         self._known: dict[Any, Any] = {}  # the events that may follow an event, by name, and so on
         self._place: dict[Any, Any] = {}
-        self._number, self._event = 0, 0
+        self._number = 0
+        self._events: list[str] = []  # of this pass
         self._asked: list[str] = []
 
     def begin(self, kind: object) -> None:
         """Begin a forward pass. Each kind, for example that of training, has a path of its own."""
         self._number += 1
-        self._event = 0
+        self._events.clear()
+        self.without_gradient.clear()
         self._place = self._known.setdefault(kind, {})
 
     def event(self, name: str) -> None:
@@ -63,7 +72,7 @@ class UnitOrder:
         """
         if not self.is_active:
             return
-        self._event += 1
+        self._events.append(name)
         if list(self._place) != [name]:
             self._ask(name)
         self._place = self._place.setdefault(name, {})
@@ -71,19 +80,20 @@ class UnitOrder:
     def _ask(self, name: str) -> None:
         """Wait until every rank has asked for the same event. The last one answers."""
         ranks, store = self.ranks, self.ranks.store
-        key = f"{self._prefix}/{self._number}/{self._event}"
+        key = f"{self._prefix}/{self._number}/{len(self._events)}"
         answer = f"{key}/answer"
-        first = store.compare_set(f"{key}/first", "", json.dumps([ranks.rank, name])).decode()
-        rank, expected = json.loads(first)
+        mine = json.dumps([ranks.rank, name, sorted(self.without_gradient)])
+        rank, expected, without_gradient = json.loads(store.compare_set(f"{key}/first", "", mine))
         if expected != name:
-            store.set(answer, message := self._describe(rank, expected, name))
+            differing = self.without_gradient.symmetric_difference(without_gradient)
+            store.set(answer, message := self._describe(rank, expected, name, differing))
             raise TrainingError(message, rank=ranks.rank)
-        if store.add(f"{key}/count", 1) == ranks.world_size:
+        if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")
         found = self._wait(answer, name)
         if found:
             raise TrainingError(found, rank=ranks.rank)
-        if ranks.rank == 0:  # all ranks have read the answers to what was asked before
+        if ranks.rank == self.group[0]:  # all ranks have read the answers to what was asked before
             for old in self._asked:
                 for part in ("first", "count", "answer"):
                     store.delete_key(f"{old}/{part}")
@@ -97,35 +107,53 @@ class UnitOrder:
         while not store.check([answer]):
             if time.monotonic() > deadline:
                 usual = next(iter(self._place), END)
-                return self._describe(None, usual, name) + f" (Rank {self.ranks.rank} has waited for {limit:g} s.)"
+                return self._describe(None, usual, name, ()) + f" (Rank {self.ranks.rank} has waited for {limit:g} s.)"
             time.sleep(pause)
             pause = min(2 * pause, PAUSE[1])
         return store.get(answer).decode()
 
-    def _describe(self, rank: int | None, expected: str, name: str) -> str:
-        """Return the message that this rank has another event next than `rank`, or the others."""
+    def _describe(self, rank: int | None, expected: str, name: str, differing: Collection[str]) -> str:
+        """Return the message that this rank has another event next than `rank`, or the others.
+
+        Args:
+            rank: with the other event; None: one that has waited does not know it.
+            expected: the other event.
+            name: this rank's event.
+            differing: names of the units whose inputs need a gradient on one of the ranks only.
+        """
         others = "the others" if rank is None else f"rank {rank}"
-        events = [event.removeprefix(BACKWARD).removeprefix(SUM) for event in (expected, name)]
-        units = {*events} - {END, WHOLE}
-        # A rank that leaves out a unit comes to the next: later in the model, or earlier in a backward pass.
-        choose = max if BACKWARD in expected + name or SUM in expected + name else min
         difference = f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
-        if SUM in expected + name:
+        both = expected + name
+        if self.advice is None:
+            return (
+                f"{difference}All ranks must sum the gradients of the blocks in the same order, so the backward pass must "
+                "reach the same blocks on all ranks, and not stop at a detached tensor on some of them. Use another strategy, "
+                "for example ddp with strategy.find_unused_parameters=true"
+            )
+        units = {unit_of(event) for event in (expected, name)} - {END, WHOLE}
+        if not units:
+            return (
+                f"{difference}All ranks must call the model equally often and in the same mode, because each call gathers "
+                "its parameters from all ranks. Call step, evaluate and predict on all ranks, in the same order"
+            )
+        if SUM in both:
+            late = {unit_of(event) for event in (expected, name) if SUM in event}.union(differing)
             return (
                 f"{difference}All ranks must sum the gradients of the units in the same order, so the inputs "
-                "of a unit must need a gradient on all ranks or on none. Gather it together with the module "
-                f"around it, too: add {self._pattern(units, choose)} to strategy.keep_whole"
+                "of a unit must need a gradient on all ranks or on none. Gather such units together with the "
+                f"module around them: use {self.advice.keep(late - {WHOLE})}"
             )
+        is_backward = BACKWARD in both
+        phase = BACKWARD if is_backward else ""
+        before = {unit_of(event) for event in self._events[:-1] if event.startswith(phase)}
+        left_out = self.advice.left_out(units, before, is_backward)
         return (
             f"{difference}All ranks must use the same units of the model in a step, because each use gathers the unit's "
             "parameters from all ranks. Gather those that only some ranks use together with the module around "
-            f"them: strategy.keep_whole=[{self._pattern(units, choose)}]"
+            f"them: use {self.advice.keep_alike(left_out)}"
         )
 
-    def _pattern(self, units: set[str], choose: Callable[..., str]) -> str:
-        """Return a pattern for the first or last of some units and others in the same list."""
-        chosen = choose(units, key=self.names.index, default="NAME")
-        parent, _, own = chosen.rpartition(".")
-        are_siblings = len(units) > 1 and all(unit.rpartition(".")[0] == parent for unit in units)
-        in_list = own.isdigit() or are_siblings
-        return f"{parent}.*" if parent and in_list else chosen
+
+def unit_of(event: str) -> str:
+    """Return the name of the unit of an event."""
+    return event.removeprefix(BACKWARD).removeprefix(SUM)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ddp_lab.config.errors import SampleError
 from ddp_lab.data.labels import LabelRange
-from ddp_lab.tasks.base import Losses, LossFunction, Task
+from ddp_lab.tasks.base import Losses, LossFunction, Task, in_float32
 
 IGNORE = -100  # the target of positions that do not count, as in F.cross_entropy
 
@@ -37,7 +37,7 @@ class Tokens(Task):
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_int64(targets)
         self.require_labels(targets, outputs.size(-1))
-        losses = F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        losses = F.cross_entropy(in_float32(outputs.flatten(0, 1)), targets.flatten(), ignore_index=IGNORE, reduction="none")
         return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

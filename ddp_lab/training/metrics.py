@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ddp_lab.data.batch import Batch, real_samples
+from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
@@ -52,7 +53,9 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
     task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
         real = real_samples(count, strategy.dp_rank, strategy.dp_size)
-        outputs, targets = in_float32(strategy.predict(inputs)[:real]), targets[:real]
+        outputs = strategy.predict(inputs)
+        require_samples(outputs.shape, len(inputs))
+        outputs, targets = in_float32(outputs[:real]), targets[:real]
         loss, weight = strategy.task.loss_sum(outputs, targets)
         for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():
             value = value.to(sum_dtype(strategy.device))

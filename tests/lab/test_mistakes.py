@@ -373,10 +373,45 @@ def test_sample_that_is_read_while_training_is_one_message_of_the_command(case, 
     assert "Error: " not in printed
 
 
-@pytest.mark.parametrize(("wrap", "shape"), [(torch.mean, r"\[\]"), (lambda logits: logits[:1], r"\[1, 3\]")])
-def test_outputs_that_are_not_those_of_all_samples_are_one_message_without_an_example(wrap, shape):
-    with Lab("single", device="cpu") as lab:
-        trainer = lab.trainer(Wrapped(wrap), tasks.Classification(), partial(torch.optim.SGD, lr=0.1), BATCH)
-        message = rf"^the model: it must return a tensor \[8, ...\] for 8 samples, got {shape}\. "
-        with pytest.raises(ConfigError, match=message):
-            trainer.step(*next(trainer.batches(in_memory(), 0)))
+# Outputs that are not those of all samples, and their shapes for a batch of four samples.
+WRAPS = [(torch.mean, r"\[\]"), (lambda logits: logits[:1], r"\[1, 3\]")]
+
+
+def outputs_refused(index: int, strategy: str, how: str, **options) -> str:
+    """Return the message about outputs that are not those of all samples, without an example of a target."""
+    wrap, _ = WRAPS[index]
+    data, make = in_memory(), partial(torch.optim.SGD, lr=0.1)
+    with Lab(strategy, device="cpu", timeout=20, **options) as lab:
+        model = nn.Sequential(nn.Linear(4, 4), Wrapped(wrap))
+        example = data[0][0] if strategy == "pipeline" else None
+        try:
+            trainer = lab.trainer(model, tasks.Classification(), make, BATCH, example=example)
+            inputs, targets = next(trainer.batches(data, 0))
+            uses = {
+                "step": partial(trainer.step, inputs, targets),
+                "evaluate": partial(trainer.evaluate, data),
+                "predict": partial(trainer.predict, inputs),
+            }
+            uses[how]()
+        except ConfigError as error:  # within the Lab, which then closes the process group
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("how", ["step", "evaluate", "predict"])
+@pytest.mark.parametrize("index", range(len(WRAPS)))
+def test_outputs_that_are_not_those_of_all_samples_are_one_message_without_an_example(index, how):
+    _, shape = WRAPS[index]
+    message = rf"^the model: it must return a tensor \[8, ...\] for 8 samples, got {shape}\. "
+    assert re.match(message, outputs_refused(index, "single", how))
+
+
+def outputs_refused_on_ranks(strategy: str, options: dict) -> list[str]:
+    return [outputs_refused(index, strategy, how, **options) for index in range(len(WRAPS)) for how in ("step", "predict")]
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("ddp", {}), ("pipeline", {"num_microbatches": 2})])
+def test_outputs_that_are_not_those_of_all_samples_are_one_message_on_ranks(strategy, options):
+    for found in run_world(2, outputs_refused_on_ranks, strategy, options, timeout=60):
+        for message, (_, shape) in zip(found, [WRAPS[0], WRAPS[0], WRAPS[1], WRAPS[1]], strict=True):
+            assert re.match(rf"the model: it must return a tensor \[4, ...\] for 4 samples, got {shape}\. ", message), message

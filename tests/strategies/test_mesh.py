@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import TensorDataset
 from training import make_model
+from worlds import run_world
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab import Lab, tasks
+from ddp_lab.checkpoints.state import collect
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.vit import Block, vit
@@ -140,3 +145,92 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
     assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {dp_size for _, dp_size, _ in layout} == {2}
     assert [reports for _, _, reports in layout] == [False] * 4 + [True, False, True, False]
+
+
+class Branch(nn.Module):
+    """A block of which the samples choose parts: a rank may use one that another rank does not."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.always = kind, nn.Linear(4, 4)
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, inputs):
+        chosen = (inputs[:, 0] > 0.5).long()
+        hidden = inputs if self.kind == "adapter" else torch.tanh(self.always(inputs))
+        used = self.parts[1:2] if self.kind == "adapter" else self.parts[:2]  # the last one is never used
+        for number, part in enumerate(used, start=int(self.kind == "adapter")):
+            rows = chosen == number
+            if rows.any():
+                hidden = torch.where(rows[:, None], part(hidden), hidden)
+        return hidden
+
+
+class Stop(nn.Module):
+    """A block at which the backward pass ends on rank 0."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank, self.inner = rank, nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return self.inner(inputs.detach() if self.rank == 0 else inputs)
+
+
+MESHES: list[tuple[int, dict, int]] = [
+    (2, {}, 1),
+    (2, {"shard": None}, 2),
+    (4, {"pp": 2, "num_microbatches": 2}, 1),
+]
+
+
+def train_branches(strategy: str, options: dict, accumulate: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights by kind. The last batch has one sample, so that one of two ranks has padding alone."""
+    torch.set_default_dtype(torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.rand(33, 4, generator=generator)
+    inputs[:, 0] = torch.arange(33) % 2
+    data = TensorDataset(inputs, torch.rand(33, 2, generator=generator))
+    make, found = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), dict[str, dict[str, torch.Tensor]]()
+    with Lab(strategy, device="cpu", timeout=20, **options) as lab:
+        for kind in ("branch", "adapter"):
+            torch.manual_seed(0)
+            after = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 2)
+            model = nn.Sequential(Branch(kind), *after)
+            trainer = lab.trainer(model, tasks.Regression(), make, 8, accumulate, example=inputs[0])
+            for batch in trainer.batches(data, 0, shuffle=False):
+                trainer.step(*batch)
+            found[kind], _ = collect(trainer.strategy, trainer.state.weights())
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "options", "accumulate"), MESHES)
+def test_parameters_that_only_some_ranks_use_equal_single(ranks, options, accumulate):
+    expected = run_world(1, train_branches, "single", {}, 1)[0]
+    found = run_world(ranks, train_branches, "mesh", options, accumulate, timeout=90)[0]
+    for kind, weights in expected.items():
+        for name, tensor in weights.items():
+            assert (found[kind][name] - tensor).abs().max() < 1e-12, (kind, name)
+
+
+def stopped() -> str:
+    with Lab("mesh", device="cpu", timeout=8) as lab:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Stop(lab.rank), nn.Linear(4, 2))
+        make = partial(torch.optim.SGD, lr=0.1)
+        trainer = lab.trainer(model, tasks.Regression(), make, batch_size=4, example=torch.zeros(4))
+        try:
+            trainer.step(torch.rand(2, 4), torch.rand(2, 2))
+        except TrainingError as error:
+            return str(error)
+        except RuntimeError:  # of gloo: this rank waits for another one, which has ended
+            return ""
+        return "trained"
+
+
+def test_blocks_that_only_some_ranks_reach_in_the_backward_pass_are_refused_by_name():
+    found = run_world(2, stopped, timeout=60)
+    message = next(filter(None, found))
+    assert "trained" not in found
+    assert message.startswith("strategy=mesh: rank "), message
+    assert "must sum the gradients of the blocks in the same order" in message
+    assert "Use another strategy, for example ddp" in message

@@ -6,9 +6,12 @@ import own_models
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
+from torchvision.models import efficientnet_b0
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
+from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import TrainingError
 
 SHAPE = {"in_channels": 1, "image_size": 4, "num_classes": 4}
@@ -80,3 +83,28 @@ def test_layer_that_is_called_by_keyword_is_sharded():
     expected = losses_by_keyword("single")
     for found in run_world(2, losses_by_keyword, "tp"):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses and weights of a model of depthwise convolutions and squeeze-and-excitation blocks."""
+    torch.set_default_dtype(torch.float64)
+    images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(images, torch.arange(32) % 10)
+    with Lab(strategy, device="cpu", timeout=100) as lab:
+        model = efficientnet_b0(weights=None, num_classes=10, dropout=0.0, stochastic_depth_prob=0.0)
+        make = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+        example = data[0] if tried else None
+        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=16, example=example)
+        losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
+        weights, _ = collect(trainer.strategy, trainer.state.weights())
+        return losses, weights
+
+
+def test_efficientnet_equals_single():
+    """Of 82 layers 66 are sharded, the depthwise convolutions and those of the squeeze-and-excitation blocks among them."""
+    expected, weights = run_world(1, efficientnet, "single", False)[0]
+    for tried in (True, False):
+        losses, found = run_world(2, efficientnet, "tp", tried)[0]
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=1e-12, msg=name)

@@ -176,7 +176,7 @@ def test_units_that_some_ranks_leave_out_are_refused_by_name_before_the_timeout(
     found = [error for error, _ in ranks if error]
     assert found
     for error in found:
-        assert re.match(rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\]", error), error
+        assert re.match(rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\], in a Lab ", error), error
     assert "keep_whole=[branches.*]" in found[0]
     assert all(seconds < TIMEOUT for _, seconds in ranks)
 
@@ -192,8 +192,8 @@ def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
     message = (
         "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the gradients of out. "
         "All ranks must sum the gradients of the units in the same order, so the inputs of a unit must need a "
-        "gradient on all ranks or on none. Gather it together with the module around it, too: add out to "
-        "strategy.keep_whole"
+        "gradient on all ranks or on none. Gather such units together with the module around them: use "
+        'strategy.keep_whole=[adapter,out], in a Lab keep_whole=["adapter", "out"]'
     )
     assert found
     assert found[0].startswith(message)
@@ -212,7 +212,8 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
         "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no elements\. Let its first .*",
         "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, which must .*",
         "untried": r"strategy=fsdp: a parameter is used outside the forward pass of the module that has it "
-        r"\(test_units.py, line \d+\), and is not gathered then\. .* lab.trainer\(\.\.\., example=dataset\[0\]\); or .*",
+        r"\(test_units.py, line \d+\), and is not gathered then\. .* use strategy.keep_whole=\[body,table\], in "
+        r"a Lab .*; or, in a Lab, let the model be tried: lab.trainer\(\.\.\., example=dataset\[0\]\)",
         "tried": "",
     }
     for kind, message in expected.items():
