@@ -235,7 +235,7 @@ def real_step(config: dict[str, Any], port: int) -> int:
             job.strategy.train()
             batch = next(iter(job.loaders["train"]))
             for _ in range(2):
-                trainer.train_step(batch)
+                trainer.eager_step(batch)
             return bytes_in_use(runtime) - before
 
 

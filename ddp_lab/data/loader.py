@@ -127,6 +127,16 @@ class Loader(ABC):
         """Return the next batch, whose sizes are the next of `batch_sizes`."""
         return Batch(*self._compute(size.size), size.count)
 
+    def first(self, number: int) -> Batch:
+        """Return the first samples of this rank, at most `number`, as a batch that is not augmented. Nothing else is read.
+
+        Unlike an iteration it needs no worker processes, and has no larger batch on the device.
+        """
+        indices = self.order(self.epoch)[:number].tolist()
+        samples = [self.data.sample(self.epoch, index) for index in indices]
+        inputs, targets = (torch.stack(each).to(self.device) for each in zip(*samples, strict=True))
+        return Batch(*self._as_arguments(inputs, targets), len(indices) * self.options.dp_size)
+
     def compile(self, compile_fn: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
         """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse its kernels."""
         self._compute = compile_fn(self._compute_eagerly)
@@ -141,6 +151,10 @@ class Loader(ABC):
             inputs = augment(inputs, offsets, padding)
             if targets.dim() == 3:
                 targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
+        return self._as_arguments(inputs, targets)
+
+    def _as_arguments(self, inputs: torch.Tensor, targets: torch.Tensor) -> Tensors:
+        """Return samples as the model and the loss take them."""
         if self.data.is_image:
             inputs = (inputs * self.scale).sub_(self.offset)
         return as_numbers(inputs), as_numbers(targets)

@@ -1,7 +1,7 @@
 """A model with its optimizer under a strategy: what train.py trains, and the methods from which a loop of one's own is made."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,27 +16,26 @@ from ddp_lab.checkpoints.state import Shapes, State, collect
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
-from ddp_lab.data.loader import Loader
 from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.local_batches import LocalBatches, padded
 from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
 from ddp_lab.models.weights import write_weights
-from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.ema import EMA
-from ddp_lab.training.loop import Hooks, Parts, fit
+from ddp_lab.training.hooks import Exchanges, Hook, Run
+from ddp_lab.training.loop import fit
+from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step, TrainStep
+from ddp_lab.training.step import Step
+from ddp_lab.training.sync import Sync
 
 
 class Trainer:
     """Trains, evaluates and saves a model. Every method is collective: all ranks call it, with their own part of a batch.
-
-    A run of train.py is this, too: it compiles and wraps `train_step`, and calls `fit_loaders` with its hooks.
 
     Args:
         strategy: after `partition`.
@@ -51,7 +50,6 @@ class Trainer:
         optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
-        train_step: the step that `fit` takes.
         position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
         logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
     """
@@ -73,7 +71,6 @@ class Trainer:
         self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema, recipe.ema_warmup)
         self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
-        self.train_step: TrainStep = self.eager_step
         self.position = Progress(first_order=0)
         self.logger = options.logger
         self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, options.num_workers)
@@ -170,17 +167,30 @@ class Trainer:
         self._resumed = False
         self._first_order(1)
         self.logger.last_epoch = {}
-        self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
-        self.eager_step.seed_alike()
-        return self.logger.last_epoch
-
-    def fit_loaders(
-        self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
-    ) -> None:
-        """Train from `position` to the end, as `training.loop.fit`, whose position at the end becomes `position`."""
-        parts = Parts(self.eager_step, self.train_step, loaders, settings, task, self._notes)
+        step = self.eager_step
+        hooks: list[Hook] = []
+        read = None
+        if settings.log_every != Every():
+            meter = Meter(self.strategy.task, settings, self.logger)
+            read = meter.read
+            hooks = [Exchanges(), meter]
+        sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
+        run = Run(
+            eager=step,
+            step=step,
+            loaders=loaders,
+            settings=settings,
+            logger=self.logger,
+            hooks=hooks,
+            sync=sync,
+            position=self.position,
+            notes=self._notes,
+            task=self._on_device(task),
+        )
         self._training = None
-        self.position = fit(parts, logger, hooks, self.position)
+        self.position = fit(run)
+        step.seed_alike()
+        return self.logger.last_epoch
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.

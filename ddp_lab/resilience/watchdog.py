@@ -45,21 +45,21 @@ class Watchdog:
         run_dir: where failure.json and status.json are written.
         runtime: rank and world size.
         timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
+        before_exit: called by the watchdog's thread before it ends this process.
 
     Attributes:
         own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
             whether the main thread is most likely in a collective, `called` and `call` what `last_calls` returns. These three
             are only found out if the launch may hang.
-        before_exit: called by the watchdog's thread before it ends this process.
     """
 
-    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
+    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float, before_exit: Callable[[], object] = lambda: None):
         self.run_dir, self.runtime, self.timeout, self.rank = run_dir.path, runtime, timeout, runtime.rank
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
         self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
-        self.before_exit: Callable[[], object] = lambda: None
+        self.before_exit = before_exit
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
         self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
         self._stop = threading.Event()

@@ -12,11 +12,11 @@ from ddp_lab.checkpoints.mirror import Mirror
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared, check_shared_memory
-from ddp_lab.observe.profiler import check_profile
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, build
 from ddp_lab.tasks.base import Task
+from ddp_lab.training.profiler import check_profile
 from ddp_lab.world.runtime import Runtime
 
 # By the set that a metric needs: how it is called, and what to use without it.

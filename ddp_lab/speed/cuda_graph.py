@@ -97,7 +97,7 @@ class GraphStep:
         loader.prefetch_epoch()
 
     def __call__(self, size: BatchSize | Batch) -> None:
-        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
+        """Replay the graph of a batch size. Compute a batch, which a hook has already gathered, in eager mode."""
         if isinstance(size, Batch):
             self.step(size)
         elif size in self.graphs:

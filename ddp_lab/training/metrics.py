@@ -40,13 +40,19 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = None) -> Evaluation:
+def evaluate(
+    strategy: Strategy,
+    batches: Iterable[Batch],
+    task: Task | None = None,
+    after_batch: Callable[[], object] = lambda: None,
+) -> Evaluation:
     """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end.
 
     Args:
         strategy: has the model, and the task with the loss.
         batches: with padding.
         task: whose metrics are computed, besides the loss; None: those of the strategy's task.
+        after_batch: called after each batch.
     """
     strategy.train(False)
     task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
@@ -58,6 +64,7 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += count
+        after_batch()
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss, weight = sums.pop("loss").item(), sums.pop("weight").item()
     mean = loss / weight if weight else math.nan

@@ -22,10 +22,14 @@ from ddp_lab.training.optimizer import has_shards, step_of
 
 
 class TrainStep(Protocol):
-    """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one."""
+    """The interface of a training step, that of `Step` and `GraphStep`."""
 
     def batches(self, loader: Loader) -> Iterable[Any]:
         """Return the argument of `__call__` for each remaining step of the epoch, in order."""
+        ...
+
+    def gather(self, batch: Any) -> Batch:
+        """Return the batch for an element of `batches`, which `__call__` then takes in its place."""
         ...
 
     def __call__(self, batch: Any) -> None:

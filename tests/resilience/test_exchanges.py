@@ -1,24 +1,41 @@
 """How many steps lie between two exchanges: about half a second of them, and never more than losses are kept."""
 
+import time
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from ddp_lab.resilience import decisions
-from ddp_lab.resilience.decisions import PERIOD, Decisions
+from ddp_lab.config.types import Every
+from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import LONGEST, RunningSums
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.sync import PERIOD, Sync
 from ddp_lab.world.runtime import Runtime
+
+
+def begun(step: int, flags: Any = lambda: ()) -> tuple[Sync, RunningSums]:
+    """Return exchanges that begin after a step, and the sums of the next ones."""
+    strategy = Single(Runtime("cpu"))
+    strategy.task = Task()
+    strategy.setup(nn.Identity())
+    sums = RunningSums(strategy.task, torch.device("cpu"))
+    sync = Sync(strategy, sums, Every(), flags)
+    sync.begin(Progress(step=step))
+    sync.begin_epoch(Progress(step=step))
+    return sync, sums
 
 
 def next_exchange(monkeypatch, seconds_per_step: float, steps: int) -> int:
     """Return how many steps after an exchange the next one is, after `steps` steps of this duration."""
     now = [100.0]
-    monkeypatch.setattr(decisions.time, "monotonic", lambda: now[0])
-    found = Decisions(Runtime("cpu"))
-    found.begin(0, RunningSums(Task(), torch.device("cpu")))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sync, _ = begun(0)
     now[0] += steps * seconds_per_step
-    found.exchange(steps, save_failed=False)
-    return next(step for step in range(steps + 1, steps + 10**6) if found.due(step)) - steps
+    sync.exchange(steps, Progress(step=steps))
+    return sync.next - steps
 
 
 @pytest.mark.parametrize(
@@ -32,9 +49,12 @@ def test_exchanges_lie_half_a_second_apart_and_no_loss_is_overwritten(monkeypatc
 
 def test_first_of_the_most_steps_between_two_exchanges_is_found():
     """Its loss is in the place that the next step would overwrite."""
-    found = Decisions(Runtime("cpu"))
-    sums = RunningSums(Task(), torch.device("cpu"))
-    found.begin(7, sums)
+    sync, sums = begun(7)
     for step in range(LONGEST):
         sums.add(torch.tensor([float("nan") if step == 0 else 1.0, 1.0], dtype=torch.float64))
-    assert found.exchange(7 + LONGEST, save_failed=False).not_finite == (8, 0)
+    assert sync.exchange(7 + LONGEST, Progress()).not_finite == (8, 0)
+
+
+def test_training_without_rows_and_flags_exchanges_nothing():
+    sync, _ = begun(0, flags=None)
+    assert sync.next > 10**9

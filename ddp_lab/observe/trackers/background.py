@@ -148,6 +148,11 @@ class Trackers:
         kinds = {"tensorboard": Guarded}
         self._trackers = [kinds.get(name, Background)(name, node, run) for name, node in chosen.items()]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a tracker."""
+        return bool(self._trackers)
+
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
         """Record a row of metrics, as in `Tracker`."""
         self._call("log_metrics", metrics, step, epoch)
