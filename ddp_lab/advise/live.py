@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
-from ddp_lab.lab.trainer import Trainer
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.sharding import local
+from ddp_lab.training.trainer import Trainer
 
 HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")
 PARTS = (*HELD, "activations", "in flight", "data")

@@ -24,10 +24,10 @@ from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.run.job import Job, arrange, make_plan, make_task
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.speed.fastest import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly, forget_layouts
 from ddp_lab.training.optimizer import configure_optimizer
+from ddp_lab.training.performance import AUTO
 from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.

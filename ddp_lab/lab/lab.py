@@ -18,13 +18,13 @@ from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
 from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.recipe import Recipe, TrainerOptions
 from ddp_lab.lab.report import wait_for_reporter
-from ddp_lab.lab.trainer import Trainer
+from ddp_lab.lab.trainer import LabTrainer, LoopOptions
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime
 
@@ -69,7 +69,7 @@ class Lab:
         folder = None if run_dir is None else Path(run_dir)
         self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
         self._runtime: Runtime | None = None
-        self._trainers = weakref.WeakSet[Trainer]()
+        self._trainers = weakref.WeakSet[LabTrainer]()
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -144,7 +144,7 @@ class Lab:
         ema_warmup: bool = True,
         num_workers: int = 0,
         loss_over_batch: bool = False,
-    ) -> Trainer:
+    ) -> LabTrainer:
         """Place a model on the devices, as the strategy does, and return what trains it. Collective.
 
         Args:
@@ -193,7 +193,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = TrainerOptions(self._log, num_workers)
-        trainer = Trainer(strategy, model, task, recipe, shapes, options)
+        options = LoopOptions(shapes, self._log, num_workers)
+        trainer = LabTrainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -12,8 +12,8 @@ from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import samples_of
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.speed.fastest import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.performance import DATA_SHARE
 
 KEPT = 8  # datasets whose loaders are kept
 

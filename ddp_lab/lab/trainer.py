@@ -1,9 +1,9 @@
-"""A model with its optimizer under a strategy: what train.py trains, and the methods from which a loop of one's own is made."""
+"""The trainer of a Lab: the methods from which a loop of one's own is made."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.local_batches import LocalBatches, padded
-from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
+from ddp_lab.lab.log import LabLogger
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
@@ -30,11 +29,27 @@ from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step
+from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.sync import Sync
+from ddp_lab.training.trainer import Trainer
 
 
-class Trainer:
+@dataclass(frozen=True)
+class LoopOptions:
+    """What a loop in a Lab needs, besides what a run of train.py does.
+
+    Attributes:
+        shapes: the shape of each tensor of the complete model, by name.
+        logger: of the Lab.
+        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+    """
+
+    shapes: Shapes
+    logger: LabLogger
+    num_workers: int = 0
+
+
+class LabTrainer(Trainer):
     """Trains, evaluates and saves a model. Every method is collective: all ranks call it, with their own part of a batch.
 
     Args:
@@ -42,38 +57,21 @@ class Trainer:
         model: the complete model, as for `Strategy.setup`.
         task: what it is trained for, with the loss.
         recipe: how.
-        shapes: the shape of each tensor of the complete model, by name.
         options: what only a loop in a Lab needs.
 
     Attributes:
-        strategy: after `setup`.
-        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
-        state: all of these, as checkpoints save them.
-        eager_step: the training step in eager mode.
+        state: what checkpoints save.
         position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
         logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        task: Task,
-        recipe: Recipe,
-        shapes: Shapes,
-        options: TrainerOptions | None = None,
-    ):
-        options = options or TrainerOptions()
-        place(strategy, model, task, recipe.performance)
-        self.strategy, self.batch_size = strategy, recipe.batch_size
-        self.optimizer = make_optimizer(recipe, strategy)
-        self.scheduler = recipe.scheduler(self.optimizer)
-        self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema, recipe.ema_warmup)
-        self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
-        self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
+    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, options: LoopOptions):
+        super().__init__(strategy, model, task, recipe)
+        self.batch_size = recipe.batch_size
+        self.state = State.of(self, options.shapes)
         self.position = Progress(first_order=0)
         self.logger = options.logger
-        self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, options.num_workers)
+        self._batches = LocalBatches(strategy, recipe.batch_size, self.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)

@@ -27,23 +27,23 @@ from ddp_lab.data.dataset import Dataset, hold_out
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import check_same, make_source
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.lab.recipe import Recipe
-from ddp_lab.lab.trainer import Trainer
 from ddp_lab.models.make import BuiltModel, key_of, make_model, require_chain
 from ddp_lab.models.trial import Trial, check_logits, count_flops, random_like
 from ddp_lab.observe.log import telling
 from ddp_lab.run.loss_check import check_divided_loss
 from ddp_lab.run.speed import find_options
-from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
+from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.plan import FitSettings, Plan
 from ddp_lab.training.progress import Criterion
+from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.schedule import build_shape, make_scheduler
 from ddp_lab.training.step import StepOptions
+from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.runtime import Runtime
 
 LOADERS = {"device": DeviceLoader, "workers": WorkerLoader}
@@ -102,7 +102,7 @@ class Job:
 
     def trainer(self) -> Trainer:
         """Connect the ranks, and place the model on its devices with optimizer, schedule and step. Collective, once."""
-        return Trainer(self.strategy, self.model, self.task, self.recipe, self.shapes)
+        return Trainer(self.strategy, self.model, self.task, self.recipe)
 
 
 def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:

@@ -9,9 +9,9 @@ from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.vit import Patches
-from ddp_lab.speed.fastest import AUTO, KEYS, PerformanceOptions, choose
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
+from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, choose
 
 
 def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:

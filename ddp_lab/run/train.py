@@ -14,6 +14,7 @@ from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
 from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import result_in, run_of
 from ddp_lab.checkpoints.mirror import Mirror
+from ddp_lab.checkpoints.state import State
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
@@ -127,7 +128,7 @@ def train_guarded(cfg: DictConfig, job: Job, source: Path | None, launch: Launch
     fault = Fault(cfg.inject, runtime.rank, run_dir.path) if cfg.inject else None
     before_write = fault.before_write if fault else ignore
     folder = run_dir.path / "checkpoints"
-    checkpoints = Checkpoints(folder, trainer.state, cfg.checkpoint.keep, best, sharded, before_write)
+    checkpoints = Checkpoints(folder, State.of(trainer, job.shapes), cfg.checkpoint.keep, best, sharded, before_write)
     progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, best)

@@ -11,7 +11,6 @@ from torch import nn
 
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.lab.recipe import place
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.models.make import build_model
 from ddp_lab.observe.log import log, telling
@@ -21,6 +20,7 @@ from ddp_lab.run.recorded_config import read_config
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.trainer import place
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
@@ -103,7 +103,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    place(job.strategy, job.model, job.task, job.options)
+    place(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
     with float32_matmul(cfg.float32_matmul), slow:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -16,9 +16,11 @@ from ddp_lab.models.drop_path import drop_paths_of
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
+
+if TYPE_CHECKING:
+    from ddp_lab.training.ema import EMA
 
 
 class TrainStep(Protocol):
@@ -79,7 +81,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         options: StepOptions,
-        ema: EMA | None,
+        ema: "EMA | None",
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options, ema

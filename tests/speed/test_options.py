@@ -8,11 +8,11 @@ from configs import config
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
+from ddp_lab.models.channels_last import to_channels_last
 from ddp_lab.models.lenet import lenet
 from ddp_lab.run.job import build as build_job
 from ddp_lab.run.speed import find_options
-from ddp_lab.speed.convolution import to_channels_last
-from ddp_lab.speed.fastest import KEYS, PerformanceOptions, choose
+from ddp_lab.training.performance import KEYS, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
 
 LEFT = {"loader": "auto", "cuda_graph": "auto", "channels_last": "auto", "fused": None, "compile": "auto"}

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import collect, content_of, merge
+from ddp_lab.checkpoints.state import State, collect, content_of, merge
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.models.book_resnet import Residual, book_resnet18
@@ -386,7 +386,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     trainer = job.trainer()
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(full_weights(strategy)) if by_block else ""
-    state, folder = trainer.state, cfg.get("save")
+    state, folder = State.of(trainer, job.shapes), cfg.get("save")
     if folder:
         Path(folder).mkdir(exist_ok=True)
     checkpoints = [Checkpoints(Path(folder, form), state, sharded=form == "sharded") for form in FORMS if folder]

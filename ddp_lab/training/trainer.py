@@ -1,0 +1,84 @@
+"""A model with its optimizer and its training step, on the devices of a strategy."""
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
+from ddp_lab.training.optimizer import configure_optimizer, param_groups
+from ddp_lab.training.recipe import Recipe
+from ddp_lab.training.step import Step
+
+
+class Trainer:
+    """A model that a strategy has placed on its devices, and what updates it. Collective.
+
+    Args:
+        strategy: after `partition`.
+        model: the complete model, as for `Strategy.setup`.
+        task: what it is trained for, with the loss.
+        recipe: how.
+
+    Attributes:
+        strategy: after `setup`.
+        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
+        eager_step: the training step in eager mode.
+        seed: of the run.
+
+    Raises:
+        ConfigError: the recipe's optimizer cannot be made.
+    """
+
+    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe):
+        place(strategy, model, task, recipe.performance.channels_last)
+        self.strategy = strategy
+        self.seed = recipe.step.seed
+        self.optimizer = make_optimizer(recipe, strategy)
+        self.scheduler = recipe.scheduler(self.optimizer)
+        self.ema = None
+        if recipe.ema is not None:
+            from ddp_lab.training.ema import EMA
+
+            self.ema = EMA(strategy, recipe.ema, recipe.ema_warmup)
+        self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
+
+
+def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool) -> None:
+    """Connect the ranks, and place the model and the task on their devices. Collective.
+
+    Args:
+        strategy: after `partition`.
+        model: as for `Strategy.setup`.
+        task: with the loss.
+        channels_last: whether its convolutions use this memory format.
+    """
+    if not strategy.one_process:
+        strategy.runtime.open_group()
+    strategy.task = task.to(strategy.device)
+    if channels_last:
+        from ddp_lab.models.channels_last import to_channels_last
+
+        model = to_channels_last(model)
+    strategy.setup(model)
+    strategy.initial_weights = None  # the tensors of a file are not needed any more
+
+
+def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that this rank holds.
+
+    Raises:
+        ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
+    """
+    make = recipe.optimizer
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise ConfigError(
+            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
+            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
+        )
+    try:
+        optimizer = make(param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    how = recipe.performance
+    return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)
