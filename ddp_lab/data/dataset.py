@@ -218,3 +218,16 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         val=dataset.train.subset(evaluated, augment=False),
         held_out=f"{key} data.val_seed={seed} of {size:,} samples",  # the choice depends on their number, too
     )
+
+
+def require_same_digest(digests: list[str]) -> None:
+    """Check that all ranks have the same dataset: `digests` has the `Dataset.digest` of each.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ConfigError(
+            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
+            "have the same files, of which the same can be decoded, and so the same classes and samples"
+        )

@@ -16,7 +16,6 @@ from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
-from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.report import wait_for_reporter
 from ddp_lab.lab.trainer import LabTrainer, LoopOptions
@@ -24,6 +23,7 @@ from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.training.divided_loss import Division, check_lab_loss
 from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.step import StepOptions
 from ddp_lab.world.runtime import Runtime

@@ -32,7 +32,8 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
-from ddp_lab.run.job import Job, build
+from ddp_lab.run.build import build
+from ddp_lab.run.job import Job
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local

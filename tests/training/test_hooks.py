@@ -11,7 +11,7 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.observe.logger import Logger
-from ddp_lab.run.job import build
+from ddp_lab.run.build import build
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit

@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from ddp_lab.checkpoints.files import write_text
 from ddp_lab.config.build import leaves
-from ddp_lab.run.recorded_config import to_record, without_secrets
+from ddp_lab.launchers.recorded_config import without_secrets
 
 CONFIG = "config.yaml"
 RANKS = "number of ranks"
@@ -25,7 +25,7 @@ OF_A_LAUNCH = {"name", "runs_dir", "resume", "inject", "profile"}
 NOT_SET = "not set"
 
 
-def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | None) -> list[str]:
+def record_config(run_dir: Path, config: str, ranks: int, resumed: Path | None) -> list[str]:
     """Write config.yaml, keep that of before if it differs, and return what a resume changes.
 
     Only one process may call it at a time: rank 0 of the launch that has locked the run directory.
@@ -33,7 +33,7 @@ def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | No
 
     Args:
         run_dir: the run directory.
-        cfg: the config of this launch.
+        config: the config of this launch, as from `to_record`.
         ranks: number of ranks.
         resumed: the directory of the run that this launch resumes, most often the same; None: it
             begins a run.
@@ -42,7 +42,7 @@ def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | No
         Lines for the log.
     """
     path = run_dir / CONFIG
-    text = f"# {RANKS}: {ranks}\n{to_record(cfg)}"
+    text = f"# {RANKS}: {ranks}\n{config}"
     before = None if resumed is None else read_text(resumed / CONFIG)
     changed = [] if before is None else list_changes(before, text)
     own = read_text(path)
