@@ -207,14 +207,14 @@ class Rank:
         sync.begin_epoch(Progress())
         while True:
             step += 1
-            watchdog.at("loading", 1, step)
-            watchdog.at("training", 1, step)
+            watchdog.heartbeat.at("loading", 1, step)
+            watchdog.heartbeat.at("training", 1, step)
             if self.hangs:
                 time.sleep(3600)
             time.sleep(self.spec.step_seconds)
             self.runtime.all_reduce(torch.zeros(1))
             if step >= sync.next:
-                watchdog.at("deciding")
+                watchdog.heartbeat.at("deciding")
                 exchanged = sync.after_step(Progress(step=step), 0.0)
                 if exchanged is not None and any(exchanged.flags):
                     return step

@@ -81,7 +81,11 @@ def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
     Raises:
         ConfigError: the config cannot be used, a machine cannot take part in the run, or its state does not fit.
     """
-    note = choose_batch(cfg, runtime)
+    note = ""
+    if "auto" in (cfg.batch_size, cfg.accumulate):
+        check_network(runtime)
+        source = find_resumed(cfg, runtime)
+        note = choose_batch(cfg, runtime, run_of(source) if source else None)
     job = prepare(cfg, runtime, [note] if note else [])
     check_memory(cfg, job)
     return job
@@ -118,14 +122,15 @@ def check_state(cfg: Config, job: Job, memory: int) -> None:
         )
 
 
-def choose_batch(cfg: Config, runtime: Runtime) -> str:
+def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> str:
     """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the log. Collective.
 
     Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of memory.
 
     Args:
-        cfg: is changed. The batch of a run that is resumed is kept, on fewer devices with more steps of accumulation.
+        cfg: is changed.
         runtime: the ranks.
+        resumed: directory of the run that is resumed. Its batch is kept, on fewer devices with more steps of accumulation.
 
     Raises:
         ConfigError: not even the smallest batch fits, or the step cannot be planned.
@@ -133,11 +138,9 @@ def choose_batch(cfg: Config, runtime: Runtime) -> str:
     auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
     if not auto:
         return ""
-    check_network(runtime)
-    source = find_resumed(cfg, runtime)
     key, steps = auto[0], 0  # of accumulation in the run that is resumed
-    if source is not None:
-        batch_size, steps = runtime.agree("batch before", partial(recorded, run_of(source)))
+    if resumed:
+        batch_size, steps = runtime.agree("batch before", partial(recorded, resumed))
         cfg.batch_size, key = batch_size if "batch_size" in auto else cfg.batch_size, "accumulate"
     elif len(auto) > 1:
         raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")

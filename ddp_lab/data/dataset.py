@@ -11,8 +11,8 @@ from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.augment import seeded
 from ddp_lab.data.images import ImageOptions
+from ddp_lab.data.seeds import seeded
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 

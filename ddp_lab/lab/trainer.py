@@ -16,8 +16,9 @@ from ddp_lab.checkpoints.state import Shapes, State, collect
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
+from ddp_lab.data.trees import pad
 from ddp_lab.lab.arguments import FitKeys, require_same_form
-from ddp_lab.lab.local_batches import LocalBatches, padded
+from ddp_lab.lab.local_batches import LocalBatches
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
@@ -127,6 +128,8 @@ class LabTrainer(Trainer):
         """
         batch, handed = self._batches.padded(inputs, targets)
         strategy = self.strategy
+        if strategy.task.labels is not None:
+            strategy.task.labels.add_from(targets)  # of a loop's own batches, which no loader has read
         if strategy.module.training is not self._training:
             strategy.train()
             self._training = strategy.module.training
@@ -217,7 +220,7 @@ class LabTrainer(Trainer):
         require_same_form(inputs, self.strategy)
         with self._averages():
             self.strategy.train(False)
-            return self.strategy.predict(padded(inputs, max(1, len(inputs))))[: len(inputs)]
+            return self.strategy.predict(pad(inputs, max(1, len(inputs))))[: len(inputs)]
 
     def save(self, path: str | Path) -> None:
         """Write the weights of the complete model as safetensors: their averages if the weights are averaged.

@@ -11,8 +11,7 @@ from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Status
-from ddp_lab.resilience.replicas import first_difference
-from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import why_over
@@ -62,7 +61,7 @@ class Guard(Hook):
     Attributes:
         checkpoints: where and how checkpoints are written.
         requests: to stop, which this rank has received.
-        watchdog: gets the phases.
+        heartbeat: gets the phases.
         saved: the position in the last checkpoint, or at the start of this launch.
 
     The others are the config keys of these names, most of them in the group `checkpoint`.
@@ -70,7 +69,7 @@ class Guard(Hook):
 
     checkpoints: Checkpoints
     requests: Requests
-    watchdog: Watchdog
+    heartbeat: OwnHeartbeat
     every_epochs: int
     every_steps: int | None
     on_error: Literal["stop", "continue"]
@@ -89,18 +88,18 @@ class Guard(Hook):
         self.sync = run.sync
         self.saved = run.position
         self._size = run.loaders["train"].data.size
-        self.watchdog.at("loading", run.position.epoch, run.position.step + 1)
+        self.heartbeat.at("loading", run.position.epoch, run.position.step + 1)
 
     def before_step(self, batch: object) -> object:
         position = self.run.position
-        self.watchdog.at("training", position.epoch, position.step + 1)
+        self.heartbeat.at("training", position.epoch, position.step + 1)
         return batch
 
     def on_step_end(self, position: Progress) -> None:
         """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective."""
         step = position.step
         if step >= self.sync.next:
-            self.watchdog.at("deciding")
+            self.heartbeat.at("deciding")
             exchanged = self.sync.after_step(position, self.run.waited)
             if exchanged is not None and self._must_leave(exchanged):
                 self.save(self.run.current())
@@ -109,11 +108,11 @@ class Guard(Hook):
         if (self.every_steps and step % self.every_steps == 0) or step in self.at_steps:
             self.save(self.run.current())
         if position.samples < self._size:
-            self.watchdog.at("loading", position.epoch, step + 1)
+            self.heartbeat.at("loading", position.epoch, step + 1)
             return
         if self._decide(step, position):
             self.save(self.run.current())
-        self.watchdog.at("evaluating", position.epoch, step + 1)
+        self.heartbeat.at("evaluating", position.epoch, step + 1)
 
     def on_evaluation_batch(self, position: Progress, number: int) -> None:
         """Stop the run if it is preempted, which therefore does not wait for the end of a long evaluation. Collective.
@@ -123,7 +122,7 @@ class Guard(Hook):
         counted = position.step + number
         if counted >= self.sync.next and self._decide(counted, position):
             self.save(position)
-        self.watchdog.at("evaluating", position.epoch, position.step + 1)
+        self.heartbeat.at("evaluating", position.epoch, position.step + 1)
 
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
@@ -132,14 +131,14 @@ class Guard(Hook):
         if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
             self.save(position)
         if not is_last:
-            self.watchdog.at("loading", position.epoch, position.step + 1)
+            self.heartbeat.at("loading", position.epoch, position.step + 1)
 
     def close(self, status: Status) -> None:
         """Wait until the last checkpoint is written."""
         if status == "failed":
             self.checkpoints.wait()
             return
-        self.watchdog.at("finishing")
+        self.heartbeat.at("finishing")
         self.checkpoints.wait()
         self._decide(self.saved.step, self.saved)
 
@@ -153,12 +152,14 @@ class Guard(Hook):
         weights = [local(tensor) for tensor in self.checkpoints.state.strategy.module.state_dict().values()]
         leave = self._decide(position.step, position, weights)
         self.saved = position
-        self.watchdog.at("saving")
+        self.heartbeat.at("saving")
         self.checkpoints.save(position, self.run.written)
         if leave:
             raise Preempted
 
     def _compare_replicas(self, step: int) -> None:
+        from ddp_lab.resilience.replicas import first_difference
+
         state = self.checkpoints.state
         if difference := first_difference(state.strategy, state.ema.averages if state.ema else {}):
             name, replica = difference
@@ -171,7 +172,7 @@ class Guard(Hook):
 
     def _decide(self, step: int, position: Progress, weights: Collection[torch.Tensor] = ()) -> bool:
         """Exchange now, as `Sync.exchange`, and return whether the run is preempted. Collective; waits for the device."""
-        self.watchdog.at("deciding")
+        self.heartbeat.at("deciding")
         return self._must_leave(self.sync.exchange(step, position, weights))
 
     def _must_leave(self, exchanged: Exchanged) -> bool:
@@ -192,7 +193,7 @@ class Guard(Hook):
                     "not_finite",
                     rank,
                 )
-            if self.watchdog.rank == 0:
+            if self.run.strategy.runtime.rank == 0:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
         if exchanged.weights_not_finite:
             raise TrainingError(

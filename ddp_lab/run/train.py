@@ -136,12 +136,12 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
     with logger:
-        watchdog.at("compiling" if job.options.compile else "preparing")
+        watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
         step = make_step(job, trainer, progress)
         guard = Guard(
             checkpoints,
             launch.requests,
-            watchdog,
+            watchdog.heartbeat,
             every_epochs=kept.every_epochs,
             every_steps=kept.every_steps,
             at_steps=kept.at_steps,

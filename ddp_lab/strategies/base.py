@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
-from ddp_lab.data.batch import real_samples
-from ddp_lab.models.outputs import require_samples, require_tensor
+from ddp_lab.data.trees import chunk
 from ddp_lab.strategies.all_reduce import broadcast, gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
 from ddp_lab.strategies.sharding import Weights, local
@@ -173,6 +172,13 @@ class Strategy(ABC):
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
 
+    def real_samples(self, count: int) -> int:
+        """Return how many samples of this rank's local batch are no padding.
+
+        A rank reads every `dp_size`-th of `count`, those of the GLOBAL batch.
+        """
+        return len(range(self.dp_rank, count, self.dp_size))
+
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
 
@@ -185,9 +191,12 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        known, left = self.task.per_sample is not None, real_samples(count, self.dp_rank, self.dp_size)
+        known, left = self.task.per_sample is not None, self.real_samples(count)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
+        parts = [(inputs, targets)]
+        if accumulate > 1:
+            parts = zip(chunk(inputs, accumulate), chunk(targets, accumulate), strict=True)
+        for own, expected in parts:
             real = min(left, len(own))
             left -= real
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use of parameters. For BatchNorm
@@ -243,9 +252,10 @@ class Strategy(ABC):
             real: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
-        with self.autocast():
-            outputs = require_tensor(self.forward(inputs))
-        require_samples(outputs, len(inputs))
+        with self._mixed_precision():
+            outputs = self.forward(inputs)
+        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (len(inputs),):
+            self._refuse(outputs, len(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
@@ -266,8 +276,26 @@ class Strategy(ABC):
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
-        with self.autocast():
-            return require_tensor(self.forward(inputs))
+        with self._mixed_precision():
+            outputs = self.forward(inputs)
+        if not isinstance(outputs, torch.Tensor):
+            self._refuse(outputs, None)
+        return outputs
+
+    def _mixed_precision(self) -> AbstractContextManager[object]:
+        """Return the context of the forward pass. Without bf16 most often nothing has to be done, and nothing is called."""
+        if self.runtime.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
+        return self.autocast()
+
+    def _refuse(self, outputs: Any, samples: int | None) -> NoReturn:
+        """Raise a ConfigError about outputs that are no tensor, or not of this number of samples; None: of any number."""
+        from ddp_lab.models.outputs import require_samples, require_tensor
+
+        require_tensor(outputs)
+        if samples is not None:
+            require_samples(outputs, samples)
+        raise AssertionError(f"outputs of {type(outputs).__name__} are allowed")
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

@@ -62,7 +62,7 @@ def train_epoch(run: Run) -> None:
             batch = next(batches, None)
         while batch is not None:
             run.waited += time.perf_counter() - asked
-            count = batch.count
+            count = batch if isinstance(batch, int) else batch.count
             for change in before_step:
                 batch = change(batch)
             step(batch)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch, real_samples
+from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
@@ -57,7 +57,7 @@ def evaluate(
     strategy.train(False)
     task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
-        real = real_samples(count, strategy.dp_rank, strategy.dp_size)
+        real = strategy.real_samples(count)
         outputs, targets = in_float32(strategy.predict(inputs)[:real]), targets[:real]
         loss, weight = strategy.task.loss_sum(outputs, targets)
         for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ddp_lab.data.augment import Mix, seed_of
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
-from ddp_lab.models.drop_path import drop_paths_of
+from ddp_lab.data.seeds import seed_of
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
@@ -20,6 +19,8 @@ from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
 
 if TYPE_CHECKING:
+    from ddp_lab.data.augment import Mix
+    from ddp_lab.models.drop_path import DropPath
     from ddp_lab.training.ema import EMA
 
 
@@ -53,7 +54,7 @@ class StepOptions:
     accumulate: int = 1
     max_grad_norm: float | None = None
     skip_not_finite: bool = False
-    mix: Mix | None = None
+    mix: "Mix | None" = None
     seed: int = 0
 
 
@@ -86,7 +87,11 @@ class Step:
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options, ema
         self.mix = options.mix and options.mix.to(strategy.device)
-        self.drop_paths = drop_paths_of(strategy.module.modules())
+        self.drop_paths: list[DropPath] = []
+        if any(getattr(module, "drops_by_step", False) for module in strategy.module.modules()):
+            from ddp_lab.models.drop_path import drop_paths_of
+
+            self.drop_paths = drop_paths_of(strategy.module.modules())
         self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])

@@ -7,7 +7,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import draw_offsets
-from ddp_lab.data.batch import LoaderOptions, real_samples
+from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import InMemory
 from ddp_lab.data.loader import Loader
 from ddp_lab.run.build import loader_class
@@ -38,7 +38,7 @@ def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
     batches = []
     for inputs, targets, count in own:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
-        real = slice(real_samples(count, own.options.dp_rank, own.options.dp_size))
+        real = slice(len(range(own.options.dp_rank, count, own.options.dp_size)))
         assert torch.equal(targets[real], numbers[real] % 10), "a target does not belong to its image"
         batches.append((numbers[real].tolist(), count))
     return batches
@@ -86,7 +86,7 @@ def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, tor
         own.set_epoch(3, start)
         own.start_epoch()
         assert kind != "graph" or own._drawn[3] is drawn, "a prefetched epoch is drawn again"
-        ranks.append(list(own) if kind != "graph" else [own.next_batch(each) for each in own.batch_sizes()])
+        ranks.append(list(own) if kind != "graph" else [own.next_batch(each) for each in own.counts()])
     steps = [
         [torch.stack(parts, dim=1).flatten(0, 1) for parts in list(zip(*step, strict=True))[:2]]
         for step in zip(*ranks, strict=True)
