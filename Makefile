@@ -64,8 +64,9 @@ bench: .venv/installed ## measure what the training loop costs, against the same
 tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 	$(BIN)/tensorboard --logdir runs --host localhost
 
+# The variable disables the theme's advertisement of its successor.
 site: .venv/installed-dev ## build the manual as a site in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
 define install

@@ -37,7 +37,7 @@ def main() -> None:
         try:
             from ddp_lab.launchers.command import command  # loads Hydra, which --help does not need
 
-            with command(arguments):
+            with command():
                 importlib.import_module(f"ddp_lab.commands.{name}").main(arguments)
         except KeyboardInterrupt:  # during that import; later the command handles it
             sys.exit(130)

@@ -37,4 +37,4 @@ with Lab(strategy=sys.argv[1] if len(sys.argv) > 1 else "single", seed=0) as lab
     for epoch in range(3):
         for images, masks in trainer.batches(training, epoch):
             loss = trainer.step(images, masks)
-        lab.log(epoch=epoch, train_loss=loss, **trainer.evaluate(validation))
+        lab.log(epoch=epoch + 1, train_loss=loss, **trainer.evaluate(validation))

@@ -74,7 +74,7 @@ def command(monkeypatch, capsys):
     def run(main, *arguments) -> tuple[object, str, str]:
         given = list(map(str, arguments))
         try:
-            with launch_command(given):
+            with launch_command():
                 main(given)
             code = 0
         except SystemExit as ended:

@@ -86,6 +86,14 @@ def test_tests_that_the_makefile_and_the_manual_name_exist():
     assert not missing
 
 
+def test_files_of_tests_that_documents_name_exist():
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = [re.findall(r"\btests/[\w/]+\.py\b", path.read_text()) for path in documents]
+    named = {name for names in found for name in names}
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_top_level_has_subpackages_with_docstrings_only():
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")}
     assert entries == set(ORDER)

@@ -1,6 +1,7 @@
 """The manual as a site: mkdocs.yml builds strictly, its links lead somewhere, and a browser shows it without other hosts."""
 
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -12,7 +13,28 @@ import pytest
 from browser import open_page
 from launches import ROOT
 
+import ddp_lab
+from ddp_lab import Lab, launch, tasks
+
 LOADED = re.compile(r"""<(?:script|img|link|iframe|source|video|audio)\b[^>]*? (?:href|src)=["']?([^"'\s>]+)""")
+
+Trainer = inspect.signature(Lab.trainer).return_annotation
+TRAINER = f"{Trainer.__module__}.{Trainer.__name__}"
+TASKS = [getattr(tasks, name) for name in tasks.__all__]
+
+
+def members_of(kind: type) -> list[str]:
+    """Return the names of the public methods and properties that a class defines itself."""
+    return [
+        name
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, (classmethod, property)))
+    ]
+
+
+PUBLIC = [Lab, launch, Trainer, *TASKS]
+METHODS = [getattr(kind, name) for kind in (Lab, Trainer, tasks.Task) for name in members_of(kind)]
+CALLED = [each for each in (*PUBLIC, *METHODS) if callable(each)]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +58,31 @@ def test_site_loads_nothing_from_other_hosts(site):
     assert len(loaded) > 20
     assert not [link for link in loaded if re.match(r"(https?:)?//", link)]
     assert not [path for path in site.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())]
+
+
+def test_page_of_the_api_names_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    made = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    public = [f"ddp_lab.{name}" for name in ddp_lab.__all__ if name != "tasks"]
+    public += [f"ddp_lab.tasks.{name}" for name in tasks.__all__]
+    assert sorted(made) == sorted([*public, TRAINER])
+    assert "`tasks`" in page
+
+
+def test_page_of_the_api_has_every_method(site):
+    page = (site / "docs" / "api.html").read_text()
+    anchors = set(re.findall(r'id="(ddp_lab\.[\w.]+)"', page))
+    places = {"ddp_lab.Lab": Lab, TRAINER: Trainer, "ddp_lab.tasks.Task": tasks.Task}
+    expected = {f"{place}.{name}" for place, kind in places.items() for name in members_of(kind)}
+    assert len(expected) > 25
+    assert not expected - anchors
+
+
+@pytest.mark.parametrize("each", CALLED, ids=lambda each: each.__qualname__)
+def test_docstring_describes_every_argument(each):
+    described = set(re.findall(r"^ +(\w+): ", inspect.getdoc(each) or "", re.MULTILINE))
+    arguments = {name for name in inspect.signature(each).parameters if name != "self"}
+    assert not arguments - described
 
 
 def test_browser_shows_the_site_and_finds_its_files(site, tmp_path):

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
 
 def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
-    with command(arguments):
+    with command():
         end_on_requests()
         refuse_tasks(None)
         run_with_config(train_rank, arguments)

@@ -173,7 +173,7 @@ def make_tracker(node: Mapping[str, Any], run: Any) -> Any:
 
 
 def find_target(key: str, name: Any) -> Any:
-    """Return the class or function that the value of a key names.
+    """Return the class or function that the value of a key names, or a class that it is.
 
     Raises:
         ConfigError: the value is missing or is not the name of a class or function.
@@ -184,6 +184,8 @@ def find_target(key: str, name: Any) -> Any:
     )
     if name == "???":
         raise ConfigError(f"{key}: is missing; it {allowed}")
+    if inspect.isclass(name):  # in a Lab
+        return name
     log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
     log.disabled = True
     try:

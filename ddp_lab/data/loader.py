@@ -78,7 +78,7 @@ class Loader(ABC):
         """Select an epoch, and so its order and augmentation. Without this call, every epoch is the same.
 
         Args:
-            epoch: number of the epoch.
+            epoch: number of the order of the epoch, as `Progress.order`.
             samples: how many samples to skip at its beginning, summed over all ranks.
 
         Raises:
@@ -87,7 +87,7 @@ class Loader(ABC):
         replicas = self.options.dp_size
         if samples % replicas and samples < self.data.size:
             raise ConfigError(
-                f"resume: the checkpoint is {samples} samples into epoch {epoch}, which is not divisible by {replicas} "
+                f"resume: the checkpoint is {samples} samples into an epoch, which is not divisible by {replicas} "
                 "replicas; use the batch_size of the run that wrote it"
             )
         self.epoch, self.start = epoch, math.ceil(samples / replicas)

@@ -53,22 +53,39 @@ class FitKeys(Keys):
     log_every: LogEvery | None
 
 
-def find_strategy(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def find_strategy(strategy: str | type[Strategy], given: dict[str, Any]) -> dict[str, Any]:
     """Return the config group of a strategy.
 
     Args:
-        name: of a file in conf/strategy.
+        strategy: name of a file in conf/strategy, or a class, whose options have the defaults of its
+            constructor.
         given: values of its keys in place of the defaults.
 
     Raises:
         ConfigError: there is no such strategy, or a key or value is not allowed.
     """
-    names = sorted(path.stem for path in CONF.glob("*.yaml"))
-    if name not in names:
-        raise ConfigError(f"strategy={name}: there is no such option; allowed: {', '.join(names)}")
-    node: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text()) | given
-    validate(options("strategy", node), {key: value for key, value in node.items() if key != "_target_"}, "strategy.")
-    return node
+    given_class: Any = strategy  # what a user passes may be another class
+    if isinstance(given_class, type) and issubclass(given_class, Strategy):
+        node: dict[str, Any] = {"_target_": given_class}
+    else:
+        names = sorted(path.stem for path in CONF.glob("*.yaml"))
+        if strategy not in names:
+            raise ConfigError(
+                f"strategy={strategy}: there is no such option; allowed: {', '.join(names)}, or a "
+                "subclass of ddp_lab.strategies.base.Strategy"
+            )
+        node = yaml.safe_load((CONF / f"{strategy}.yaml").read_text())
+    keys = {key: value for key, value in node.items() if key != "_target_"} | given
+    validate(options("strategy", node), keys, "strategy.")
+    return node | given
+
+
+def name_of_target(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a config group with the name of its class in place of the class."""
+    target = node["_target_"]
+    if isinstance(target, type):
+        target = f"{target.__module__}.{target.__qualname__}"
+    return {**node, "_target_": target}
 
 
 def as_task(loss: LossFunction | Task) -> Task:

@@ -15,10 +15,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
-from ddp_lab.lab.arguments import LabKeys, TrainerKeys, as_task, find_strategy, in_blocks, require_same
+from ddp_lab.lab.arguments import (
+    LabKeys,
+    TrainerKeys,
+    as_task,
+    find_strategy,
+    in_blocks,
+    name_of_target,
+    require_same,
+)
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.report import wait_for_reporter
-from ddp_lab.lab.trainer import LabTrainer, LoopOptions
+from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
@@ -32,28 +40,36 @@ from ddp_lab.world.runtime import Runtime
 class Lab:
     """The ranks that torchrun or `launch` has started, or this process alone; a context manager.
 
-    The values, and their meanings, are those of the keys of train.py.
+    The arguments mean what the keys of the same names mean for train.py. Only one Lab of a process
+    is open at a time. Entering it raises a `ConfigError` if another one is open, and a `NodeError`
+    if the device does not exist or there are more ranks than GPUs.
 
     Args:
-        strategy: name of a strategy.
-        device: auto, cpu, cuda or cuda:N.
-        precision: float32 or bf16.
-        seed: of torch's random state, and so of models that are constructed within, and of the order of samples.
-        timeout: of the communication, in seconds.
-        run_dir: directory of the run, in which `log` writes metrics.jsonl; None: it only prints.
-        tracker: name of a tracker, or a list of names; they need a run_dir. A resumed run has the same run_dir.
-        tracker_options: of each by its name, for example {"wandb": {"mode": "offline"}}.
+        strategy: name of a strategy, that of a file in conf/strategy; or a subclass of
+            ddp_lab.strategies.base.Strategy.
+        device: auto, cpu, cuda, cuda:N or mps. auto is a CUDA GPU for each rank, or the CPU if
+            there is none.
+        precision: float32, or bf16, which is mixed precision by torch.autocast.
+        seed: seed of the order of the samples, and of torch's random state when the `with` block
+            begins, and so of the models that are constructed in it.
+        timeout: timeout of the communication between ranks, in seconds.
+        run_dir: directory of the run, in which `log` writes metrics.jsonl; None: `log` only
+            prints. A run that is resumed needs the same directory to continue its rows.
+        tracker: name of a tracker, or a list of names. Trackers need a `run_dir`.
+        tracker_options: options of each tracker by its name, for example
+            {"wandb": {"mode": "offline"}}.
         options: keys of conf/strategy/STRATEGY.yaml, for example num_microbatches=4.
 
     Raises:
-        ConfigError: there is no such strategy, or a key or value is not allowed.
+        ConfigError: there is no such strategy, or a key or value is not allowed, or a tracker has
+            no `run_dir`.
     """
 
     _open: ClassVar["Lab | None"] = None  # the process group, torch's random state and the device are those of a process
 
     def __init__(
         self,
-        strategy: str = "single",
+        strategy: str | type[Strategy] = "single",
         device: str = "auto",
         precision: str = "float32",
         seed: int = 0,
@@ -67,9 +83,9 @@ class Lab:
         validate(LabKeys, keys | {"tracker": tracker})
         self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
         folder = None if run_dir is None else Path(run_dir)
-        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": self._strategy})
+        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": name_of_target(self._strategy)})
         self._runtime: Runtime | None = None
-        self._trainers = weakref.WeakSet[LabTrainer]()
+        self._trainers = weakref.WeakSet[Trainer]()
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -91,24 +107,28 @@ class Lab:
 
     @property
     def runtime(self) -> Runtime:
-        """This rank and the others."""
+        """This rank and the others.
+
+        Raises:
+            ConfigError: the Lab is not open, because the code is outside of its `with` block.
+        """
         if self._runtime is None:
             raise ConfigError("Lab: is not open; use it as `with Lab(...) as lab:`")
         return self._runtime
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """The number of this process, from 0 to `world_size` - 1."""
         return self.runtime.rank
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
+        """The number of processes, on all nodes."""
         return self.runtime.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     @property
@@ -117,15 +137,23 @@ class Lab:
         return self.runtime.device
 
     def print(self, *values: object) -> None:
-        """Print on rank 0."""
+        """Print on rank 0; the other ranks print nothing.
+
+        Args:
+            values: as for the function `print`.
+        """
         if self.is_main:
             print(*values, flush=True)
 
     def log(self, **metrics: Any) -> None:
-        """Print metrics in a line on rank 0, and record them in metrics.jsonl and the trackers if the Lab has a run_dir.
+        """Print metrics in a line on rank 0, and record them if the Lab has a `run_dir`.
+
+        They are recorded as a row of metrics.jsonl and by the trackers. A row with a value `epoch`
+        is that of an epoch, one with a value `step` that of a step. A recorded epoch counts from
+        1, as those that `Trainer.fit` logs: pass epoch + 1 in a loop over `range(epochs)`.
 
         Args:
-            metrics: numbers, or tensors of one element, by name.
+            metrics: numbers, or tensors of one element, by name. A tensor on a GPU is waited for.
         """
         self._log.log(**metrics)
 
@@ -144,30 +172,45 @@ class Lab:
         ema_warmup: bool = True,
         num_workers: int = 0,
         loss_over_batch: bool = False,
-    ) -> LabTrainer:
+    ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it. Collective.
 
         Args:
-            model: constructed within the Lab, so that it is the same on every rank. The strategy may change it.
-            loss: returns unreduced losses of any shape [b, ...], or (losses, weights), for outputs and targets; or a task. The
-                loss of a step is sum(losses * weights) / sum(weights) over the GLOBAL batch.
-            optimizer: makes the optimizer of some parameters, for example partial(torch.optim.AdamW, lr=1e-3).
-            batch_size: samples of the GLOBAL batch; divisible by the number of replicas.
-            accumulate: number of gradient-accumulation steps.
-            max_grad_norm: largest L2 norm of the gradient; None: no clipping.
-            example: a sample, (input, target), with which the model is tried before anything starts: parameters that it does
-                not use are frozen. Strategies that cut a model into blocks need a sample or its input; with it DDP on more than
-                two ranks also resumes to the last bit.
-            schedule: factor of the learning rate by the number of steps before; None: 1.
-            ema: decay of averages of the weights, which are evaluated and saved in place of the weights; None: no averages.
-            ema_warmup: whether the decay begins lower, as min(ema, (1 + t) / (10 + t)) in the step after t others.
-            num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
-            loss_over_batch: whether a loss that compares the samples of a batch, such as a contrastive loss, may be computed
-                over each local batch or micro-batch. False: with a complete sample as `example` such a loss is refused where
-                the batch is divided.
+            model: model that was constructed within the Lab, so that it is the same on every rank.
+                It returns one tensor, [b, ...]. The strategy may change it.
+            loss: a task; or a function of (outputs, targets), both [b, ...], which returns
+                unreduced losses of any shape [b, ...], or (losses, weights) of one shape. The loss
+                of a step is sum(losses * weights) / sum(weights) over the GLOBAL batch.
+            optimizer: function of parameters that returns their optimizer, for example
+                partial(torch.optim.AdamW, lr=1e-3).
+            batch_size: number of samples in the GLOBAL batch; divisible by the number of replicas.
+            accumulate: number of gradient-accumulation steps, in which each local batch is
+                computed.
+            max_grad_norm: largest L2 norm of the complete model's gradient; None: no clipping.
+            example: a sample, (input, target), without the batch dimension. Model and loss are
+                tried with it before anything starts, and parameters that the model does not use
+                are frozen. Strategies that cut a model into blocks need a sample or its input.
+                With a sample DDP on more than two ranks also resumes to the last bit.
+            schedule: function of the number of optimizer steps that are done, 0 in the first one,
+                which returns the factor of the learning rate; None: the factor is 1.
+            ema: decay per step of averages of the weights, from 0 to 1, which are evaluated and
+                saved in place of the weights; None: no averages.
+            ema_warmup: whether the decay of the step after t others is
+                min(ema, (1 + t) / (10 + t)).
+            num_workers: number of processes of each rank that read a dataset which is not a torch
+                TensorDataset; 0: the rank itself reads it.
+            loss_over_batch: whether a loss that compares the samples of a batch, such as a
+                contrastive loss, may be computed over each local batch or micro-batch. False: such
+                a loss is refused where the batch is divided, now if `example` is a complete
+                sample, else in the first step.
+
+        Returns:
+            The trainer. It is closed when the `with` block of the Lab ends.
 
         Raises:
-            ConfigError: an argument is not allowed with this strategy, model or number of ranks.
+            ConfigError: an argument is not allowed with this strategy, model or number of ranks;
+                or the ranks have constructed different models; or model or loss fail for the
+                example.
         """
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
@@ -194,6 +237,6 @@ class Lab:
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
         options = LoopOptions(shapes, self._log, num_workers)
-        trainer = LabTrainer(strategy, model, task, recipe, options)
+        trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

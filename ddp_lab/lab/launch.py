@@ -29,19 +29,25 @@ class RankError(RuntimeError):
 
 
 def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Result:
-    """Call `function(*args)` on `nproc` ranks of this machine at the same time, and return the result of rank 0.
+    """Call `function(*args)` on `nproc` ranks of this machine at the same time.
 
-    The ranks are forked: the function may be defined in a notebook, and sees all that was defined before. On the CPU each has
-    one thread, because the threads of this process do not exist in a fork.
+    The ranks are forked: the function may be defined in a notebook, and sees all that was defined
+    before. On the CPU each rank has one thread, because the threads of this process do not exist
+    in a fork. No rank is left when this returns, raises an exception or is interrupted.
 
     Args:
-        function: joins the other ranks by `with Lab(...)`. The result of rank 0 must be one that pickle supports.
-        args: its arguments.
-        nproc: number of ranks.
+        function: function that joins the other ranks by `with Lab(...)`.
+        args: arguments of the function, the same on every rank.
+        nproc: number of ranks, at least 1.
+
+    Returns:
+        The result of the function on rank 0, which pickle must support.
 
     Raises:
-        ConfigError: this process is a rank itself, or has used CUDA, or the number is not an integer of at least 1.
-        RankError: the function raised an exception on a rank, or a rank was ended.
+        ConfigError: this process is a rank itself, or has used CUDA; or `nproc` is not an integer
+            of at least 1.
+        RankError: the function raised an exception on a rank, pickle does not support the result,
+            or a rank was ended. The message names the rank, and has its traceback.
     """
     refuse(nproc)
     logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # torch warns about each rank that it ends

@@ -23,6 +23,7 @@ from ddp_lab.lab.log import LabLogger
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
+from ddp_lab.training import trainer as training
 from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
@@ -32,7 +33,6 @@ from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.sync import Sync
-from ddp_lab.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LoopOptions:
 
     Attributes:
         shapes: the shape of each tensor of the complete model, by name.
-        logger: of the Lab.
+        logger: the logger of the Lab.
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
     """
 
@@ -50,20 +50,30 @@ class LoopOptions:
     num_workers: int = 0
 
 
-class LabTrainer(Trainer):
-    """Trains, evaluates and saves a model. Every method is collective: all ranks call it, with their own part of a batch.
+class Trainer(training.Trainer):
+    """Trains, evaluates and saves a model.
+
+    `Lab.trainer` constructs it. Every method is collective: all ranks call it, with their own part
+    of a batch.
 
     Args:
-        strategy: after `partition`.
+        strategy: the strategy, after `partition`.
         model: the complete model, as for `Strategy.setup`.
-        task: what it is trained for, with the loss.
-        recipe: how.
+        task: what the model is trained for, with the loss.
+        recipe: how the weights are updated.
         options: what only a loop in a Lab needs.
 
     Attributes:
-        state: what checkpoints save.
-        position: epoch, from 1, samples of it over all ranks, and steps since the beginning.
-        logger: of the Lab; gets the metrics of every epoch of `fit`, and of steps within it.
+        strategy: the strategy, after `setup`. Its `module` is what this rank holds of the model.
+        optimizer: the optimizer of the parameters that this rank holds.
+        scheduler: the schedule of the learning rate.
+        ema: the averages of the weights; None without them.
+        state: all of these, as checkpoints save them.
+        eager_step: the training step in eager mode.
+        position: the position as checkpoints and the log have it, with the epoch counted from 1. A
+            loop reads `progress`.
+        logger: the logger of the Lab. It gets the metrics of every epoch of `fit`, and of steps
+            within it.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, options: LoopOptions):
@@ -82,7 +92,11 @@ class LabTrainer(Trainer):
 
     @property
     def progress(self) -> Progress:
-        """The position as a loop counts it: the epoch from 0, which is the next argument of `batches`."""
+        """The position: `epoch`, `samples` of it so far, over all ranks, and `step`s of the run.
+
+        The epoch counts from 0. It is the next argument of `batches`, and the number of epochs
+        that are done.
+        """
         counts_from_1 = self.position.first_order is not None  # a loop of an older version has not saved it so
         return replace(self.position, epoch=self.position.epoch - counts_from_1)
 
@@ -91,19 +105,27 @@ class LabTrainer(Trainer):
         self._batches.close()
 
     def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's inputs and targets of every global batch of an epoch, on its device.
+        """Yield this rank's part of every global batch of an epoch, on its device.
 
-        The global batches are the same for any number of ranks. Of the last one, which may be partial, a rank may have fewer
-        samples than others, or none. After `resume` the first call begins where the epoch was left.
+        The global batches are the same for any number of ranks. Of the last one, which may be
+        partial, a rank may have fewer samples than others, or none. After `resume` the first call
+        for the epoch of the checkpoint begins where it was left.
 
         Args:
-            dataset: map-style, of (input, target): tensors of any shape and dtype. uint8 images [channels, height, width]
-                become floats in [0, 1].
-            epoch: number of the epoch, from 0; determines the order, and what the dataset draws at random.
+            dataset: map-style dataset of (input, target): tensors of any shape and dtype, without
+                the batch dimension. uint8 images, [channels, height, width], become floats in
+                [0, 1].
+            epoch: number of the epoch, from 0. It determines the order of the samples, and what
+                the dataset draws at random.
             shuffle: whether every epoch has a random order.
+
+        Yields:
+            Inputs and targets of the local batch, [b, ...], where b is batch_size / replicas
+                except in the last batch.
 
         Raises:
             ConfigError: the dataset has no length, is empty, or its samples are no pairs.
+            SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         order = epoch + self._first_order(0)
         start = self.position.samples if self._resumed and order == self.position.order else 0
@@ -117,14 +139,20 @@ class LabTrainer(Trainer):
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
 
         Args:
-            inputs, targets: this rank's part of a batch from `batches`, or of another batch of batch_size samples.
+            inputs: this rank's part of a batch from `batches`, [b, ...]; or of another batch of
+                batch_size samples, of which it has batch_size / replicas.
+            targets: targets of the same samples, [b, ...].
 
         Returns:
-            The mean loss over the GLOBAL batch before the step, [], the same on every rank. Later steps do not change it. It is
-            0 if the batch has no weight, because all its targets are ignored.
+            The mean loss over the GLOBAL batch before the step, [], the same on every rank, on its
+                device. Later steps do not change it. It is 0 if the batch has no weight, because
+                all its targets are ignored.
 
         Raises:
-            ConfigError: the local batch has another size.
+            ConfigError: the local batch has another size; or, in the first step, the loss is not a
+                sum over samples and the batch is divided (`loss_over_batch`).
+            TrainingError: the shapes of outputs, targets and losses do not fit together.
+            SampleError: the targets of this rank are not what the task needs.
         """
         batch, handed = self._batches.padded(inputs, targets)
         strategy = self.strategy
@@ -145,19 +173,28 @@ class LabTrainer(Trainer):
     def fit(
         self, train: Any, validation: Any, epochs: int, task: Task | None = None, log_every: int | str | None = None
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done, and evaluate after each. Epochs of a loop, and those before `resume`, count.
+        """Train until `epochs` epochs are done in total, and evaluate after each.
+
+        Epochs of a loop over `batches`, and those before `resume`, count. The metrics of each epoch
+        are logged; the rows count epochs from 1.
 
         Args:
-            train, validation: datasets, as for `batches`.
-            epochs: number of epochs in total, and so the number of the last one, which is counted from 1.
-            task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
-            log_every: also log the metrics within an epoch: every N steps, as 100, or seconds, as "10s"; None: never.
+            train: dataset to train on, as for `batches`.
+            validation: dataset to evaluate on after each epoch, as for `batches`.
+            epochs: number of epochs in total.
+            task: task whose metrics are computed; None: the task that is the trainer's loss, if it
+                is one.
+            log_every: when to log the metrics within an epoch, too: every N steps, for example
+                100, or seconds, for example "10s"; None: never.
 
         Returns:
-            The metrics of the last epoch by name, train_* and val_*; none if no epoch was left.
+            The metrics of the last epoch by name, `train_...` and `val_...`; none if no epoch was left.
 
         Raises:
-            ConfigError: an argument is not allowed.
+            ConfigError: an argument is not allowed, or a dataset is none.
+            TrainingError: no batch of an epoch has a weight, because all its targets are ignored,
+                or the shapes of outputs, targets and losses do not fit together.
+            SampleError: a dataset cannot return a sample; on the rank that reads it.
         """
         validate(FitKeys, {"epochs": epochs, "log_every": log_every})
         settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
@@ -196,9 +233,20 @@ class LabTrainer(Trainer):
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
 
+        With averaged weights (`ema`) these are evaluated.
+
         Args:
-            dataset: as for `batches`.
-            task: whose metrics are computed; None: those of the task that is the trainer's loss, if it is one.
+            dataset: dataset as for `batches`, complete on every rank.
+            task: task whose metrics are computed; None: the task that is the trainer's loss, if it
+                is one.
+
+        Returns:
+            `loss` and the metrics of the task by name, the same on every rank.
+
+        Raises:
+            ConfigError: the dataset has no length, is empty, or its samples are no pairs.
+            TrainingError: the shapes of outputs, targets and losses do not fit together.
+            SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         self._training = None
         with self._averages():
@@ -210,10 +258,15 @@ class LabTrainer(Trainer):
         """Return the outputs of the model in evaluation mode, without gradients.
 
         Args:
-            inputs: this rank's own, [b, ...], of any number. Ranks that share a model (pipeline, tp) need the same ones.
+            inputs: inputs of this rank, [b, ...], on any device. Each rank may have another
+                number of them, but ranks that share a model (pipeline, tp) need the same inputs.
+
+        Returns:
+            The outputs, [b, ...], on this rank's device.
 
         Raises:
-            ConfigError: ranks that share a model got inputs of different shapes, or the model does not support them.
+            ConfigError: ranks that share a model got inputs of different shapes, or the model does
+                not support them.
         """
         inputs = inputs.to(self.strategy.device)
         self._training = None
@@ -223,7 +276,13 @@ class LabTrainer(Trainer):
             return self.strategy.predict(pad(inputs, max(1, len(inputs))))[: len(inputs)]
 
     def save(self, path: str | Path) -> None:
-        """Write the weights of the complete model as safetensors: their averages if the weights are averaged.
+        """Write the weights of the complete model as safetensors, for use without ddp_lab.
+
+        With averaged weights (`ema`) the averages are written. Rank 0 writes the file under a
+        temporary name and renames it.
+
+        Args:
+            path: file to write; its folder is made if necessary.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -240,9 +299,13 @@ class LabTrainer(Trainer):
         self._on_rank_0(path, write)
 
     def checkpoint(self, folder: str | Path) -> None:
-        """Write model, optimizer, schedule and position into `folder`, as a run of ddp_lab does; the two newest are kept.
+        """Write model, optimizer, schedule and position into `folder`, as a run of train.py does.
 
-        A checkpoint can be resumed by any strategy and any number of ranks. It is written when this returns.
+        A checkpoint can be resumed by any strategy and any number of ranks. It is written when this
+        returns. The two newest checkpoints in the folder are kept.
+
+        Args:
+            folder: folder of the checkpoints, which is made if necessary.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -256,11 +319,16 @@ class LabTrainer(Trainer):
             raise ConfigError(problem)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
-        """Load the newest checkpoint in `folder`. The next call of `batches` for its epoch, or of `fit`, continues there.
+        """Load the newest checkpoint in `folder`.
+
+        The next call of `batches` for its epoch, or of `fit`, continues there.
+
+        Args:
+            folder: folder that was given to `checkpoint`.
 
         Returns:
-            The epoch, from 0, which is the number of epochs that are done, and the number of its steps that are done; (0, 0) if
-            there is no checkpoint yet.
+            The epoch, counted from 0, which is also the number of epochs that are done, and the
+                number of its steps that are done; (0, 0) if there is no checkpoint yet.
 
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.

@@ -20,40 +20,39 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
+from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.launchers.command_line import CONF, explain, quote_faults
+from ddp_lab.config.overrides import check_overrides
+from ddp_lab.launchers.command_line import explain, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
 REFUSED, PREEMPTED = 2, 75
-PLUGINS = Path(__file__).parent / "plugins"  # contains only the package hydra_plugins
 ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"  # set for a process that is to be killed when its standard input closes
 
 
 @contextmanager
-def command(arguments: list[str]) -> Generator[None]:
-    """Prepare this process for a command with these arguments, and report its errors."""
+def command() -> Generator[None]:
+    """Prepare this process for a command, and report its errors."""
     faulthandler.enable()
     die_with_torchrun()  # before the imports, during which torchrun may be killed
     if os.environ.pop(ENDS_WITH_STDIN, None):  # it is for this process alone; its ranks die with it
         threading.Thread(target=end_with_stdin, name="parent", daemon=True).start()
     extend_search_path()
-    with user_errors(arguments):
+    with user_errors():
         yield
 
 
 def extend_search_path() -> None:
-    """Let Python find the user's modules, in the directory of the command, and our plug-in of Hydra.
+    """Let Python find the user's modules, in the directory of the command.
 
-    The directory of the command comes before that which contains ddp_lab, where a clone has
-    `train.py`, `scripts` and `tests`. Hydra searches for plug-ins in packages called hydra_plugins.
-    The directory of ours has nothing else in it, because each module in a directory of sys.path can
-    be imported by its bare name, in place of a user's.
+    It comes before the directory that contains ddp_lab, where a clone has `train.py`, `scripts` and
+    `tests`. No directory of ours is added: each of its modules could be imported by its bare name,
+    in place of a user's.
     """
     own = str(Path(__file__).parents[2])
     place = sys.path.index(own) if own in sys.path else len(sys.path)
     sys.path.insert(place, os.getcwd())
-    sys.path.append(str(PLUGINS))
 
 
 def end_on_requests() -> None:
@@ -79,11 +78,8 @@ def end_with_stdin() -> None:
 
 
 @contextmanager
-def user_errors(arguments: list[str]) -> Generator[None]:
+def user_errors() -> Generator[None]:
     """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception of a rank once.
-
-    Args:
-        arguments: of the command, which messages name.
 
     Raises:
         SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit codes of its ranks are.
@@ -92,7 +88,7 @@ def user_errors(arguments: list[str]) -> Generator[None]:
         yield
         sys.stdout.flush()  # here, and not at the interpreter's exit, a closed pipe can be handled
     except (ConfigError, SampleError, HydraException, OmegaConfBaseException) as error:
-        report(error, arguments)
+        report(error)
         sys.exit(REFUSED)
     except BrokenPipeError:
         discard_output()
@@ -102,10 +98,6 @@ def user_errors(arguments: list[str]) -> Generator[None]:
             print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if str(error).startswith("Config group override"):  # Hydra's ValueError for model=null
-            given = " ".join(arguments)
-            report(ConfigError(f"{given}: a group cannot be null or a list. {error}"), arguments)
-            sys.exit(REFUSED)
         if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
             show("error: no job of the search has a result; the output above and each failure.json have the reasons")
             sys.exit(1)
@@ -128,7 +120,8 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
         arguments: overrides and options of Hydra.
 
     Raises:
-        ConfigError: The arguments contain --multirun, and this process is one of several ranks.
+        ConfigError: An override is not allowed; or the arguments contain --multirun, and this
+            process is one of several ranks.
     """
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
@@ -140,17 +133,23 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
         # Inside of Hydra, which prints a line about errors; those of overrides are reported outside.
-        with user_errors(arguments):
+        with user_errors():
             return task(cfg)
 
     parser = get_args_parser()
     given = parser.parse_intermixed_args(quote_faults(arguments))
+    sweeps = given.multirun or any(each.startswith("hydra.mode=") for each in given.overrides)
+    check_overrides(given.overrides, given.config_dir, sweeps)
+    if sweeps:
+        from ddp_lab.launchers.torchrun_launcher import register  # loads what draws the results
+
+        register()
     setbase("1.3")
     # What hydra.main does with sys.argv; it takes no other arguments.
     _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
-def report(error: Exception, arguments: list[str]) -> None:
+def report(error: Exception) -> None:
     """Report an error: print it or, under torchrun, write it to the file that the launcher prints.
 
     All ranks raise a ConfigError, and one of them reports it. torchrun then ends the others of the
@@ -158,7 +157,6 @@ def report(error: Exception, arguments: list[str]) -> None:
 
     Args:
         error: what a rank has raised.
-        arguments: of the command.
     """
     rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
     if rank and not isinstance(error, SampleError):  # which one rank alone has raised
@@ -166,4 +164,4 @@ def report(error: Exception, arguments: list[str]) -> None:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # no launcher would have ended this rank
             return
     is_own = isinstance(error, (ConfigError, SampleError))
-    show(f"error: {error if is_own else explain(error, arguments)}", code=REFUSED)
+    show(f"error: {error if is_own else explain(error)}", code=REFUSED)

@@ -12,9 +12,10 @@ from yaml import YAMLError
 
 from ddp_lab.checkpoints.files import is_sharded
 from ddp_lab.config.check import check, validate
+from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import RunConfig
-from ddp_lab.launchers.command_line import CONF, compose_config
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
 
 PASSWORD = re.compile(r"(?<=://)[^/@]+@")  # and the user, in a URL

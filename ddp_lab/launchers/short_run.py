@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_lab.config.compose import quote
 from ddp_lab.launchers.command import REFUSED
-from ddp_lab.launchers.command_line import quote
 from ddp_lab.observe.metrics_file import read_epochs
 from ddp_lab.resilience.run_directory import read_json
 

@@ -14,7 +14,9 @@ With W ranks and n bytes of gradients:
 clusters of workstations").
 """
 
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -83,30 +85,40 @@ def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return unflatten(padded[: len(flattened)], gradients)
 
 
-ALGORITHMS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {  # those that run after the backward pass
+# Returns the sums of gradients over all ranks, as new tensors or in place. Collective.
+Algorithm = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+# Those that run after the backward pass.
+ALGORITHMS: dict[str, Algorithm] = {
     "star": star,
     "per_tensor": per_tensor,
     "flat": flat,
     "ring": ring,
 }
-POWER_OF_TWO: set[str] = set()  # names of the algorithms that need 1, 2, 4, 8, ... ranks
 
 
-def require_ranks(algorithm: str, ranks: int) -> None:
-    """Check that an algorithm supports a number of ranks.
+def find_algorithm(name: str) -> Algorithm:
+    """Return an algorithm of ALGORITHMS, or the function that a dotted name such as mine.tree names.
 
     Raises:
-        ConfigError: it needs a power of two.
+        ConfigError: there is no such function.
     """
-    if algorithm in POWER_OF_TWO and ranks.bit_count() > 1:
-        below = 1 << ranks.bit_length() - 1
-        raise ConfigError(
-            f"strategy.algorithm={algorithm}: needs a power of two of ranks, got {ranks}; start {below} or {2 * below}, or use "
-            "another algorithm, for example flat"
-        )
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    allowed = (
+        f"must be {', '.join(ALGORITHMS)} or bucketed, or the name of a function that Python can "
+        "import, for example mine.tree from a file mine.py in the current directory"
+    )
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"strategy.algorithm={name}: {allowed} ({error})") from None
+    if not callable(found):
+        raise ConfigError(f"strategy.algorithm={name}: {allowed}; it is a {type(found).__name__}")
+    return cast("Algorithm", found)
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> None:
     """Replace the gradients of parameters, each of which has one, by their sums over the ranks. Collective."""
     for same_type in by_dtype(trainable(parameters)):
         set_gradients(same_type, algorithm(all_gradients_of(same_type)))

@@ -122,8 +122,9 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """The value of `strategy=` that selects it, which is the name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        """The value of `strategy=` that selects it; of a class from outside the name of the class."""
+        package, _, file = type(self).__module__.rpartition(".")
+        return file if package == __package__ else type(self).__name__
 
     @property
     def where(self) -> str:
@@ -191,7 +192,7 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        known, left = self.task.per_sample is not None, self.real_samples(count)
+        left = self.real_samples(count)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         parts = [(inputs, targets)]
         if accumulate > 1:
@@ -215,10 +216,7 @@ class Strategy(ABC):
         results.append(self._add_gradient(*last, divisor))
         self.reduce_gradients()
         sums = reduce(torch.add, results)
-        if not known:  # the stages of a pipeline but the last one never call the loss
-            own = sums.new_tensor(float(self.task.per_sample is not False))
-            self.task.per_sample = bool(self.runtime.all_reduce(own, dist.ReduceOp.MIN))
-        if not self.task.per_sample:
+        if self.task.weighted:
             self._divide_by_weight(sums[-1], count)
         return sums
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, require_ranks, sum_gradients, trainable
+from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, find_algorithm, sum_gradients, trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
@@ -31,8 +31,10 @@ from ddp_lab.strategies.unused import allow_unused, every_gradient
 from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime
 
-NAMES = (*ALGORITHMS, "bucketed")
-Algorithm = Annotated[str, Predicate(lambda name: name in NAMES), Allowed(" or ".join(NAMES))]
+BUCKETED = "bucketed"
+NAMES = (*ALGORITHMS, BUCKETED)
+DESCRIPTION = " or ".join([*NAMES, "the name of a function of yours, such as mine.tree"])
+AlgorithmName = Annotated[str, Predicate(lambda name: name in NAMES or "." in name), Allowed(DESCRIPTION)]
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
 
 
@@ -40,7 +42,8 @@ class Scratch(Strategy):
     """Data parallelism by hand: gradients are summed over the ranks, with a choice of algorithms.
 
     Args:
-        algorithm: how the gradients are summed over the ranks; bucketed does it during the backward pass.
+        algorithm: how the gradients are summed over the ranks; bucketed does it during the backward pass. Or the name of a
+            function of yours that returns the sums of a list of gradients, for example mine.tree.
         bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of complete blocks, from the
             last to the first. The first blocks, up to 1 MiB, have a bucket of their own, because no backward pass is left that
             could hide its communication.
@@ -53,7 +56,7 @@ class Scratch(Strategy):
     def __init__(
         self,
         runtime: Runtime,
-        algorithm: Algorithm,
+        algorithm: AlgorithmName,
         bucket_mb: Positive,
         batch_norm: BatchNorm,
         find_unused_parameters: bool = False,
@@ -62,9 +65,8 @@ class Scratch(Strategy):
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
             allow_unused(self)
-        require_ranks(algorithm, runtime.world_size)
-        self.algorithm = algorithm
-        self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == "bucketed" else ()
+        self.sum_over_ranks = None if algorithm == BUCKETED else find_algorithm(algorithm)
+        self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == BUCKETED else ()
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
@@ -100,5 +102,5 @@ class Scratch(Strategy):
         with every_gradient(self):
             if self.buckets is not None:
                 self.buckets.finish()
-            else:
-                sum_gradients(self.module.parameters(), ALGORITHMS[self.algorithm])
+            elif self.sum_over_ranks is not None:
+                sum_gradients(self.module.parameters(), self.sum_over_ranks)

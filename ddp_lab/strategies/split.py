@@ -111,5 +111,4 @@ class Split(Strategy):
             losses.append(loss)
             results.append(sums)
         reduce(torch.add, losses).backward()
-        self.task.per_sample = self.task_on_last.per_sample
         return reduce(torch.add, results).to(self.device, non_blocking=True)

@@ -31,43 +31,64 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 class Task(nn.Module):
-    """What a model is trained for. Outputs and targets begin with the batch dimension and never contain padding.
+    """What a model is trained for: its loss, and metrics as sums.
 
-    The mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no metrics.
+    Outputs and targets begin with the batch dimension, [b, ...], and never contain padding. The
+    mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no
+    metrics. A task of one's own overrides `own_losses` for a loss, `sums` and `metrics` for metrics
+    of evaluations, and `running` and `running_sums` for metrics of the training steps.
 
     Args:
-        loss: replaces the task's own loss: returns unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
+        loss: function that replaces the task's own loss. For outputs and targets it returns
+            unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
 
     Attributes:
-        running: names of the training metrics: sums over the steps, weighted as the losses are (`weighted_sum`), divided by
-            the weights.
-        better: which values of its metrics are better, by name, so that `checkpoint.best=val_NAME` can choose by them. The
-            mean loss is always among them.
-        pictures: whether the inputs, where they are images, are drawn with their targets and the outputs' largest logits.
-        labels: the range of the labels, of a task whose targets are classes; None: they are not.
-        per_sample: whether there is one loss of weight 1 for each sample, so that the weight of a batch is its size, which is
-            known without communication; None: it is known after the first step.
-        check_first: is called once in training, with the first outputs and targets, and raises an exception if the loss is
-            not supported for them; None: there is nothing to check.
+        running: names of the training metrics. Each is a sum over the steps, weighted as the losses
+            are (`weighted_sum`), divided by the sum of the weights.
+        better: whether lower or higher values of a metric are better, by its name, so that
+            `checkpoint.best=val_NAME` can choose by it. The mean loss is always allowed.
+        pictures: whether the inputs, where they are images, are drawn with their targets and the
+            outputs' largest logits.
+        labels: range of the labels, of a task whose targets are classes; None: they are not.
+        weighted: whether losses may have weights, or be more or fewer than one for each sample. A
+            step then sums the weight of the global batch over the ranks, and scales the gradients
+            by it; equal weights are a factor of exactly 1. False: the weight of a batch is its
+            size. That of a loss of one's own is its attribute of this name, or True.
+        check_first: function of outputs and targets that is called once in training, with the first
+            ones, and raises an exception if the loss is not supported for them; None: there is
+            nothing to check.
     """
 
     running: ClassVar[tuple[str, ...]] = ()
     better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
+    weighted: bool = True
     labels: LabelRange | None = None
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
         self.loss = loss
-        self.per_sample: bool | None = None
+        if loss is not None:
+            self.weighted = getattr(loss, "weighted", True)
         self.check_first: Callable[[torch.Tensor, torch.Tensor], object] | None = None
 
     def choosing(self, classes: int) -> list[str]:
-        """Return the names of the metrics that can choose an epoch, for data with this number of classes; 0: none."""
+        """Return the names of the metrics that can choose the best epoch.
+
+        Args:
+            classes: number of classes of the data; 0: the targets are no classes.
+        """
         return ["loss", *self.better]
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        """Return the unreduced losses, [b, ...], or (losses, weights), of the task's own loss.
+        """Return the unreduced losses of the task's own loss.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Returns:
+            The losses, [b, ...], or (losses, weights) of one shape.
 
         Raises:
             TrainingError: the task has no loss.
@@ -76,10 +97,18 @@ class Task(nn.Module):
         raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)")
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
-        """Return the unreduced losses, [b, ...], or (losses, weights).
+        """Return the unreduced losses of the task, checked: those of `loss`, else its own.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Returns:
+            The losses, [b, ...], or (losses, weights) of one shape.
 
         Raises:
-            TrainingError: the loss is reduced, or the weights have another shape.
+            TrainingError: the loss is reduced, the weights have another shape, or `weighted` is
+                False and there is not one loss of weight 1 for each sample.
         """
         found = (self.loss or self.own_losses)(outputs, targets)
         losses, weights = found if isinstance(found, tuple) else (found, found)
@@ -93,12 +122,26 @@ class Task(nn.Module):
             raise TrainingError(
                 f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, got {list(weights.shape)}",
             )
-        if self.per_sample is None:
-            self.per_sample = weights is losses and losses.dim() == 1
+        if not self.weighted and (weights is not losses or losses.dim() != 1):
+            shape = list(losses.shape)
+            what = f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
+            raise TrainingError(
+                "weighted=False declares one loss of weight 1 for each sample, "
+                f"[{len(targets)}], but the loss returned {what}. Remove the attribute weighted of "
+                "the loss or the task, or set it to True",
+            )
         return found
 
     def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of losses * weights and the sum of the weights, [], for outputs in float32 or float64."""
+        """Return the sum of losses * weights and the sum of the weights, both [].
+
+        Args:
+            outputs: outputs of the model in float32 or float64, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Raises:
+            TrainingError: the loss is reduced, or the weights have another shape.
+        """
         found = self.losses(outputs, targets)
         if isinstance(found, tuple):
             return (found[0] * found[1]).sum(), found[1].sum()
@@ -107,8 +150,12 @@ class Task(nn.Module):
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.
 
+        Args:
+            targets: classes, of any shape.
+            classes: number of classes.
+
         Raises:
-            SampleError: one is none.
+            SampleError: a target is below 0, or not below the number of classes.
         """
         labels = self.labels
         if labels is not None and not (labels.is_complete and labels.low >= 0 and labels.high < classes):
@@ -116,24 +163,35 @@ class Task(nn.Module):
 
     @classmethod
     def lower_is_better(cls, metric: str) -> bool:
-        """Return whether low values of a metric, for example loss, are good ones."""
+        """Return whether lower values of a metric are better.
+
+        Args:
+            metric: name of the metric, for example loss.
+        """
         return metric == "loss" or cls.better.get(metric) == "lower"
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of the training metrics, each [], in the order of `running`."""
+        """Return the sums of the training metrics over a batch, each [], in the order of `running`.
+
+        Args:
+            outputs: outputs of the model, [b, ...].
+            targets: targets of the same samples, [b, ...].
+        """
         return []
 
     def weighted_sum(self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the sum of values that are weighted as the losses of their samples are, [].
 
         Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
-        It computes the losses again, unless they are known to be one of weight 1 for each value.
+        It computes the losses again, unless `weighted` is False and there is one value for each
+        sample.
 
         Args:
-            values: [b, ...], numbers or booleans.
-            outputs, targets: that the losses are computed from.
+            values: numbers or booleans, [b, ...].
+            outputs: outputs that the losses are computed from, [b, ...].
+            targets: targets that the losses are computed from, [b, ...].
         """
-        if self.per_sample and values.dim() == 1:
+        if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
             found = self.losses(outputs, targets)
@@ -146,11 +204,22 @@ class Task(nn.Module):
         return (values.view(*values.shape, *[1] * missing) * weights).sum()
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return sums over a batch, of any shape, by name, besides those of the loss. They are added up in an evaluation."""
+        """Return sums over a batch by name, of any shape, besides those of the loss.
+
+        In an evaluation they are added over batches and ranks.
+
+        Args:
+            outputs: outputs of the model in evaluation mode, [b, ...].
+            targets: targets of the same samples, [b, ...].
+        """
         return {}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Return the metrics for the sums over all samples, float64 on the host. The mean loss is not among them."""
+        """Return the metrics of an evaluation by name. The mean loss is not among them.
+
+        Args:
+            sums: those of `sums`, over all samples, in float64 on the CPU.
+        """
         return {}
 
 

@@ -24,6 +24,8 @@ class CrossEntropy(nn.Module):
             arXiv:1512.00567).
     """
 
+    weighted = False
+
     def __init__(self, label_smoothing: Fraction = 0.0):
         super().__init__()
         self.label_smoothing = label_smoothing
@@ -35,9 +37,15 @@ class CrossEntropy(nn.Module):
 
 
 class Classification(Task):
-    """Targets are classes, [b], or in mixed batches their probabilities, [b, classes]; outputs are logits, [b, classes].
+    """Classification: one of several classes for each sample.
 
-    Metrics are the accuracy and, with more than five classes, the top-5 accuracy.
+    Outputs are logits, [b, classes]. Targets are classes, int64 [b], from 0; or, of batches that
+    mixup or CutMix has mixed, probabilities of the classes, [b, classes]. The loss is the
+    cross-entropy. Metrics are `accuracy` and, with more than five classes, `top5_accuracy`, both
+    from 0 to 1.
+
+    Args:
+        loss: as in `Task`.
     """
 
     running, pictures = ("accuracy",), True
@@ -45,7 +53,6 @@ class Classification(Task):
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
-        self.per_sample = True if isinstance(self.loss, CrossEntropy) else None  # another one may have weights
         self.labels: LabelRange = LabelRange()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def choosing(self, classes: int) -> list[str]:

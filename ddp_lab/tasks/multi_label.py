@@ -10,10 +10,16 @@ from ddp_lab.tasks.base import Losses, Task, require_same_shape
 
 
 class MultiLabel(Task):
-    """Targets are 0 or 1 for each label, [b, labels], and outputs logits. The loss is the binary cross-entropy.
+    """Multi-label classification: any number of labels for each sample.
 
-    Metrics are the accuracy of the decisions (logit above 0), and F1: of all decisions (micro), and its mean over the labels
-    (macro), in which a label without positives, in targets and decisions, does not count.
+    Outputs are logits, [b, labels]. Targets are 0 or 1 for each label, [b, labels]. The loss is the
+    binary cross-entropy of each label. A logit above 0 decides for the label. Metrics are
+    `accuracy`, the fraction of right decisions; `f1_micro`, the F1 score of all decisions; and
+    `f1_macro`, the mean of the labels' F1 scores, without the labels that occur neither in targets
+    nor in decisions.
+
+    Args:
+        loss: as in `Task`.
     """
 
     running = ("accuracy",)

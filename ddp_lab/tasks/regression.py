@@ -10,7 +10,15 @@ from ddp_lab.tasks.base import Losses, Task, require_same_shape
 
 
 class Regression(Task):
-    """Targets are numbers of the outputs' shape, [b, ...]. The loss is the squared error; metrics are MAE, RMSE and R2."""
+    """Regression: one or more numbers for each sample.
+
+    Outputs and targets have the same shape, [b, ...]. The loss is the squared error of each number.
+    Metrics are `mae` and `rmse`, in the unit of the targets, and `r2`, which is 1 for perfect
+    outputs.
+
+    Args:
+        loss: as in `Task`.
+    """
 
     better: ClassVar = {"mae": "lower", "rmse": "lower", "r2": "higher"}
 

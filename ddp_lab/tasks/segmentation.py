@@ -11,10 +11,13 @@ from ddp_lab.tasks.base import Losses, LossFunction, Task
 
 
 class Segmentation(Task):
-    """Targets are classes, [b, height, width]; outputs are logits, [b, classes, height, width].
+    """Semantic segmentation: a class for each pixel.
 
-    Every pixel that is not ignored has the same weight, in whatever image, micro-batch or rank it is. Metrics are the accuracy
-    of the pixels, and the mean intersection over union of the classes that occur in targets or predictions.
+    Outputs are logits, [b, classes, height, width]. Targets are classes, [b, height, width], from
+    0. The loss is the cross-entropy of each pixel. Every pixel that is not ignored has the same
+    weight, in whatever image, micro-batch or rank it is. Metrics are `accuracy`, that of the
+    pixels, and `mean_iou`, the mean intersection over union of the classes that occur in targets
+    or predictions.
 
     Args:
         loss: as in `Task`.

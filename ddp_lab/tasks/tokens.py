@@ -15,10 +15,17 @@ IGNORE = -100  # the target of positions that do not count, as in F.cross_entrop
 
 
 class Tokens(Task):
-    """Targets are token numbers, [b, context], or IGNORE; outputs are logits, [b, context, vocabulary].
+    """Language modelling: the next token at every position.
 
-    Metrics are the accuracy and, of the cross-entropy, the perplexity and, for tokens that are bytes, the bits per byte. In
-    training there is only the loss: the largest of 50,304 logits at every position would cost 2 % of a step of GPT-2.
+    Outputs are logits, [b, context, vocabulary]. Targets are numbers of tokens, int64 [b, context],
+    from 0, or -100 at positions that do not count. The loss is the cross-entropy of each position.
+    Metrics are `accuracy`, `perplexity`, the exponential of the mean cross-entropy, and
+    `bits_per_byte`, which is the mean cross-entropy in bits, of tokens that are bytes. In training
+    there is only the loss: the largest of 50,304 logits at every position would cost 2 % of a step
+    of GPT-2.
+
+    Args:
+        loss: as in `Task`.
     """
 
     better: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}

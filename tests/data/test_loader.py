@@ -109,7 +109,7 @@ def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, start):
 
 
 def test_resume_at_samples_that_the_replicas_do_not_divide_is_refused():
-    message = r"25 samples into epoch 1, which is not divisible by 2 replicas; use the batch_size of the run"
+    message = r"25 samples into an epoch, which is not divisible by 2 replicas; use the batch_size of the run"
     loader("device", 0, 1, pictures()).set_epoch(1, 25)
     with pytest.raises(ConfigError, match=message):
         loader("device", 0, 2, pictures()).set_epoch(1, 25)

@@ -11,7 +11,7 @@ from training import full_weights
 
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.lab.trainer import LabTrainer
+from ddp_lab.lab.trainer import Trainer
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import fit as fit_run
 from ddp_lab.training.progress import Progress
@@ -39,14 +39,14 @@ class Seen(nn.Module):
         return self.layer(inputs)
 
 
-def trainer_of(lab: Lab) -> tuple[LabTrainer, Seen]:
+def trainer_of(lab: Lab) -> tuple[Trainer, Seen]:
     torch.manual_seed(0)
     model = Seen()
     make = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
     return lab.trainer(model, tasks.Regression(), make, batch_size=BATCH), model
 
 
-def loop(trainer: LabTrainer, first: int, end: int, stop: int | None = None) -> None:
+def loop(trainer: Trainer, first: int, end: int, stop: int | None = None) -> None:
     """Train the epochs from `first` to before `end` in a loop, and leave it after the step `stop` of the run."""
     for epoch in range(first, end):
         for inputs, targets in trainer.batches(data(), epoch):
@@ -59,7 +59,7 @@ class Left(Exception):
     pass
 
 
-def fit(trainer: LabTrainer, epochs: int, stop: int | None = None) -> None:
+def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
     """Call `fit`, and leave it after the step `stop` of the run."""
 
     class Stop(Hook):
@@ -83,7 +83,7 @@ def fit(trainer: LabTrainer, epochs: int, stop: int | None = None) -> None:
                 trainer.fit(data(), data(), epochs=epochs)
 
 
-def run(trainer: LabTrainer, how: str, epochs: int, stop: int | None = None) -> None:
+def run(trainer: Trainer, how: str, epochs: int, stop: int | None = None) -> None:
     """Train until `epochs` epochs are done, in a loop that begins where the trainer is, or by `fit`."""
     if how == "loop":
         loop(trainer, trainer.progress.epoch, epochs, stop)

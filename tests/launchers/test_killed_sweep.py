@@ -10,7 +10,7 @@ from ddp_lab.launchers.command import ENDS_WITH_STDIN
 JOB = """
 import os, time
 from ddp_lab.launchers.command import ENDS_WITH_STDIN, command
-with command([]):
+with command():
     print(ENDS_WITH_STDIN in os.environ, flush=True)
     time.sleep(60)
 """

@@ -10,7 +10,8 @@ import yaml
 from launches import ROOT, SUPPORT
 
 from ddp_lab.commands import submit
-from ddp_lab.launchers.command_line import compose_config, quote
+from ddp_lab.config.compose import quote
+from ddp_lab.launchers.command_line import compose_config
 
 FILES = ROOT / "scripts" / "kubernetes"
 SCHEMAS = yaml.safe_load((SUPPORT / "trainer_schemas.yaml").read_text())

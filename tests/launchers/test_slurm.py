@@ -17,7 +17,7 @@ from launches import ROOT, SMALL, SUPPORT, launch, newest, read_heartbeat, read_
 from slurm_cluster import LOST, Cluster
 from warm import programs
 
-from ddp_lab.launchers.command_line import quote
+from ddp_lab.config.compose import quote
 from ddp_lab.launchers.schedulers import outcome
 
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"

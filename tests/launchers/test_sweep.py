@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_dir
 from launches import ROOT, SMALL, finish, launch, read_heartbeat, read_metrics, start, wait_for
 from omegaconf import OmegaConf
 
+from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.command_line import quote
-from ddp_lab.launchers.plugins.hydra_plugins.ddp_lab_launchers import TorchrunLauncher
 from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
+from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
 
 SWEEP = "python train.py -m hydra/launcher=torchrun"

@@ -12,9 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.plugins.hydra_plugins import ddp_lab_launchers
-from ddp_lab.launchers.plugins.hydra_plugins.ddp_lab_launchers import TorchrunLauncher
+from ddp_lab.launchers import torchrun_launcher
 from ddp_lab.launchers.sweep import Job, is_finished, refuse_another
+from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
 
 LONG = "import time; print('started', flush=True); time.sleep(60)"
@@ -41,7 +41,7 @@ def slots_of(gpus: tuple[str, ...]) -> queue.Queue:
 def run_program(monkeypatch, program: str) -> None:
     """Let each job be a Python program in place of a launch."""
     monkeypatch.setattr(
-        ddp_lab_launchers, "command_of", lambda overrides, ranks: ([sys.executable, "-S", "-c", program], dict(os.environ))
+        torchrun_launcher, "command_of", lambda overrides, ranks: ([sys.executable, "-S", "-c", program], dict(os.environ))
     )
 
 

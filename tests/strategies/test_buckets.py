@@ -2,9 +2,7 @@
 
 import pytest
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.resnet import resnet18
-from ddp_lab.strategies import all_reduce
 from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.world.runtime import Runtime
@@ -28,14 +26,3 @@ def test_chain_pieces_are_cut_at_the_bucket_size(sizes, starts):
     assert Scratch(Runtime("cpu"), "bucketed", 50, "local", False).bucket_sizes == (50 * MiB, MiB), (
         "the bucket sent last is small"
     )
-
-
-def test_algorithm_that_needs_a_power_of_two_refuses_other_numbers_of_ranks(monkeypatch):
-    monkeypatch.setattr(all_reduce, "POWER_OF_TWO", {"flat"})
-    for ranks in ("1", "2", "8"):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        Scratch(Runtime("cpu"), "flat", 50, "local", False)
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    Scratch(Runtime("cpu"), "ring", 50, "local", False)
-    with pytest.raises(ConfigError, match=r"^strategy.algorithm=flat: needs a power of two of ranks, got 6; start 4 or 8"):
-        Scratch(Runtime("cpu"), "flat", 50, "local", False)

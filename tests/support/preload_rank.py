@@ -4,7 +4,6 @@ import gc
 import importlib
 import inspect
 import pkgutil
-import sys
 import weakref
 
 import hydra
@@ -25,13 +24,11 @@ import ddp_lab.observe.metrics_file
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if "hydra_plugins" not in module.name:  # Hydra imports its plug-ins itself
-            importlib.import_module(module.name)
+        importlib.import_module(module.name)
 
 # Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
 # module (0.7 s), Hydra's parser fills its caches, pydantic builds its validators, an optimizer's step imports parts of torch.
 inspect.stack()
-sys.path.append(str(launches.ROOT / "ddp_lab/launchers/plugins"))  # where `command` lets Hydra find the plug-ins
 with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
     cfg = hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
 ddp_lab.config.check.check(cfg)

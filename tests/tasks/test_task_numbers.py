@@ -5,16 +5,20 @@ softmax(0, 0, ln 2) is (1/4, 1/4, 1/2), and sigmoid(ln 3) is 3/4.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ddp_lab import Lab
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.tasks import Classification, MultiLabel, Regression, Segmentation, Task, Tokens
 from ddp_lab.tasks.base import measure
 from ddp_lab.tasks.classification import CrossEntropy
 from ddp_lab.training.metrics import means
 
+SGD = partial(torch.optim.SGD, lr=0.1)
 LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
 RIGHT = math.log(4 / 3)  # -ln(3/4)
 
@@ -216,3 +220,49 @@ def test_task_with_a_function():
 
     assert trained(Task(squared), NUMBERS, WANTED) == approx(loss=10 / 3)
     assert trained(Task(weighted), NUMBERS, WANTED) == approx(loss=37 / 7)
+
+
+def plain(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+class Declared(torch.nn.Module):
+    """A loss of weight 1 for each sample, as it says; `forward` may do something else."""
+
+    weighted = False
+
+    def __init__(self, forward):
+        super().__init__()
+        self.forward = forward
+
+
+def test_losses_may_have_weights_unless_task_or_loss_declare_the_contrary():
+    assert not Classification().weighted
+    assert not Classification(CrossEntropy(0.1)).weighted
+    assert not Task(Declared(plain)).weighted
+    assert [task.weighted for task in (Task(plain), Classification(plain), Tokens(), Regression())] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("forward", "returned"),
+    [
+        (lambda outputs, targets: (plain(outputs, targets), torch.ones(3)), r"\(losses, weights\) of \[3\]"),
+        (lambda outputs, targets: outputs, r"losses \[3, 2\]"),
+    ],
+)
+def test_declaration_that_the_loss_contradicts_is_refused(forward, returned):
+    task = Classification(Declared(forward))
+    message = rf"^weighted=False declares one loss of weight 1 for each sample, \[3\], but the loss returned {returned}\. "
+    with pytest.raises(TrainingError, match=message):
+        measure(task, CLASS_LOGITS, CLASSES, real=3, divisor=3.0)
+
+
+def test_equal_weights_scale_the_gradients_by_exactly_one():
+    weights = []
+    for loss in (plain, Declared(plain)):
+        with Lab(device="cpu") as lab:
+            model = torch.nn.Linear(7, 2)
+            trainer = lab.trainer(model, Classification(loss), SGD, batch_size=6, accumulate=2)
+            trainer.step(torch.rand(6, 7), torch.arange(6) % 2)
+            weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)

@@ -5,7 +5,7 @@ ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strateg
 Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process groups leak from job to job.
 Under torchrun, all ranks would run the sweep in lock-step. With this launcher, every job has its own processes.
 
-Hydra finds only classes that are defined in a package called hydra_plugins.
+`register` lets Hydra find it.
 """
 
 import contextlib
@@ -19,17 +19,19 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
+from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command import ENDS_WITH_STDIN
-from ddp_lab.launchers.command_line import quote
 from ddp_lab.launchers.short_run import command_of
 from ddp_lab.launchers.sweep import (
     Job,
@@ -231,3 +233,20 @@ class TorchrunLauncher(Launcher):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def register() -> None:
+    """Let `hydra/launcher=torchrun` name TorchrunLauncher.
+
+    Hydra constructs only classes that it finds by a name within the package hydra_plugins, which
+    plug-ins share. A directory of ours with such a package would have to be on sys.path. In place of
+    it, a module that exists in memory alone has the class.
+    """
+    registry = Plugins.instance()  # imports hydra_plugins, if another plug-in is installed
+    shared = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+    module = ModuleType("hydra_plugins.ddp_lab")
+    name = TorchrunLauncher.__name__
+    plugin = type(name, (TorchrunLauncher,), {"__module__": module.__name__})
+    setattr(module, name, plugin)
+    setattr(shared, "ddp_lab", module)  # noqa: B010
+    registry.register(plugin)

@@ -1,0 +1,29 @@
+"""CONTRIBUTING.md: the cases and helpers that it tells its readers to run exist."""
+
+import re
+
+import training
+import worlds
+from cases import MATRIX
+from launches import ROOT
+
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_case_that_contributing_runs_exists():
+    found = re.search(r"test_strategy_equals_single\[(.*) on (\d)\]", TEXT)
+    quick = [(case, int(size)) for case, sizes, _ in MATRIX for size in sizes]
+    assert (found[1], int(found[2])) in quick
+
+
+def test_helpers_that_contributing_imports_exist():
+    code = re.search(r"<<'END'\n(.*?)^END\n", TEXT, re.DOTALL | re.MULTILINE)[1]
+    compile(code, "CONTRIBUTING.md", "exec")
+    for module in (training, worlds):
+        names = re.search(rf"^from {module.__name__} import (.*)$", code, re.MULTILINE)[1].split(", ")
+        assert all(hasattr(module, name) for name in names)
+
+
+def test_config_of_the_case_that_contributing_prints_is_composed():
+    case = re.search(r'^case, ranks = "(.*)", 2$', TEXT, re.MULTILINE)[1]
+    assert training.config_of(case).strategy._target_.endswith("DDP")
