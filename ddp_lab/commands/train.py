@@ -9,11 +9,12 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, run_with_config
-from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, start_ranks
+from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, refuse_tasks, run_with_config
 
 if TYPE_CHECKING:
     from ddp_lab.run.job import Job
@@ -25,8 +26,10 @@ EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in
 def main(arguments: list[str]) -> None:
     """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
     end_on_requests()
+    from ddp_lab.launchers.start_ranks import is_large, read_options, start_ranks
+
     options, overrides = read_options(arguments)
-    refuse_tasks(options)
+    refuse_tasks(options is not None and is_large(options))
     if options:
         sys.exit(start_ranks(options, overrides))
     run_with_config(train_rank, overrides)
@@ -36,7 +39,7 @@ def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command():
         end_on_requests()
-        refuse_tasks(None)
+        refuse_tasks(False)
         run_with_config(train_rank, arguments)
 
 
@@ -58,6 +61,8 @@ def train_rank(cfg: DictConfig) -> float | None:
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None  # only a sweeper reads it
     from ddp_lab.launchers.sweep import lower_is_better
 
     return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better(cfg))[1]  # for a Hydra sweeper

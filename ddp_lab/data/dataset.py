@@ -4,15 +4,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.images import ImageOptions
 from ddp_lab.data.seeds import seeded
+
+if TYPE_CHECKING:
+    from ddp_lab.data.images import ImageOptions
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
@@ -100,7 +102,7 @@ class Indexed(Samples):
     read: Callable[[int], tuple[torch.Tensor | Image.Image, torch.Tensor]]
     numbers: torch.Tensor
     seed: int
-    images: ImageOptions | None = None
+    images: "ImageOptions | None" = None
     augment: bool = False
 
     @property

@@ -32,8 +32,8 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
-from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.step import StepOptions
+from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
 
 

@@ -31,8 +31,8 @@ from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.sync import Sync
+from ddp_lab.training.trainer import Recipe
 
 
 @dataclass(frozen=True)

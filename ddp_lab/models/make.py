@@ -10,8 +10,6 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.lazy import materialise
-from ddp_lab.models.memory import give_own_memory
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -67,14 +65,14 @@ class BuiltModel(NamedTuple):
     notes: list[str]
 
 
-def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial", with_weights: bool = True) -> BuiltModel:
+def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool = True) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
     Args:
         spec: how it is constructed.
         runtime: the ranks.
         seed: the run's seed; torch's random state is set by it.
-        trial: what the model is tried with, unless it is one of ddp_lab's.
+        trial: what the model is tried with; None: it is not tried, because it is one of ddp_lab's, for classification.
         with_weights: whether to load `spec.weights`.
 
     Raises:
@@ -87,17 +85,17 @@ def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial", wit
         from ddp_lab.models.initial_weights import InitialWeights
 
         with torch.device("meta"):
-            model = build_model(spec, trial.inputs)
+            model = build_model(spec, trial and trial.inputs)
         initial_weights = InitialWeights(model, seed)
     else:
-        model = build_model(spec, trial.inputs)
+        model = build_model(spec, trial and trial.inputs)
     if spec.weights is not None and with_weights:
         notes += load_weights(spec, spec.weights, model, initial_weights, runtime)
-    if not spec.is_own or trial.of_all:
+    if trial is not None and (not spec.is_own or trial.of_all):
         from ddp_lab.models.trial import freeze_unused
 
         notes += freeze_unused(model, trial, runtime, spec.key)
-    if isinstance(model, Chain) and not trial.inputs.is_floating_point():
+    if trial is not None and isinstance(model, Chain) and not trial.inputs.is_floating_point():
         model.input_dtype = trial.inputs.dtype
     return BuiltModel(model, initial_weights, notes)
 
@@ -149,6 +147,11 @@ def build_model(spec: ModelSpec, inputs: torch.Tensor | None = None) -> nn.Modul
         raise ConfigError(f"{key}: cannot be constructed{where}: {describe_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{key}: must return a torch.nn.Module, got {type(model).__name__}")
+    if spec.is_own:  # neither lazy nor expanded
+        return as_chain(model, spec.input_shape)
+    from ddp_lab.models.lazy import materialise
+    from ddp_lab.models.memory import give_own_memory
+
     dtype = torch.int64 if spec.of_tokens else None
     example = torch.zeros(2, *spec.input_shape, dtype=dtype) if inputs is None else inputs
     materialise(model, example, key)

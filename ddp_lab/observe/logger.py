@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -24,9 +24,11 @@ from ddp_lab.observe.metrics_file import (
 )
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import pixels, write
-from ddp_lab.observe.trackers.background import Trackers
-from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.background import Trackers
+    from ddp_lab.observe.trackers.base import Status
 
 BAR, LINE = 1.0, 10.0  # seconds from one set of numbers to the next: of a bar, and of lines in a file
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -92,7 +94,7 @@ class Logger:
     def text(self, title: str, markdown: str) -> None:
         """Pass a text to the trackers."""
 
-    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
         """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of `Tracker.finish`."""
 
 
@@ -104,12 +106,12 @@ class FileLogger(Logger):
         start: first epoch of this launch, and number of steps before it. Rows after this position, from an interrupted launch,
             are removed.
         constants: fields to append to every record of metrics.jsonl.
-        trackers: get the metrics and the pictures, and of the rows before `start` those that they do not have.
+        trackers: get the metrics and the pictures, and of the rows before `start` those that they lack; None: there is none.
         classes: names of the classes.
     """
 
     def __init__(
-        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: Trackers, classes: list[str]
+        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: "Trackers | None", classes: list[str]
     ):
         self.constants, self.trackers, self.classes = constants, trackers, classes
         self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
@@ -122,7 +124,7 @@ class FileLogger(Logger):
 
     @property
     def draws_predictions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.trackers.is_used
+        return self.trackers is not None and self.trackers.is_used
 
     @contextmanager
     def bar(self, label: str, done: int, total: int) -> Generator[Callable[[], object] | None]:
@@ -151,6 +153,8 @@ class FileLogger(Logger):
 
     def _track(self, row: Mapping[str, Any], **more: float) -> None:
         self.step = int(row.get("step", 0))  # a row of an earlier version may have none
+        if self.trackers is None:
+            return
         self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
@@ -161,6 +165,8 @@ class FileLogger(Logger):
         )
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
+        if self.trackers is None:
+            return
         grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
         self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
 
@@ -170,12 +176,14 @@ class FileLogger(Logger):
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         image = write(confusion_figure(counts, self.classes), path)
-        self.trackers.log_media("confusion", image, self.step, epoch)
+        if self.trackers is not None:
+            self.trackers.log_media("confusion", image, self.step, epoch)
 
     def text(self, title: str, markdown: str) -> None:
-        self.trackers.log_media(title, markdown, self.step, 0)
+        if self.trackers is not None:
+            self.trackers.log_media(title, markdown, self.step, 0)
 
-    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
         # Not before: importing matplotlib and drawing take over a second.
         for name, draw in self.pictures.items() if status != "failed" else ():
             picture = self.metrics.with_name(name)
@@ -183,7 +191,8 @@ class FileLogger(Logger):
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
-        self.trackers.finish(status, summary)
+        if self.trackers is not None:
+            self.trackers.finish(status, summary)
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

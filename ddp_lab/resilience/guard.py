@@ -3,14 +3,13 @@
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
-from ddp_lab.observe.trackers.base import Status
 from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.sharding import local
 from ddp_lab.training.hooks import Hook, Run
@@ -19,6 +18,9 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Exchanged
 from ddp_lab.world.process import REQUESTS
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.base import Status
 
 
 class Preempted(Exception):
@@ -133,7 +135,7 @@ class Guard(Hook):
         if not is_last:
             self.heartbeat.at("loading", position.epoch, position.step + 1)
 
-    def close(self, status: Status) -> None:
+    def close(self, status: "Status") -> None:
         """Wait until the last checkpoint is written."""
         if status == "failed":
             self.checkpoints.wait()

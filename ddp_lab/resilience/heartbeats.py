@@ -30,8 +30,8 @@ from typing import Any
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.config.errors import ConfigError, FailureKind
+from ddp_lab.world.ranks import DECISION_TIMEOUT
 from ddp_lab.world.runtime import Runtime
-from ddp_lab.world.store import DECISION_TIMEOUT
 
 ROW = 8192  # bytes
 SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and the slowest of all ranks

@@ -15,10 +15,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
-from ddp_lab.resilience import flight_recorder
 from ddp_lab.resilience.heartbeats import LISTED, STARTING, VANISHED, Found, Heartbeat, NodeLink, OwnHeartbeat, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.world.process import is_alive, show
@@ -114,6 +112,8 @@ class Watchdog:
         if found:
             who, kind, what = found
             if kind == "lost_rank":
+                from ddp_lab.resilience import flight_recorder
+
                 what += flight_recorder.describe_last(self.rank, who["rank"])
             self._report(who, kind, describe(who, what, self.table.everyone()))
             self.leave(GRACE)
@@ -153,6 +153,8 @@ class Watchdog:
         if still < self.timeout / 4:  # early, because on a busy machine this rank may count late what others need to judge
             self.own |= BUSY
             return None
+        from ddp_lab.resilience import flight_recorder
+
         frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
         self.own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
         if not self.own["called"]:
@@ -177,6 +179,8 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
+        from ddp_lab.config.causes import is_secondary
+
         text = "".join(traceback.format_exception(error))
         secondary = is_secondary(error) or getattr(error, "rank", self.rank) != self.rank
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
@@ -222,6 +226,8 @@ class Watchdog:
     def leave(self, grace: float) -> None:
         """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if self.own["called"] and (failure := self.table.read("failure")):
+            from ddp_lab.resilience import flight_recorder
+
             flight_recorder.save(self.run_dir, failure["step"], self.rank)
         deadline = time.monotonic() + grace
         self.before_exit()

@@ -25,34 +25,33 @@ from ddp_lab.config.build import chosen_trackers, construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Every
 from ddp_lab.data.batch import LoaderOptions
-from ddp_lab.data.dataset import Dataset, hold_out, require_same_digest
+from ddp_lab.data.dataset import Dataset, InMemory, hold_out, require_same_digest
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.launchers.preflight import Finding, check_network
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel, ModelSpec
-from ddp_lab.models.trial import Trial, check_logits, random_like
 from ddp_lab.observe.log import telling
 from ddp_lab.run import checks
 from ddp_lab.run.data_record import input_shape_of, read_data
 from ddp_lab.run.job import CheckpointSettings, Job, RunSettings
-from ddp_lab.run.speed import Wanted, find_options
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
-from ddp_lab.training.performance import KEYS
+from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
 from ddp_lab.training.plan import FitSettings, Plan
 from ddp_lab.training.progress import Criterion
-from ddp_lab.training.recipe import Recipe
 from ddp_lab.training.schedule import make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
+from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from ddp_lab.data.images import ImageOptions
     from ddp_lab.data.sources import Source
+    from ddp_lab.launchers.preflight import Finding
+    from ddp_lab.models.trial import Trial
     from ddp_lab.run.trained import TrainedRun
 
 TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
@@ -76,8 +75,13 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     dataset = load_dataset(cfg, runtime)
     plan = make_plan(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
-    trial = make_trial(dataset, task, freezes=not strategy.find_unused_parameters)
-    built = make_model(cfg.model, dataset.model_shape(), runtime, cfg.seed, trial, with_weights)
+    spec = model_spec(cfg.model, dataset.model_shape())
+    trial = None
+    if isinstance(task, Classification):
+        require_classes(dataset)
+    if not (spec.is_own and isinstance(task, Classification)):
+        trial = make_trial(dataset, task, freezes=not strategy.find_unused_parameters)
+    built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
     is_divided = (strategy.dp_size, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
         from ddp_lab.run.loss_check import check_divided_loss
@@ -256,19 +260,20 @@ def make_model(
     shape: Mapping[str, Any],
     runtime: Runtime,
     seed: int,
-    trial: Trial,
+    trial: "Trial | None",
     with_weights: bool = True,
 ) -> BuiltModel:
     """Construct and try a model, as `models.make.make_model`. The first two arguments are those of `model_spec`."""
     return models.make_model(model_spec(node, shape), runtime, seed, trial, with_weights)
 
 
-def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:
+def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> "Trial":
     """Return what the model is tried with: two samples in the form of the dataset's. `freezes` is that of a Trial."""
+    from ddp_lab.models.trial import Trial, check_logits, random_like
+
     inputs, targets = dataset.example(2)
     if isinstance(task, Classification):
-        for name, samples in dataset.sets.items():
-            require_class_targets(name, *samples.forms[1])
+        require_classes(dataset)
         check_classes = partial(check_logits, classes=len(dataset.classes))
         return Trial(random_like(inputs), check_classes, freezes=freezes)
 
@@ -276,6 +281,12 @@ def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:
         task.loss_sum(outputs.float(), targets.to(outputs.device))
 
     return Trial(random_like(inputs), check, of_all=True, freezes=freezes)
+
+
+def require_classes(dataset: Dataset) -> None:
+    """Check that the targets of all sets are classes, as `require_class_targets`."""
+    for name, samples in dataset.sets.items():
+        require_class_targets(name, *samples.forms[1])
 
 
 def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -322,7 +333,7 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     ((strategy.input_shape, strategy.input_dtype), _) = dataset.train.forms
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
-    options = find_options(what_is_wanted(cfg), strategy, dataset, model)
+    options = find_performance(cfg, strategy, dataset, model)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
     batch_size, decay = plan.global_batch_size, cfg.decay_norms_and_biases
     return Job(
@@ -343,6 +354,18 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
     )
+
+
+def find_performance(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
+    """Return the performance options of a run. Collective with speed=auto on GPUs. Arguments as in `find_options`."""
+    wanted = what_is_wanted(cfg)
+    is_automatic = wanted.speed == AUTO and strategy.device.type == "cuda"
+    if wanted.is_plain and not is_automatic:
+        in_memory = all(isinstance(samples, InMemory) for samples in dataset.sets.values())
+        return plain_options(wanted, in_memory)
+    from ddp_lab.run.speed import find_options
+
+    return find_options(wanted, strategy, dataset, model)
 
 
 def what_is_wanted(cfg: DictConfig) -> Wanted:
@@ -448,6 +471,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     Raises:
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
+    from ddp_lab.launchers.preflight import check_network
     from ddp_lab.run.trained import checkpoint_of, evaluate_job
 
     check_network(runtime)
@@ -468,7 +492,11 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     Raises:
         ConfigError: the config cannot be used, or a machine cannot take part in the run.
     """
-    findings = check_network(runtime)
+    findings: list[Finding] = []
+    if runtime.world_size > 1:
+        from ddp_lab.launchers.preflight import check_network
+
+        findings = check_network(runtime)
     source = find_resumed(cfg, runtime)
     job = build(cfg, runtime, with_weights=source is None)
     job.notes[:0] = notes
@@ -490,7 +518,7 @@ def find_resumed(cfg: DictConfig, runtime: Runtime) -> Path | None:
     return checks.agree_on_source(runs_dir, cfg.name, cfg.resume, runtime)
 
 
-def make_settings(cfg: DictConfig, job: Job, source: Path | None, findings: list[Finding]) -> RunSettings:
+def make_settings(cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]") -> RunSettings:
     """Return where the run is recorded, and what protects it."""
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else dict.fromkeys(GROUPS, "")
     config = plain(cfg)

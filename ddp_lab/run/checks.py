@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.launchers.preflight import Finding, check_shared, check_shared_memory
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import Job, RunSettings
 from ddp_lab.tasks.base import Task
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.launchers.preflight import Finding
 
 # By the set that a metric needs: how it is called, and what to use without it.
 NEEDED = {
@@ -32,18 +34,29 @@ def check_job(job: Job, settings: RunSettings) -> None:
     """
     runtime, source = job.runtime, settings.source
     if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
-        settings.findings.append(Finding("warning", "dataset", other))
+        settings.findings.append(warning("dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
-        settings.findings.append(Finding("warning", "strategy", text))
+        settings.findings.append(warning("strategy", text))
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
+        from ddp_lab.launchers.preflight import check_shared_memory
+
         loaders, ranks = job.loaders.values(), runtime.local_world_size
         runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
+        from ddp_lab.launchers.preflight import check_shared
+
         settings.findings.append(check_shared(settings.runs_dir, runtime))
     if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
+
+
+def warning(name: str, text: str) -> "Finding":
+    """Return a finding that is a warning."""
+    from ddp_lab.launchers.preflight import Finding
+
+    return Finding("warning", name, text)
 
 
 def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> None:

@@ -3,22 +3,23 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.loader import Loader
-from ddp_lab.launchers.preflight import Finding
-from ddp_lab.observe.trackers.base import MakeTracker
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.plan import FitSettings, Plan
 from ddp_lab.training.progress import Criterion
-from ddp_lab.training.recipe import Recipe
-from ddp_lab.training.trainer import Trainer
+from ddp_lab.training.trainer import Recipe, Trainer
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.launchers.preflight import Finding
+    from ddp_lab.observe.trackers.base import MakeTracker
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RunSettings:
     label: str
     title: str
     source: Path | None
-    findings: list[Finding]
+    findings: "list[Finding]"
     checkpoint: CheckpointSettings
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
@@ -69,7 +70,7 @@ class RunSettings:
     config: str
     tracked: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    trackers: Mapping[str, MakeTracker]
+    trackers: "Mapping[str, MakeTracker]"
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,12 @@
 """The performance options of a run: the facts on which speed=auto depends."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
 from torch import nn
 
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
-from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, choose
-
-
-class Wanted(NamedTuple):
-    """What the config says about performance.
-
-    Attributes:
-        speed: the key of this name.
-        options: the value of each option.
-        optimizer: class or function of the optimizer.
-        optimizer_name: its name in the config.
-    """
-
-    speed: str
-    options: Mapping[str, Any]
-    optimizer: Any
-    optimizer_name: str
+from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, choose
 
 
 def find_options(wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:

@@ -11,12 +11,10 @@ from ddp_lab.checkpoints.find import result_in, run_of
 from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
-from ddp_lab.launchers.config_changes import record_config
+from ddp_lab.launchers.recorded_config import CONFIG, write_config
 from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
-from ddp_lab.observe.trackers.background import Trackers
-from ddp_lab.observe.trackers.base import TrackedRun
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
@@ -25,14 +23,13 @@ from ddp_lab.run.job import Job, RunSettings
 from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit, why_over
 from ddp_lab.training.meter import Meter
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
-from ddp_lab.world.host_memory import keep_freed_memory
+from ddp_lab.world.process import keep_freed_memory
 
 Outcome = Literal["finished", "preempted", "interrupted"]
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -131,8 +128,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
 
     logger = Logger()
     if runtime.rank == 0:
-        for line in record_config(run_dir.path, settings.config, runtime.world_size, source and run_of(source)):
-            log.info(line)
+        record_settings(run_dir.path, settings, runtime.world_size)
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
     with logger:
@@ -177,7 +173,6 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             hooks=hooks,
             sync=Sync(job.strategy, sums, fit_settings.log_every, guard.flags, read),
             position=progress,
-            notes=NotFiniteNotes(runtime.rank == 0),
         )
         status = fit_and_close(run, launch.requests)
     result = {}
@@ -187,6 +182,18 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         run_dir.end(status, guard.saved if status == "finished" else checkpoints.kept)
     logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker
     return status
+
+
+def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
+    """Write the config to the run directory, and log what a resume changes in it."""
+    if settings.source is None and not (run_dir / CONFIG).exists():
+        write_config(run_dir, settings.config, ranks)
+        return
+    from ddp_lab.launchers.config_changes import record_config
+
+    resumed = None if settings.source is None else run_of(settings.source)
+    for line in record_config(run_dir, settings.config, ranks, resumed):
+        log.info(line)
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
@@ -259,7 +266,13 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
     """Return the logger of rank 0."""
     plan = job.plan
     start = progress.epoch, progress.step
-    run = TrackedRun(run_dir, "", {**settings.tracked}, {**settings.hparams}, start)
+    trackers = None
+    if settings.trackers:
+        from ddp_lab.observe.trackers.background import Trackers
+        from ddp_lab.observe.trackers.base import TrackedRun
+
+        run = TrackedRun(run_dir, "", {**settings.tracked}, {**settings.hparams}, start)
+        trackers = Trackers(settings.trackers, run, patience=settings.timeout / 4)
     return FileLogger(
         run_dir,
         start=start,
@@ -268,6 +281,6 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
             "world_size": plan.world_size,
             "strategy": job.strategy.name,
         },
-        trackers=Trackers(settings.trackers, run, patience=settings.timeout / 4),
+        trackers=trackers,
         classes=job.dataset.classes,
     )

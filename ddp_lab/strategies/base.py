@@ -16,9 +16,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
-from ddp_lab.data.trees import chunk
-from ddp_lab.strategies.all_reduce import broadcast, gradients_of
-from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
+from ddp_lab.config.types import BatchNorm
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -149,6 +147,10 @@ class Strategy(ABC):
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
+        if self.batch_norm == "local" and self.one_process:
+            return  # a batch is never divided between processes
+        from ddp_lab.strategies.batch_norm import require_no_others, require_supported
+
         require_supported(model, self.batch_norm, self.one_process)
         if self.batch_norm == "sync" and self.input_shape is not None:
             require_no_others(model, self.input_shape, self.input_dtype)
@@ -170,6 +172,8 @@ class Strategy(ABC):
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
+            from ddp_lab.strategies.all_reduce import broadcast
+
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
 
@@ -196,6 +200,8 @@ class Strategy(ABC):
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         parts = [(inputs, targets)]
         if accumulate > 1:
+            from ddp_lab.data.trees import chunk
+
             parts = zip(chunk(inputs, accumulate), chunk(targets, accumulate), strict=True)
         for own, expected in parts:
             real = min(left, len(own))
@@ -222,7 +228,11 @@ class Strategy(ABC):
 
     def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
-        with padding_ignored(self.module) if self.batch_norm == "sync" and real == 0 else nullcontext():
+        if self.batch_norm == "local" or real > 0:
+            return self.add_gradient(inputs, targets, real, divisor)
+        from ddp_lab.strategies.batch_norm import padding_ignored
+
+        with padding_ignored(self.module):
             return self.add_gradient(inputs, targets, real, divisor)
 
     def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
@@ -235,6 +245,8 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         scale = torch.where(over_all == 0, 0, count / over_all)  # without any weight all gradients are 0
+        from ddp_lab.strategies.all_reduce import gradients_of
+
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
@@ -266,6 +278,8 @@ class Strategy(ABC):
 
         Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
+        from ddp_lab.strategies.all_reduce import gradients_of
+
         gradients = gradients_of(self.module.parameters())
         if not gradients:  # all parameters here are frozen; torch's zero would be on the host
             return torch.zeros((), device=self.device)

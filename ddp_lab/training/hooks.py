@@ -4,19 +4,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.logger import Logger
-from ddp_lab.observe.trackers.base import Status
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import Evaluation
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step, TrainStep
 from ddp_lab.training.sync import Sync
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.base import Status
+    from ddp_lab.training.not_finite import NotFiniteNotes
 
 
 class Hook:
@@ -66,7 +68,7 @@ class Hook:
     def on_epoch_end(self, position: Progress) -> None:
         """Run after the evaluation of an epoch, with `position` at the beginning of the next one."""
 
-    def close(self, status: Status) -> None:
+    def close(self, status: "Status") -> None:
         """Run after the training, unless it has ended by an error of which this rank knows no more than its traceback."""
 
 
@@ -84,8 +86,8 @@ class Run:
         hooks: called between steps and epochs.
         sync: what the ranks exchange between steps.
         position: where the training is.
-        notes: says which metrics are not finite.
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
+        notes: what was said before about metrics that are not finite; None: nothing.
         waited: seconds in which this rank has waited for the batches of this epoch in this launch.
     """
 
@@ -97,8 +99,8 @@ class Run:
     hooks: Sequence[Hook]
     sync: Sync
     position: Progress
-    notes: NotFiniteNotes
     task: Task | None = None
+    notes: "NotFiniteNotes | None" = None
     waited: float = 0.0
     _begun: Progress = field(init=False, repr=False)
     _begun_at: float = field(init=False, repr=False)
@@ -127,6 +129,14 @@ class Run:
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
 
+    def note_not_finite(self, evaluation: Evaluation, name: str) -> None:
+        """Log which metrics of a set are not finite, each once."""
+        if self.notes is None:
+            from ddp_lab.training.not_finite import NotFiniteNotes
+
+            self.notes = NotFiniteNotes(self.strategy.runtime.rank == 0)
+        self.notes.check(evaluation, name, f" after epoch {self.position.epoch}")
+
     def written(self, path: Path) -> None:
         """Let the hooks know of a complete checkpoint."""
         for hook in self.hooks:
@@ -149,7 +159,7 @@ def overrides(hooks: Sequence[Hook], method: str) -> list[Callable[..., Any]]:
     return [getattr(hook, method) for hook in hooks if getattr(type(hook), method) is not getattr(Hook, method)]
 
 
-def close_all(hooks: Sequence[Hook], status: Status) -> None:
+def close_all(hooks: Sequence[Hook], status: "Status") -> None:
     """Close hooks, in the order of their list."""
     for hook in hooks:
         hook.close(status)

@@ -127,7 +127,8 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     """Log the metrics of an epoch, and which of them are not finite."""
     position = run.position
     for name, evaluation in results.items():
-        run.notes.check(evaluation, name, f" after epoch {position.epoch}")
+        if not evaluation.is_finite:
+            run.note_not_finite(evaluation, name)
     training = means(run.strategy.task, position.sums)
     metrics = {f"train_{name}": value for name, value in training.items()}
     for name, evaluation in results.items():

@@ -34,6 +34,11 @@ class Evaluation:
     sums: dict[str, torch.Tensor]
     weight: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether a sample has counted, and all metrics are finite."""
+        return bool(self.weight) and all(map(math.isfinite, self.values.values()))
+
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
         return {f"{name}_{key}": value for key, value in self.values.items()}

@@ -23,6 +23,27 @@ KEYS = {  # the config keys, by the name of the option
 }
 
 
+class Wanted(NamedTuple):
+    """What the config says about performance.
+
+    Attributes:
+        speed: the key of this name.
+        options: the value of each option.
+        optimizer: class or function of the optimizer.
+        optimizer_name: its name in the config.
+    """
+
+    speed: str
+    options: Mapping[str, Any]
+    optimizer: Any
+    optimizer_name: str
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option is wanted that a strategy, a model or a device may not support."""
+        return not any(self.options[name] is True for name in ("cuda_graph", "channels_last", "compile"))
+
+
 class PerformanceOptions(NamedTuple):
     """How a training step is executed.
 
@@ -69,6 +90,19 @@ class PerformanceOptions(NamedTuple):
             value = getattr(self, name)
             shown = {True: "on", False: "off", None: "off"}.get(value, value)
             log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
+
+
+def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
+    """Return the options of a run in which nothing is chosen, and nothing is wanted that may not be supported.
+
+    Args:
+        wanted: what the config says.
+        in_memory: whether the dataset is in host memory, and images are not read one by one.
+    """
+    chosen = {name: value for name, value in wanted.options.items() if value not in (AUTO, None)}
+    if not in_memory:
+        chosen.setdefault("loader", "workers")
+    return PerformanceOptions(**chosen)
 
 
 def choose(

@@ -1,14 +1,43 @@
-"""A model with its optimizer and its training step, on the devices of a strategy."""
+"""How a model is trained, and what trains it: its optimizer and its step, on the devices of a strategy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import configure_optimizer, param_groups
-from ddp_lab.training.recipe import Recipe
-from ddp_lab.training.step import Step
+from ddp_lab.training.performance import PerformanceOptions
+from ddp_lab.training.step import Step, StepOptions
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the weights are updated.
+
+    Attributes:
+        batch_size: samples in the GLOBAL batch; divisible by the number of replicas.
+        optimizer: makes the optimizer of some parameters.
+        scheduler: makes its learning-rate schedule.
+        step: what a step does, and the seed.
+        ema: decay of averages of the weights; None: no averages.
+        ema_warmup: whether this decay warms up.
+        decay_norms_and_biases: as in `param_groups`.
+        performance: how a step is executed.
+    """
+
+    batch_size: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], LambdaLR]
+    step: StepOptions
+    ema: float | None = None
+    ema_warmup: bool = True
+    decay_norms_and_biases: bool = True
+    performance: PerformanceOptions = field(default_factory=PerformanceOptions)
 
 
 class Trainer:

@@ -140,7 +140,7 @@ def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
 @pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])
 def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons, batch, monkeypatch):
     options = PerformanceOptions(cuda_graph=True, reasons=reasons)
-    monkeypatch.setattr("ddp_lab.run.build.find_options", lambda *_: options)
+    monkeypatch.setattr("ddp_lab.run.build.find_performance", lambda *_: options)
     job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
 

@@ -40,7 +40,6 @@ from ddp_lab.strategies.sharding import local
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.metrics import evaluate
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step
 from ddp_lab.training.sync import Sync
@@ -398,8 +397,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
     eager, settings = trainer.eager_step, job.fit_settings
     sync = Sync(strategy, eager.running_sums, Every())
-    notes = NotFiniteNotes(runtime.rank == 0)
-    position = fit(Run(eager, step, job.loaders, settings, recorder, [recorder], sync, position, notes))
+    position = fit(Run(eager, step, job.loaders, settings, recorder, [recorder], sync, position))
     chosen = "test" if "test" in job.loaders else "val"
     with trainer.ema.in_use() if trainer.ema else nullcontext():
         tested = evaluate(strategy, job.loaders[chosen])

@@ -22,7 +22,6 @@ from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import RunningSums
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
@@ -136,7 +135,7 @@ def run(monkeypatch):
         measured = Meter(strategy.task, settings, rows)
         sync = Sync(strategy, sums, settings.log_every, read=measured.read)
         hooks = [Exchanges(), measured, *([hook] if hook else [])]
-        fit(Run(eager, step, loaders, settings, rows, hooks, sync, progress, NotFiniteNotes(False)))
+        fit(Run(eager, step, loaders, settings, rows, hooks, sync, progress))
         return rows
 
     return train

@@ -15,7 +15,6 @@ from ddp_lab.run.build import build
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.pictures import SHOWN, Pictures, is_drawn
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
@@ -79,8 +78,7 @@ def train(hooks: list[Hook], logger: Logger | None = None, case: str = "single")
     job = build(config_of(case), Runtime("cpu"))
     eager = job.trainer().eager_step
     sync = Sync(job.strategy, eager.running_sums, Every())
-    notes = NotFiniteNotes(False)
-    run = Run(eager, eager, job.loaders, job.fit_settings, logger or Logger(), hooks, sync, Progress(), notes)
+    run = Run(eager, eager, job.loaders, job.fit_settings, logger or Logger(), hooks, sync, Progress())
     fit(run)
     return run
 
