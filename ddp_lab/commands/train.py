@@ -7,10 +7,9 @@ torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
@@ -50,22 +49,27 @@ def train_rank(cfg: DictConfig) -> float | None:
     # most config errors.
     from ddp_lab.observe.metrics_file import objective
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
-    from ddp_lab.run.train import train
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         # After it returns, no object refers to the process group.
-        status, run_dir = train(runtime.succeed("checks", partial(prepare_job, cfg, runtime)))
+        status, run_dir, lower_is_better = prepare_and_train(cfg, runtime)
     # Under torchrun a non-zero exit code would restart the ranks.
     code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
-        return None  # only a sweeper reads it
-    from ddp_lab.launchers.sweep import lower_is_better
+    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better)[1]  # for a Hydra sweeper
 
-    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better(cfg))[1]  # for a Hydra sweeper
+
+def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, bool]:
+    """Train; return how the run ended, its directory, and whether low values of the metric `optimize` are good. Collective."""
+    from ddp_lab.run.train import train
+
+    job = runtime.succeed("checks", partial(prepare_job, cfg, runtime))
+    lower_is_better = job.task.lower_is_better(cfg.optimize.partition("_")[2])
+    status, run_dir = train(job)
+    return status, run_dir, lower_is_better
 
 
 def prepare_job(cfg: DictConfig, runtime: "Runtime") -> "Job":

@@ -60,6 +60,10 @@ class Loader(ABC):
         self._first = self._range.new_zeros(())
         augments = options.crop_padding > 0 or options.flip
         self._offsets = self._range.new_zeros(3, self.samples) if augments else None
+        if augments:  # here, because the methods may be compiled
+            from ddp_lab.data.augment import augment, draw_offsets
+
+            self._augment, self._draw_offsets = augment, draw_offsets
         self._compute: Callable[[int], Tensors] = self._compute_eagerly
 
     def __len__(self) -> int:
@@ -123,9 +127,7 @@ class Loader(ABC):
         order, options = self.order(epoch), self.options
         if self._offsets is None:
             return order, None
-        from ddp_lab.data.augment import draw_offsets
-
-        return order, draw_offsets(self.data.size, options.crop_padding, options.flip, options.seed, epoch)[:, order]
+        return order, self._draw_offsets(self.data.size, options.crop_padding, options.flip, options.seed, epoch)[:, order]
 
     def next_batch(self, count: int) -> Batch:
         """Return the next batch, whose number of samples is the next of `counts`; every rank has as many, with padding."""
@@ -152,12 +154,10 @@ class Loader(ABC):
         self._first += size
         inputs, targets = self._read(places)
         if self._offsets is not None:
-            from ddp_lab.data.augment import augment
-
             offsets, padding = self._offsets.index_select(1, places), self.options.crop_padding
-            inputs = augment(inputs, offsets, padding)
+            inputs = self._augment(inputs, offsets, padding)
             if targets.dim() == 3:
-                targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
+                targets = self._augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
         return self._as_arguments(inputs, targets)
 
     def _as_arguments(self, inputs: torch.Tensor, targets: torch.Tensor) -> Tensors:
