@@ -101,7 +101,8 @@ class Guard(Hook):
         """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective."""
         step = position.step
         if step >= self.sync.next:
-            self.heartbeat.at("deciding")
+            if self.sync.is_due(step):
+                self.heartbeat.at("deciding")
             exchanged = self.sync.after_step(position, self.run.waited)
             if exchanged is not None and self._must_leave(exchanged):
                 self.save(self.run.current())
@@ -122,7 +123,7 @@ class Guard(Hook):
         The next launch repeats the evaluation.
         """
         counted = position.step + number
-        if counted >= self.sync.next and self._decide(counted, position):
+        if self.sync.is_due(counted) and self._decide(counted, position):
             self.save(position)
         self.heartbeat.at("evaluating", position.epoch, position.step + 1)
 

@@ -79,7 +79,8 @@ class Sync:
         read: gets the results after steps, in order, from which rows are made.
 
     Attributes:
-        next: the first step after which `after_step` has something to do.
+        next: the first step after which `after_step` has something to do; while a rank waits for the sums of a row, another one
+            than on other ranks.
         recorded: the sums of the epoch at its last row.
     """
 
@@ -116,6 +117,10 @@ class Sync:
         self._sums_before = position.sums or zeros
         self.recorded = position.recorded or zeros
 
+    def is_due(self, step: int) -> bool:
+        """Return whether the ranks exchange after a step, the same on every rank."""
+        return step >= self._exchange_at
+
     def after_step(self, position: Progress, waited: float) -> Exchanged | None:
         """Exchange what is due after a step that is at least `next`. Collective.
 
@@ -130,7 +135,7 @@ class Sync:
         if self._pending and (self._pending.arrived is None or self._pending.arrived.query()):
             self.settle()
         exchanged = None
-        if step >= self._exchange_at:
+        if self.is_due(step):
             self.settle()
             is_row = self._is_row(step)
             exchanged = self._receive(self._send(step, position, waited, is_row, waits=True))
@@ -145,7 +150,7 @@ class Sync:
         """Exchange now, before something that all ranks must agree on. Collective; waits for the device.
 
         Args:
-            step: number of the last step, which in an evaluation counts batches, too.
+            step: number of the last step, which in an evaluation counts batches, too. `is_due` takes the same number.
             position: as in `Exchanged`.
             weights: the tensors of this rank to check for values that are not finite.
         """
