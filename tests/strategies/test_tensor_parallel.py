@@ -220,6 +220,16 @@ def test_prediction_is_at_most_what_flops_and_bytes_allow():
     assert "tp=2 is at most 1.09x as fast as one GPU" in str(made)
 
 
+def test_prediction_names_the_times_of_the_faster_strategies():
+    """The sums take longer than what they save: 0.002 s of 0.004 s are saved, and 0.01 s are sent."""
+    made = Prediction(tp=2, flops=4e9, divided=4e9, sums=1e9, gradients=1e8, rate=1e12, link=1e11)
+    assert made.alone == pytest.approx(0.004)
+    assert made.replicated == pytest.approx(0.002)
+    text = str(made)
+    assert "tp=2 is not faster than one GPU, " in text
+    assert " ms for 4 ms on one GPU, with 2 GB to send at 100 GB/s; strategy=ddp would be faster, with 2 ms" in text
+
+
 def test_advise_predicts_what_tensor_parallelism_gains():
     (line,) = advice("tp tp=2", *LARGE, "batch_size=64")[0].notes
     assert line.startswith("tp tp=2: prediction from FLOPs and bytes: tp=2 is at most 1.7")

@@ -50,6 +50,20 @@ def test_ddp_sums_every_gradient_once_in_a_step(accumulate):
         assert small_calls["all_reduce"] > 1
 
 
+def calls_with_buffers() -> dict[str, int]:
+    """Return the calls of a step of a model with BatchNorm's buffers."""
+    with Runtime("cpu", timeout=30) as runtime:
+        runtime.open_group()
+        strategy = set_up("ddp", runtime, "narrow", 1)
+        assert len(list(strategy.module.buffers())) > 0
+        return dict(second_step(strategy, 1).calls)
+
+
+def test_ddp_does_not_broadcast_buffers_in_a_step():
+    """They are sent when training mode ends."""
+    assert run_world(2, calls_with_buffers) == [{"all_reduce": 1}] * 2
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("case", "gathers"),

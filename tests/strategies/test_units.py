@@ -15,7 +15,9 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.models.usage import find_usage
+from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.units import find_units
+from ddp_lab.world.runtime import Runtime
 
 SHAPE = (1, 6, 6)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -263,3 +265,23 @@ def test_model_of_containers_resumes_under_another_strategy(ranks, tmp_path):
     begun, ended = run_world(ranks, continue_under_fsdp, str(tmp_path))[0]
     assert begun + ended == pytest.approx(whole, rel=1e-12)
     assert run_world(1, continue_on_one_rank, str(tmp_path))[0] == pytest.approx(whole[2:], rel=1e-12)
+
+
+def keys_after_each_question() -> list[int]:
+    """Ask for 20 events that no path knows. Return the number of keys in the store after each."""
+    found: list[int] = []
+    with Runtime("cpu", timeout=TIMEOUT) as runtime:
+        runtime.open_group()
+        order = UnitOrder(runtime, "fsdp", [])
+        for number in range(20):
+            order.begin(number)
+            order.event("unit")
+            runtime.all_reduce(torch.zeros(1))  # the other rank has got its answer, too
+            found.append(runtime.store.num_keys())
+    return found
+
+
+def test_store_does_not_grow_with_the_questions_about_the_order_of_units():
+    """Each question has three keys, and those of the question before are deleted at some time in the next one."""
+    for keys in run_world(2, keys_after_each_question):
+        assert max(keys) - min(keys) <= 2 * 3
