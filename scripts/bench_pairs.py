@@ -7,7 +7,7 @@ reads what it writes:
 
 An epoch's time begins and ends with the task's own calls: it has everything that train.py does between two bare rounds, also
 what is recorded and decided at the end of an epoch. Both loops have the memory that train.py keeps
-(ddp_lab/world/host_memory.py) and share their processes with its watchdog, whose looks are therefore in no ratio.
+(ddp_lab/world/process.py) and share their processes with its watchdog, whose looks are therefore in no ratio.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where a rank would compute.
 
-Start, agreement, watchdog, decisions, run directory and store are those of ddp_lab. Simulated are the steps (sleep), the
+Start, agreement, watchdog, exchanges, run directory and store are those of ddp_lab. Simulated are the steps (sleep), the
 all-reduce (over pipes to scale_sim.py) and what would end the process of a rank (its thread ends instead). Operations
 on files are those that Python reports to its audit hooks, which are all but `stat`.
 """
@@ -13,19 +13,23 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ddp_lab.config.types import Every
 from ddp_lab.launchers.preflight import check_network, check_shared
-from ddp_lab.resilience.decisions import Decisions
+from ddp_lab.resilience.guard import Requests
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import BEAT, Watchdog
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.sync import Sync
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 
@@ -94,7 +98,10 @@ class CountedStore:
 
 
 class SimulatedRuntime(Runtime):
-    """A runtime whose process group is simulated, and which counts what goes through the store."""
+    """A runtime whose process group is simulated, and which counts what goes through the store.
+
+    Its all-reduce is the maximum, whatever the operation: where ddp_lab adds flags and a number of rank 0, it is as good.
+    """
 
     def __init__(self, place: Place, peers: Peers):
         super().__init__("cpu", timeout=300, place=place)
@@ -167,7 +174,7 @@ class Rank:
     def __init__(self, spec: Spec, place: Place, peers: Peers, looks: Looks):
         self.spec, self.peers, self.looks = spec, peers, looks
         self.runtime = SimulatedRuntime(place, peers)
-        self.decisions = Decisions(self.runtime)
+        self.requests = Requests(self.runtime)
         self.hangs = False
         threading.Thread(target=self._run, name=f"rank {place.rank}", daemon=True).start()
 
@@ -183,28 +190,33 @@ class Rank:
         watchdog.__enter__()  # leaving it would end the process
         runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
-        self.decisions.begin(0, RunningSums(Task(), runtime.device))
-        step = self._train(watchdog)
+        # Of a strategy the exchanges need no more than this. Whatever is not the same on all ranks they only compare with 0.
+        strategy = cast(Strategy, SimpleNamespace(runtime=runtime, device=runtime.device, is_metric_rank=True))
+        sync = Sync(strategy, RunningSums(Task(), runtime.device), Every(), lambda: (self.requests.preempted,))
+        step = self._train(watchdog, sync)
         self.peers.send("stops", runtime.rank, time.time())
         if runtime.rank == 0:
             run_dir.end("preempted", Progress(step=step))
         watchdog.stop()
         self.peers.send("ends", runtime.rank, time.time())
 
-    def _train(self, watchdog: Watchdog) -> int:
+    def _train(self, watchdog: Watchdog, sync: Sync) -> int:
         """Take steps until the ranks agree to stop, and return their number."""
         step = 0
+        sync.begin(Progress())
+        sync.begin_epoch(Progress())
         while True:
             step += 1
-            watchdog.at("loading", 1, step)
-            watchdog.at("training", 1, step)
+            watchdog.heartbeat.at("loading", 1, step)
+            watchdog.heartbeat.at("training", 1, step)
             if self.hangs:
                 time.sleep(3600)
             time.sleep(self.spec.step_seconds)
             self.runtime.all_reduce(torch.zeros(1))
-            if self.decisions.due(step):
-                watchdog.at("deciding")
-                if self.decisions.exchange(step, save_failed=False).preempted:
+            if step >= sync.next:
+                watchdog.heartbeat.at("deciding")
+                exchanged = sync.after_step(Progress(step=step), 0.0)
+                if exchanged is not None and any(exchanged.flags):
                     return step
 
 
@@ -237,7 +249,7 @@ def run(spec: Spec, pipe: Connection) -> None:
         elif what == "hang":
             ranks[values[0]].hangs = True
         elif what == "preempt":
-            ranks[values[0]].decisions.preempted = True  # as its signal handler does
+            ranks[values[0]].requests.preempted = True  # as its signal handler does
         elif what == "count":
             connections = [each for rank in ranks.values() for each in rank.runtime.connections]
             operations = sum((Counter({each.prefix: each.operations}) for each in connections), Counter[str]())

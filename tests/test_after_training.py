@@ -11,7 +11,7 @@ import torch
 from configs import config
 from image_folders import write_folder
 from launches import SMALL, main_in_world, read_metrics, refusal_in_world
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,12 +22,13 @@ from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.recorded_config import read_config
+from ddp_lab.run.build import build, evaluate_run, image_options, open_run
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.export import find_writer, write_pt2
-from ddp_lab.run.job import build
 from ddp_lab.run.predict import Predictor, find_images
-from ddp_lab.run.recorded_config import read_config
-from ddp_lab.run.trained import TrainedRun, evaluate_run, open_run
+from ddp_lab.run.trained import InputFormat, TrainedRun
+from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
 
 # 50 test images in batches of 24: neither the batches nor the last one are divisible by the ranks' number.
@@ -223,6 +224,10 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     assert not (tmp_path / "p.csv").exists()
 
 
+def format_of(cfg: DictConfig) -> InputFormat:
+    return InputFormat(list(cfg.data.mean), list(cfg.data.std), image_options(cfg.data))
+
+
 def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
     root = write_folder(tmp_path / "images", {"train": 3, "test": 6})
     cfg = config("data=folder", f"data.root={root}", "data.image_size=24", "data.num_workers=0", "batch_size=6")
@@ -234,7 +239,8 @@ def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
             seen.append(images)
             return images.flatten(1)[:, :3]
 
-    rows, corrupt = Predictor(TrainedRun(cfg, data, root, Seeing()), job.runtime, top=2).run(find_images([f"{root}/test"]), 6)
+    run = TrainedRun(data, root, Seeing(), Classification, format_of(cfg))
+    rows, corrupt = Predictor(run, job.runtime, top=2).run(find_images([f"{root}/test"]), 6)
     assert torch.equal(seen[0], next(iter(job.loaders["test"])).inputs)
     assert (len(rows), corrupt) == (6, [])
     assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}
@@ -274,7 +280,7 @@ def test_onnx_without_its_packages_is_refused(monkeypatch):
 def test_model_that_cannot_be_exported_is_reported(tmp_path):
     data = DataRecord({"in_channels": 1, "image_size": 4, "num_classes": 16}, [], "", "", None)
     with pytest.raises(ConfigError, match=r"torch cannot export this model as \.pt2 \("):
-        write_pt2(TrainedRun(config(), data, tmp_path, DependsOnValues()), tmp_path / "m.pt2")
+        write_pt2(TrainedRun(data, tmp_path, DependsOnValues(), Classification, format_of(config())), tmp_path / "m.pt2")
 
 
 def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(trained, command, tmp_path, monkeypatch):

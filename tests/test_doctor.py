@@ -23,7 +23,7 @@ from worlds import once, run_world
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.launchers import preflight
-from ddp_lab.run.job import checkpoint_bytes
+from ddp_lab.run.build import checkpoint_bytes
 
 CHECKS = ["versions", "environment", "config", "devices", "backend", "runs_dir", "dataset", "model", "strategy", "batch"]
 NOWHERE = "no-such-host.invalid"

@@ -44,6 +44,27 @@ def test_module_imports_only_subpackages_below_its_own(path):
     assert not upward, f"{path} imports {upward}"
 
 
+READS_CONFIG = ("config", "commands", "launchers", "run.build")  # with omegaconf or hydra; all else gets values
+
+
+def test_config_is_read_in_one_place():
+    def imports_config_libraries(path: Path) -> bool:
+        """Whether a file imports omegaconf or hydra, at its top or inside a function."""
+        names = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            elif isinstance(node, ast.Import):
+                names += [name.name for name in node.names]
+        return any(name.split(".")[0] in ("omegaconf", "hydra") for name in names)
+
+    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
+    readers = [name for name, path in modules.items() if imports_config_libraries(path)]
+    allowed = [name for name in readers if name.startswith(READS_CONFIG)]
+    assert "run.build" in readers
+    assert readers == allowed, "these get values and callables, and no part of the config"
+
+
 def test_every_command_is_listed():
     assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 

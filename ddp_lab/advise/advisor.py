@@ -5,22 +5,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.utils import get_object
-from omegaconf import DictConfig, open_dict
 from torch import nn
 
 from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
-from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, plan_rank, ranks_to_plan
-from ddp_lab.config.build import construct
+from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, dataset_sizes, model_to_plan, plan_rank, ranks_to_plan
+from ddp_lab.config.build import Config, construct, find_target
+from ddp_lab.config.change import remove
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.data.sources import dataset_sizes
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import model_to_plan
 from ddp_lab.models.partition import Partition
-from ddp_lab.run.job import load_dataset, make_plan, make_task, make_trial
+from ddp_lab.run.build import load_dataset, make_plan, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.tensor_parallel import plan_of
 from ddp_lab.strategies.tp_prediction import predict
@@ -82,7 +79,7 @@ class Advisor:
         notes: lines about the plans, and why a strategy has none.
     """
 
-    cfg: DictConfig
+    cfg: Config
     dataset: Dataset
     model: nn.Module
     devices: Devices
@@ -101,8 +98,7 @@ class Advisor:
         """
         cfg = compose_config(list(overrides), config_dir, with_choices=True)
         choice = cfg.hydra.runtime.choices.strategy
-        with open_dict(cfg):
-            del cfg.hydra
+        remove(cfg, "hydra")
         check(cfg)
         if cfg.device not in ("auto", devices.kind) or cfg.strategy.get("devices"):
             raise ConfigError("device and strategy.devices: plans are made for all devices that --gpus names; leave them out")
@@ -151,7 +147,7 @@ class Advisor:
         devices, cfg = self.devices, self.cfg.copy()
         if overrides != self.own:
             cfg.strategy = compose_config(overrides, None).strategy
-        alone = get_object(cfg.strategy["_target_"]).one_process
+        alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
         ranks = 1 if alone else devices.number
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)

@@ -9,20 +9,21 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_lab.config.build import construct
+from ddp_lab.checkpoints.find import run_of
+from ddp_lab.config.build import Config, construct, find_target
+from ddp_lab.config.change import as_config, changed, read_config, with_references
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.models.make import model_to_plan
-from ddp_lab.run.job import Job, load_dataset, make_task, make_trial
-from ddp_lab.run.job import build as build_job
+from ddp_lab.launchers.preflight import check_network
+from ddp_lab.run.build import build as build_job
+from ddp_lab.run.build import find_resumed, load_dataset, make_task, make_trial, prepare
+from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import state_copies
 from ddp_lab.world.device import peak_memory_bytes, size
@@ -37,7 +38,7 @@ LIBRARIES = 0.25 * 2**30  # what the first step of a CPU rank loads and starts: 
 STEP_TIMEOUT = 120.0  # seconds after which the ranks of a real step give up waiting for one that ran out of memory
 
 
-def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
+def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
     """Return the bytes of a device, 0 if not known, and those that are free: the least of all ranks. Collective."""
     if cfg.memory_limit:
         own = [int(cfg.memory_limit * 2**30)] * 2
@@ -48,7 +49,7 @@ def memory_of(cfg: DictConfig, runtime: Runtime) -> list[int]:
     return runtime.conclude("memory", own, lambda found: [min(each) for each in zip(*found, strict=True)])
 
 
-def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
+def advisor_of(cfg: Config, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
     """Return the advisor of a launch whose ranks are real; its own strategy has no overrides.
 
     Planning loads torch's DTensor, so that it is imported where it is needed.
@@ -56,7 +57,7 @@ def advisor_of(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: Run
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import Devices
 
-    alone, here = get_object(cfg.strategy["_target_"]).one_process, runtime.local_world_size
+    alone, here = find_target("strategy._target_", cfg.strategy["_target_"]).one_process, runtime.local_world_size
     devices = Devices("", len(runtime.devices) if alone else here, runtime.world_size // here, memory, kind=runtime.device.type)
     return Advisor(cfg, dataset, model, devices, runtime.free_memory() if devices.kind == "cuda" else 0, ["..."])
 
@@ -74,7 +75,23 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
     return f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} such devices"
 
 
-def check_memory(cfg: DictConfig, job: Job) -> None:
+def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
+    """Construct a run as `run.build.prepare`: its batch is chosen before, and its memory is checked after that. Collective.
+
+    Raises:
+        ConfigError: the config cannot be used, a machine cannot take part in the run, or its state does not fit.
+    """
+    note = ""
+    if "auto" in (cfg.batch_size, cfg.accumulate):
+        check_network(runtime)
+        source = find_resumed(cfg, runtime)
+        note = choose_batch(cfg, runtime, run_of(source) if source else None)
+    job = prepare(cfg, runtime, [note] if note else [])
+    check_memory(cfg, job)
+    return job
+
+
+def check_memory(cfg: Config, job: Job) -> None:
     """Check that every rank's part of the model fits on its device. Collective.
 
     Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned,
@@ -88,7 +105,7 @@ def check_memory(cfg: DictConfig, job: Job) -> None:
         job.runtime.agree("state", lambda: check_state(cfg, job, memory))
 
 
-def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
+def check_state(cfg: Config, job: Job, memory: int) -> None:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
     copies = 2 + state_copies(job.recipe.optimizer) + (job.recipe.ema is not None)
     if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
@@ -105,7 +122,7 @@ def check_state(cfg: DictConfig, job: Job, memory: int) -> None:
         )
 
 
-def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None) -> str:
+def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> str:
     """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the log. Collective.
 
     Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of memory.
@@ -146,11 +163,11 @@ def choose_batch(cfg: DictConfig, runtime: Runtime, resumed: Path | None = None)
 
 def recorded(run: Path) -> list[int]:
     """Return batch_size and accumulate in the config of a run."""
-    cfg = OmegaConf.load(run / "config.yaml")
+    cfg = read_config(run / "config.yaml")
     return [cfg.batch_size, cfg.accumulate]
 
 
-def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> list[int]:
+def values_of(cfg: Config, strategy: Strategy, samples: int, first: int) -> list[int]:
     """Return the values that the key that is auto may have; those that need the most memory first.
 
     A batch is at most the training set, and within 3 % of any other size. All steps of accumulation are equal.
@@ -176,21 +193,22 @@ def values_of(cfg: DictConfig, strategy: Strategy, samples: int, first: int) -> 
     return sizes or [finest]
 
 
-def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> int:
+def largest(cfg: Config, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> int:
     """Return the first value with which the plan fits the budget, in bytes. The other arguments are as in `choose_batch`.
 
     Raises:
         ConfigError: none fits, or the step cannot be planned.
     """
     key = "accumulate" if cfg.accumulate == "auto" else "batch_size"
-    cfg = cast("DictConfig", OmegaConf.merge(cfg, {key: values[-1]}))
+    cfg = changed(cfg, {key: values[-1]})
+    from ddp_lab.advise.plan import model_to_plan
+
     trial = make_trial(dataset, make_task(cfg, dataset))
     model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
     advisor = advisor_of(cfg, dataset, model, runtime, budget)
 
     def needed(value: int) -> float:
-        changed = cast("DictConfig", OmegaConf.merge(cfg, {key: value}))
-        return replace(advisor, cfg=changed).plan([]).fullest.total
+        return replace(advisor, cfg=changed(cfg, {key: value})).plan([]).fullest.total
 
     try:
         place = bisect_left(values, True, key=lambda value: needed(value) <= budget)
@@ -205,7 +223,7 @@ def largest(cfg: DictConfig, dataset: Dataset, runtime: Runtime, values: list[in
     )
 
 
-def take_real_step(cfg: DictConfig, runtime: Runtime) -> tuple[int, str]:
+def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
     """Take a real step on all ranks; return the most bytes that a device needed, and what went wrong or "". Collective."""
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -213,7 +231,7 @@ def take_real_step(cfg: DictConfig, runtime: Runtime) -> tuple[int, str]:
     taken, problem = 0, ""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            taken = pool.submit(real_step, cast("dict[str, Any]", OmegaConf.to_container(cfg)), port).result()
+            taken = pool.submit(real_step, with_references(cfg), port).result()
         except Exception as error:  # out of memory, or the process was killed
             problem = describe_error(error)
     taken, problem = runtime.conclude(
@@ -225,7 +243,7 @@ def take_real_step(cfg: DictConfig, runtime: Runtime) -> tuple[int, str]:
 def real_step(config: dict[str, Any], port: int) -> int:
     """Take two real steps in this process, a rank like the one that started it, and return the bytes of its device in use."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    cfg = OmegaConf.create(config)
+    cfg = as_config(config)
     with Runtime(cfg.device, cfg.precision, STEP_TIMEOUT) as runtime:
         before = bytes_in_use(runtime)
         job = build_job(cfg, runtime, with_weights=False)
@@ -235,7 +253,7 @@ def real_step(config: dict[str, Any], port: int) -> int:
             job.strategy.train()
             batch = next(iter(job.loaders["train"]))
             for _ in range(2):
-                trainer.train_step(batch)
+                trainer.eager_step(batch)
             return bytes_in_use(runtime) - before
 
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
-from ddp_lab.lab.trainer import Trainer
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.sharding import local
+from ddp_lab.training.trainer import Trainer
 
 HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")
 PARTS = (*HELD, "activations", "in flight", "data")
@@ -90,12 +90,12 @@ class Live(TorchDispatchMode):
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
         job.strategy.train()
-        self.trainer.train_step(batch)
+        self.trainer.eager_step(batch)
         self._locate()
         for counter in (self.calls, self.sent, self.flops):
             counter.clear()
         self._data = [key_of(tensor) for tensor in batch[:2]]
-        self.trainer.train_step(batch)
+        self.trainer.eager_step(batch)
         for place, held in enumerate(self.held):  # during an update, state can be that of local shards, by other keys
             held |= {kind: nbytes(tensors) for kind, tensors in self.state(place).items() if kind != "gradients"}
 

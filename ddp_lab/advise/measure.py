@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from ddp_lab.advise.advisor import Advisor, Row
+from ddp_lab.config.change import text_without
 from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.resilience.run_directory import read_json, write_json
 
@@ -86,9 +86,9 @@ def exposed(rows: list[dict[str, float]]) -> float:
 
 def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
-    devices, run = advisor.devices, OmegaConf.masked_copy(advisor.cfg, [str(key) for key in advisor.cfg if key != "strategy"])
+    devices, run = advisor.devices, text_without(advisor.cfg, ["strategy"])
     name = torch.cuda.get_device_name() if devices.kind == "cuda" else f"{platform.node()} {platform.processor()}"
-    key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {OmegaConf.to_yaml(run)}".encode()).hexdigest()
+    key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {run}".encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"
 

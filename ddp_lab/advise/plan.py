@@ -9,25 +9,28 @@ import logging
 import math
 import re
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.advise.live import HELD, Collective, Live
-from ddp_lab.config.build import construct, for_cpu
+from ddp_lab.config.build import Config, construct, for_cpu
+from ddp_lab.config.change import resolved
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.dataset import Dataset, InMemory, hold_out
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import BuiltModel
-from ddp_lab.models.trial import meta_copy
-from ddp_lab.run.job import Job, arrange, make_plan, make_task
+from ddp_lab.models.trial import Trial, freeze_unused, meta_copy
+from ddp_lab.run.build import arrange, build_model, make_model, make_plan, make_source, make_task, model_spec
+from ddp_lab.run.job import Job
 from ddp_lab.run.speed import bytes_of
-from ddp_lab.speed.fastest import AUTO
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import ShapesOnly, forget_layouts
 from ddp_lab.training.optimizer import configure_optimizer
+from ddp_lab.training.performance import AUTO
 from ddp_lab.world.planned import PlannedRuntime
 
 # What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
@@ -81,7 +84,52 @@ def ranks_to_plan(strategy: Strategy) -> list[int]:
     return [stage * math.prod(sizes[place + 1 :]) for stage in range(sizes[place])]
 
 
-def plan_rank(cfg: DictConfig, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
+def dataset_sizes(data: Config) -> Dataset | None:
+    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
+
+    Args:
+        data: the config group `data`.
+
+    Returns:
+        None if the dataset must be read to know its sizes: its source has no attributes sizes, shape and num_classes.
+    """
+    source: Any = make_source(resolved(data), seed=0)
+    if not hasattr(source, "sizes"):
+        return None
+    with torch.device("meta"):
+        images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
+        train, test = (InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
+    classes = [str(label) for label in range(source.num_classes)]
+    return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
+
+
+def model_to_plan(
+    node: Config | dict[str, Any], shape: Mapping[str, Any], precision: str, seed: int, trial: Trial
+) -> nn.Module:
+    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
+
+    Args:
+        node: the config group `model`.
+        shape: the arguments that follow from the data (`Dataset.model_shape`).
+        precision, seed: of the run.
+        trial: what the model is tried with.
+
+    Raises:
+        ConfigError: the model cannot be constructed, or does not accept the images.
+    """
+    runtime = PlannedRuntime(1, 1, precision, kind="cpu")
+    spec = model_spec(node, shape)
+    try:
+        with torch.device("meta"):
+            model = build_model(node, shape, trial.inputs)
+        if not spec.target.startswith("ddp_lab.models.") or not isinstance(model, Chain) or trial.of_all:
+            freeze_unused(model, trial, runtime, spec.key)
+    except ConfigError:
+        return make_model(node, shape, runtime, seed, trial, with_weights=False).model
+    return model
+
+
+def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
     """Return the plan of each device of a rank: of one, unless the strategy drives several.
 
     Args:

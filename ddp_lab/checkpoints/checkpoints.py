@@ -12,14 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from ddp_lab.checkpoints.copy_full import copy_full
 from ddp_lab.checkpoints.files import SHARDED, delete, forget_best, link_best, remove, remove_old, step_of, steps_in
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
-from ddp_lab.checkpoints.one_file import copy_full
 from ddp_lab.checkpoints.state import State, Write
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
+
+
+def ignore(path: Path) -> None:
+    """Do nothing about a checkpoint."""
 
 
 class Checkpoints:
@@ -35,21 +40,27 @@ class Checkpoints:
         keep: number of checkpoints to keep.
         best: metric of the validation set by which the best checkpoint is chosen and kept, too; None: it is not kept.
         sharded: whether to save sharded checkpoints. Collective then.
+        before_write: called in the writer thread with a path before this rank writes there.
 
     Attributes:
-        before_write: called in the writer thread before this rank writes. Fault injection replaces it between two saves.
-        after_write: called in rank 0's writer thread with a checkpoint that is written.
         problem: why the last checkpoint could not be written; None if it was written or is being written. Set on rank 0.
         kept: the progress in the newest checkpoint, or at the start of the launch. Updated on rank 0 only.
     """
 
-    def __init__(self, folder: Path, state: State, keep: int = 2, best: Criterion | None = None, sharded: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        state: State,
+        keep: int = 2,
+        best: Criterion | None = None,
+        sharded: bool = False,
+        before_write: Callable[[Path], None] = ignore,
+    ):
         self.folder, self.state, self.keep, self.runtime = folder, state, keep, state.strategy.runtime
         self.best: Criterion | None = best
         self.problem: str | None = None
         self.kept = Progress()
-        self.before_write: Callable[[], None] = lambda: None
-        self.after_write: Callable[[Path], None] = lambda path: None
+        self.before_write = before_write
         self._shards = None
         if sharded:
             from ddp_lab.checkpoints.sharded import ShardWriter  # it loads 700 modules in 0.5 s
@@ -127,10 +138,14 @@ class Checkpoints:
         forget_best(self.folder)
         return False
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, after_write: Callable[[Path], None] = ignore) -> None:
         """Copy the state to the host and let the writer threads write it in the background. Collective.
 
         If it cannot be written, the earlier checkpoints are kept, and `problem` is set to the reason.
+
+        Args:
+            progress: the position in the checkpoint.
+            after_write: called in rank 0's writer thread with the path of the checkpoint, when it is written.
         """
         self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
         if self.state.ema is not None:
@@ -138,7 +153,7 @@ class Checkpoints:
         path = self.folder / f"step_{progress.step:08d}{'.pt' if self._shards is None else SHARDED}"
         write = (copy_full if self._shards is None else self._shards.copy)(self.state, progress)
         if write is not None:
-            self._pending = self._writer.submit(self._write, replace(progress), path, write)
+            self._pending = self._writer.submit(self._write, replace(progress), path, write, after_write)
 
     def wait(self) -> None:
         """Wait until the last save has ended, successfully or not."""
@@ -146,11 +161,11 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, progress: Progress, path: Path, write: Write) -> None:
+    def _write(self, progress: Progress, path: Path, write: Write, after_write: Callable[[Path], None]) -> None:
         """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank 0 does the rest."""
         try:
             self.folder.mkdir(exist_ok=True)
-            write(path, self.before_write)
+            write(path, partial(self.before_write, path))
             self.problem = None
             if self.runtime.rank == 0:
                 self.kept = progress
@@ -169,4 +184,4 @@ class Checkpoints:
             return
         if self.runtime.rank == 0:
             remove_old(self.folder, self.keep)
-            self.after_write(path)
+            after_write(path)

@@ -1,14 +1,16 @@
 """Which checkpoint a launch resumes from and a command uses: one decision, the same on all ranks."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_lab.checkpoints.files import best_in, find_damage, is_sharded, steps_in, sums_of
-from ddp_lab.checkpoints.one_file import FullCheckpoint
-from ddp_lab.checkpoints.saved import SavedCheckpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.checkpoints.saved import SavedCheckpoint
 
 
 def find_source(runs_dir: Path, name: str | None, resume: str, restarted: str | None) -> Path | None:
@@ -31,7 +33,7 @@ def run_of(source: Path) -> Path:
     return source.parent if source.is_dir() and not is_sharded(source) else source.absolute().parent.parent
 
 
-def open_checkpoint(path: Path, key: str = "resume=") -> SavedCheckpoint:
+def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":
     """Return a checkpoint whose hashes have been checked, as from `find_checkpoint`.
 
     Args:
@@ -42,6 +44,8 @@ def open_checkpoint(path: Path, key: str = "resume=") -> SavedCheckpoint:
         ConfigError: it is not a checkpoint of ddp_lab.
     """
     if not is_sharded(path):
+        from ddp_lab.checkpoints.one_file import FullCheckpoint
+
         return FullCheckpoint(path, key)
     from ddp_lab.checkpoints.sharded import ShardedCheckpoint  # torch.distributed.checkpoint loads 700 modules in 0.5 s
 

@@ -36,23 +36,27 @@ from ddp_lab.checkpoints.files import (
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
+from ddp_lab.observe.trackers.base import Status
+from ddp_lab.training.hooks import Hook
 
 RUN_FILES = ("config.yaml", "data.json", "metrics.jsonl", *(f"tracker.{name}.json" for name in EXTRAS))
 STEP = re.compile(r"step_\d+\.(pt|sharded)")
 
 
-class Mirror:
-    """The mirror of one run.
+class Mirror(Hook):
+    """The mirror of one run, and the hook that uploads its checkpoints.
 
     Args:
         url: the config key `checkpoint.mirror`.
         run_dir: the run directory, whose name is that of the mirror's directory.
+        timeout: seconds that the end of a run waits for the last upload.
 
     Raises:
         ConfigError: fsspec does not know the URL, or a package for it is missing.
     """
 
-    def __init__(self, url: str, run_dir: Path):
+    def __init__(self, url: str, run_dir: Path, timeout: float = 0.0):
+        self.timeout = timeout
         self.key, self.run_dir, self.folder = f"checkpoint.mirror={url}", run_dir, run_dir / "checkpoints"
         from fsspec.core import url_to_fs  # takes 0.1 s
 
@@ -69,6 +73,12 @@ class Mirror:
         self._queue: queue.Queue[Path] = queue.Queue()
         # A daemon: an upload that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def on_checkpoint(self, path: Path) -> None:
+        self.upload(path)
+
+    def close(self, status: Status) -> None:
+        self.finish(self.timeout)
 
     def upload(self, path: Path) -> None:
         """Upload a checkpoint in the background. An error is logged once."""

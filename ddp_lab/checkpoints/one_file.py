@@ -1,28 +1,10 @@
-"""A checkpoint of one file: the full state, of which rank 0 collects a copy, written by torch.save and read weights-only."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""A checkpoint of one file, written by torch.save (copy_full.py) and read weights-only."""
 
 import torch
 
-from ddp_lab.checkpoints.files import write_file
 from ddp_lab.checkpoints.saved import SavedCheckpoint, require_keys
-from ddp_lab.checkpoints.state import KEYS, State, Write, collect, content_of, merge
+from ddp_lab.checkpoints.state import KEYS
 from ddp_lab.strategies.sharding import local, shard_like
-from ddp_lab.training.progress import Progress
-
-
-def copy_full(state: State, progress: Progress) -> Write | None:
-    """Collect a copy of the full state on rank 0, and return there what writes it; None on the other ranks. Collective."""
-    full, rests = collect(state.strategy, *state.part(progress))
-    if not rests:
-        return None
-
-    def write(path: Path, before: Callable[[], None]) -> None:
-        before()
-        write_file(path, content_of(full, merge(rests)))
-
-    return write
 
 
 class FullCheckpoint(SavedCheckpoint):

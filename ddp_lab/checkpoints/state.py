@@ -8,15 +8,18 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import full_tensor
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ddp_lab.training.ema import EMA
 
 Shapes = Mapping[str, tuple[int, ...]]
 Write = Callable[[Path, Callable[[], None]], None]  # writes a copy to a path, after a call of the second argument
@@ -39,8 +42,13 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     shapes: Shapes
-    ema: EMA | None = None
+    ema: "EMA | None" = None
     seed: int = 0
+
+    @classmethod
+    def of(cls, trainer: Trainer, shapes: Shapes) -> "State":
+        """Return what is saved of a trainer. `shapes` is that of the attributes."""
+        return cls(trainer.strategy, trainer.optimizer, trainer.scheduler, shapes, trainer.ema, trainer.seed)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's weights and their averages by key. Shards are DTensors, and nothing is copied."""

@@ -8,10 +8,15 @@ devices. Values of secrets are hidden. It makes the checks of train.py, but does
 downloads a missing dataset. The exit code is 2 if train.py would refuse the launch, else 0.
 """
 
-from omegaconf import DictConfig
+from functools import partial
+from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+
+from ddp_lab.config.build import leaves
 from ddp_lab.config.check import check
 from ddp_lab.launchers.command import run_with_config
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
 
 
@@ -21,9 +26,16 @@ def main(arguments: list[str]) -> None:
 
 def examine(cfg: DictConfig) -> None:
     """Examine the launch of this rank."""
-    from ddp_lab.advise.fit import check_memory, choose_batch
+    from ddp_lab.advise.fit import prepare_in_memory
+    from ddp_lab.checkpoints.mirror import Mirror
     from ddp_lab.run.doctor import diagnose, introduce, show
+    from ddp_lab.world.runtime import Runtime
 
-    show(introduce(cfg), env_int("RANK", 0) == 0)  # first, so that the report of a refused config has it, too
+    usual, given = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (compose_config([], None), cfg))
+    show(introduce(usual, given), env_int("RANK", 0) == 0)  # first, so that the report of a refused config has it, too
     check(cfg)
-    diagnose(cfg, choose_batch, check_memory)
+    mirror = None
+    if cfg.checkpoint.mirror:
+        mirror = partial(Mirror, cfg.checkpoint.mirror, Path(cfg.runs_dir, cfg.name or "unnamed"))
+    with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
+        diagnose(runtime, partial(prepare_in_memory, cfg, runtime), mirror)

@@ -22,8 +22,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
+    from ddp_lab.run.build import open_run
     from ddp_lab.run.export import describe_input, find_writer
-    from ddp_lab.run.trained import open_run
 
     write = find_writer(given.output)
     check_output(given.output, given.force)

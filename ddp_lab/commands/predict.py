@@ -57,18 +57,16 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if given.output:
         check_output(given.output, given.force)
-    from hydra.utils import get_object
-
+    from ddp_lab.run.build import open_run
     from ddp_lab.run.predict import Predictor, find_images, generate, write_table
-    from ddp_lab.run.trained import open_run
     from ddp_lab.tasks.classification import Classification
     from ddp_lab.tasks.tokens import Tokens
     from ddp_lab.world.device import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     run = open_run(given.run, given.checkpoint)
-    runtime, shape = Runtime(given.device, run.cfg.precision), run.data.shape
-    kind = get_object(run.cfg.task._target_)
+    runtime, shape = Runtime(given.device, run.precision), run.data.shape
+    kind = run.task
     if not issubclass(kind, Tokens if given.prompt else Classification):
         needs = (
             "needs --prompt TEXT"
@@ -84,7 +82,7 @@ def main(arguments: list[str]) -> None:
         text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
         return print(given.prompt + text.decode(errors="replace"))
     predictor = Predictor(run, runtime, given.top)
-    with float32_matmul(run.cfg.float32_matmul):
+    with float32_matmul(run.float32_matmul):
         rows, corrupt = predictor.run(images, given.batch_size)
     if rows and given.output:
         with replacing(given.output) as temporary, temporary.open("w", newline="") as file:

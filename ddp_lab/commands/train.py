@@ -6,12 +6,18 @@ torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 """
 
 import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, run_with_config
-from ddp_lab.launchers.start_ranks import read_options, refuse_tasks, start_ranks
+from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, refuse_tasks, run_with_config
+
+if TYPE_CHECKING:
+    from ddp_lab.run.job import Job
+    from ddp_lab.world.runtime import Runtime
 
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
@@ -19,8 +25,10 @@ EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in
 def main(arguments: list[str]) -> None:
     """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
     end_on_requests()
+    from ddp_lab.launchers.start_ranks import is_large, read_options, start_ranks
+
     options, overrides = read_options(arguments)
-    refuse_tasks(options)
+    refuse_tasks(options is not None and is_large(options))
     if options:
         sys.exit(start_ranks(options, overrides))
     run_with_config(train_rank, overrides)
@@ -30,7 +38,7 @@ def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command():
         end_on_requests()
-        refuse_tasks(None)
+        refuse_tasks(False)
         run_with_config(train_rank, arguments)
 
 
@@ -39,19 +47,37 @@ def train_rank(cfg: DictConfig) -> float | None:
     check(cfg)
     # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
     # most config errors.
-    from ddp_lab.advise.fit import check_memory, choose_batch
-    from ddp_lab.launchers.sweep import lower_is_better
     from ddp_lab.observe.metrics_file import objective
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
-    from ddp_lab.run.train import train
     from ddp_lab.world.runtime import Runtime
 
     with Runtime(cfg.device, cfg.precision, cfg.timeout + COLLECTIVE_GRACE) as runtime:
         # After it returns, no object refers to the process group.
-        status, run_dir = train(cfg, runtime, choose_batch, check_memory)
+        status, run_dir, lower_is_better = prepare_and_train(cfg, runtime)
     # Under torchrun a non-zero exit code would restart the ranks.
     code = 0 if runtime.under_torchrun else EXIT_CODES.get(status, 0)
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)
-    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better(cfg))[1]  # for a Hydra sweeper
+    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better)[1]  # for a Hydra sweeper
+
+
+def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, bool]:
+    """Train; return how the run ended, its directory, and whether low values of the metric `optimize` are good. Collective."""
+    from ddp_lab.run.train import train
+
+    job = runtime.succeed("checks", partial(prepare_job, cfg, runtime))
+    lower_is_better = job.task.lower_is_better(cfg.optimize.partition("_")[2])
+    status, run_dir = train(job)
+    return status, run_dir, lower_is_better
+
+
+def prepare_job(cfg: DictConfig, runtime: "Runtime") -> "Job":
+    """Construct the run, whose batch and whose state fit in the memory of its devices. Collective."""
+    if "auto" in (cfg.batch_size, cfg.accumulate) or cfg.memory_limit or runtime.device.type == "cuda":
+        from ddp_lab.advise.fit import prepare_in_memory
+
+        return prepare_in_memory(cfg, runtime)
+    from ddp_lab.run.build import prepare
+
+    return prepare(cfg, runtime)

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 from ddp_lab.config.types import TRACKERS
+
+Config = DictConfig
 
 # The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
 # are therefore not keys of the config.
@@ -144,7 +146,7 @@ def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
         yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
-def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def tracker_nodes(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return `_target_` and the options of each chosen tracker, by name.
 
     Args:
@@ -157,6 +159,17 @@ def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> d
         for name in names
         if name != "none"
     }
+
+
+def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, Callable[[Any], Any]]:
+    """Return a function of a TrackedRun that constructs each chosen tracker, by name. Arguments as in `tracker_nodes`."""
+    return {name: partial(make_tracker, node) for name, node in tracker_nodes(tracker, given).items()}
+
+
+def make_tracker(node: Mapping[str, Any], run: Any) -> Any:
+    """Import a tracker's class, and construct it for a TrackedRun."""
+    options = {key: value for key, value in node.items() if key != "_target_"}
+    return get_object(node["_target_"])(run, **options)
 
 
 def find_target(key: str, name: Any) -> Any:

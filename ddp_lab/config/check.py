@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
-from ddp_lab.config.build import GROUPS, build, chosen_trackers, find_target, for_cpu, options, takes_fused
+from ddp_lab.config.build import GROUPS, build, find_target, for_cpu, options, takes_fused, tracker_nodes
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
@@ -74,7 +74,7 @@ def check_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> No
     Raises:
         ConfigError: a package is missing, a class does not exist or is not a tracker, or an option is not allowed.
     """
-    chosen = chosen_trackers(tracker, given)
+    chosen = tracker_nodes(tracker, given)
     known = [*TRACKERS, *(name.partition(".")[0] for name in chosen if name not in TRACKERS)]
     for name in given:
         if name not in known:

@@ -3,14 +3,14 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Predicate
 from pydantic import Field
 
 SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
 FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
-
+BatchNorm = Literal["local", "sync"]  # the ranks over which BatchNorm computes its statistics
 
 TRACKERS = {
     "tensorboard": "ddp_lab.observe.trackers.tensorboard.TensorBoard",

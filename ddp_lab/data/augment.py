@@ -1,50 +1,17 @@
 """Augmentation of training batches on the device: random crops, flips, mixup and CutMix.
 
-Everything random is drawn from a seed of (seed, epoch or step, index). It does not depend on the rank that reads a sample, on
-its position in the epoch, or on where the run was resumed.
+Everything random is drawn from a seed of (seed, epoch or step, index), by seeds.py.
 """
 
-import hashlib
 import math
 import random
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.data.batch import Batch
-
-
-def seed_of(what: str, bits: int = 32, **place: int) -> int:
-    """Return the seed of a generator: the first bits of the SHA-256 of a text such as `augment seed=0 epoch=3`.
-
-    torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch already seed other generators.
-
-    Args:
-        what: is drawn.
-        bits: of the seed.
-        place: the run's seed, and what else the numbers depend on, such as epoch and index.
-    """
-    key = " ".join([what, *(f"{name}={number}" for name, number in place.items())])
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[: bits // 8], "big")
-
-
-@contextmanager
-def seeded(what: str, **place: int) -> Generator[None]:
-    """Seed the global generators of torch, NumPy and Python, from which datasets draw, by `seed_of`; restore them then."""
-    seed, of_python, of_numpy = seed_of(what, **place), random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+from ddp_lab.data.seeds import seed_of
 
 
 def draw_offsets(samples: int, crop_padding: int, flip: bool, seed: int, epoch: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""One rank's local batches: which samples they have, their sizes, and how they are made.
+"""One rank's local batches: which samples they have, and how they are made.
 
 With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation, as
 torch's `DistributedSampler` does, in local batches of B / W. The local batches of step s on all ranks together are therefore
 the slice [s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, a few of them are
-repeated as padding at the end of the last local batch of some ranks, and do not count (`real_samples`).
+repeated as padding at the end of the last local batch of some ranks, and do not count (`Strategy.real_samples`).
 """
 
 import math
@@ -29,23 +29,6 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
-
-
-def real_samples(count: int, dp_rank: int, dp_size: int) -> int:
-    """Return how many samples of a local batch are no padding: a rank reads every `dp_size`-th of `count`, the GLOBAL batch."""
-    return len(range(dp_rank, count, dp_size))
-
-
-class BatchSize(NamedTuple):
-    """The sizes of a batch, which are known before it is read.
-
-    Attributes:
-        size: samples in this rank's local batch, padding included.
-        count: samples in the GLOBAL batch, without padding.
-    """
-
-    size: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch size
 
 
 @dataclass(frozen=True)

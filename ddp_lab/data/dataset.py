@@ -4,15 +4,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
-from ddp_lab.data.augment import seeded
-from ddp_lab.data.images import ImageOptions
+from ddp_lab.data.seeds import seeded
+
+if TYPE_CHECKING:
+    from ddp_lab.data.images import ImageOptions
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
@@ -100,7 +102,7 @@ class Indexed(Samples):
     read: Callable[[int], tuple[torch.Tensor | Image.Image, torch.Tensor]]
     numbers: torch.Tensor
     seed: int
-    images: ImageOptions | None = None
+    images: "ImageOptions | None" = None
     augment: bool = False
 
     @property
@@ -218,3 +220,16 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         val=dataset.train.subset(evaluated, augment=False),
         held_out=f"{key} data.val_seed={seed} of {size:,} samples",  # the choice depends on their number, too
     )
+
+
+def require_same_digest(digests: list[str]) -> None:
+    """Check that all ranks have the same dataset: `digests` has the `Dataset.digest` of each.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise ConfigError(
+            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
+            "have the same files, of which the same can be decoded, and so the same classes and samples"
+        )

@@ -23,11 +23,17 @@ class LabelRange:
 
     Attributes:
         low, high: the range, which always contains 0.
+        is_complete: whether a loader adds the labels of all batches, so that none has to be measured again.
     """
 
     def __init__(self, ignore: int | None = None):
         self.ignore = ignore
         self.low = self.high = 0
+        self.is_complete = False
+
+    def expect_loader(self) -> None:
+        """Expect the labels of all batches from a loader, which adds them before it returns a batch."""
+        self.is_complete = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LabelRange":
         return self  # a copy of a task, for another device, gets the same labels
@@ -49,6 +55,11 @@ class LabelRange:
         self.low = min(self.low, low)
         self.high = max(self.high, high)
 
+    def add_from(self, targets: torch.Tensor) -> None:
+        """Add the labels of a batch if they are in host memory."""
+        if is_on_host(targets):
+            self.add(*self.measure(targets))
+
     def require(self, targets: torch.Tensor, classes: int) -> None:
         """Check that all labels are classes of the model. It does not wait for a device.
 
@@ -59,8 +70,7 @@ class LabelRange:
         Raises:
             SampleError: one is none.
         """
-        if is_on_host(targets):
-            self.add(*self.measure(targets))
+        self.add_from(targets)
         if self.low >= 0 and self.high < classes:
             return
         low, high = self.low, self.high

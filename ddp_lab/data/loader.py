@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.augment import augment, draw_offsets
-from ddp_lab.data.batch import Batch, BatchSize, LoaderOptions, local_order
+from ddp_lab.data.batch import Batch, LoaderOptions, local_order
 from ddp_lab.data.dataset import InMemory, Samples
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -25,7 +24,7 @@ class Loader(ABC):
     """The local batches of one rank, augmented and normalised on its device. A subclass reads the samples.
 
     `set_epoch` selects an epoch, and iterating yields its batches. A CUDA graph makes the same calls one by one: `start_epoch`,
-    and `next_batch` for each of `batch_sizes`.
+    and `next_batch` for each of `counts`.
 
     Args:
         data: the whole set, the same on all ranks.
@@ -45,6 +44,10 @@ class Loader(ABC):
                 f"[channels, height, width]); the inputs of these data are {list(data.shape)}. Use 0 and false"
             )
         self.data, self.options, self.device = data, options, options.device
+        self._size = data.size
+        self._is_image = data.is_image
+        if options.labels is not None:
+            options.labels.expect_loader()
         self.batch_size, self.local_batch_size = options.batch_size, options.batch_size // options.dp_size
         rank, ranks = options.dp_rank, options.dp_size
         self.order = partial(local_order, data.size, rank, ranks, options.seed if options.shuffle else None)
@@ -57,6 +60,10 @@ class Loader(ABC):
         self._first = self._range.new_zeros(())
         augments = options.crop_padding > 0 or options.flip
         self._offsets = self._range.new_zeros(3, self.samples) if augments else None
+        if augments:  # here, because the methods may be compiled
+            from ddp_lab.data.augment import augment, draw_offsets
+
+            self._augment, self._draw_offsets = augment, draw_offsets
         self._compute: Callable[[int], Tensors] = self._compute_eagerly
 
     def __len__(self) -> int:
@@ -89,16 +96,15 @@ class Loader(ABC):
             )
         self.epoch, self.start = epoch, math.ceil(samples / replicas)
 
-    def batch_sizes(self) -> Iterator[BatchSize]:
-        """Yield the sizes of the batches in the rest of the epoch."""
+    def counts(self) -> Iterator[int]:
+        """Yield the number of samples in the GLOBAL batch, without padding, of each batch in the rest of the epoch."""
         for first in range(self.start, self.samples, self.local_batch_size):
-            size = min(self.local_batch_size, self.samples - first)
-            yield BatchSize(size, min(self.batch_size, self.data.size - first * self.options.dp_size))
+            yield min(self.batch_size, self._size - first * self.options.dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
         self.start_epoch()
-        for size in self.batch_sizes():
-            yield self.next_batch(size)
+        for count in self.counts():
+            yield self.next_batch(count)
 
     def start_epoch(self) -> None:
         """Go to the beginning of the selected epoch, or to where it was resumed."""
@@ -121,11 +127,22 @@ class Loader(ABC):
         order, options = self.order(epoch), self.options
         if self._offsets is None:
             return order, None
-        return order, draw_offsets(self.data.size, options.crop_padding, options.flip, options.seed, epoch)[:, order]
+        return order, self._draw_offsets(self.data.size, options.crop_padding, options.flip, options.seed, epoch)[:, order]
 
-    def next_batch(self, size: BatchSize) -> Batch:
-        """Return the next batch, whose sizes are the next of `batch_sizes`."""
-        return Batch(*self._compute(size.size), size.count)
+    def next_batch(self, count: int) -> Batch:
+        """Return the next batch, whose number of samples is the next of `counts`; every rank has as many, with padding."""
+        size = -(-count // self.options.dp_size)
+        return Batch(*self._compute(size), count)
+
+    def first(self, number: int) -> Batch:
+        """Return the first samples of this rank, at most `number`, as a batch that is not augmented. Nothing else is read.
+
+        Unlike an iteration it needs no worker processes, and has no larger batch on the device.
+        """
+        indices = self.order(self.epoch)[:number].tolist()
+        samples = [self.data.sample(self.epoch, index) for index in indices]
+        inputs, targets = (torch.stack(each).to(self.device) for each in zip(*samples, strict=True))
+        return Batch(*self._as_arguments(inputs, targets), len(indices) * self.options.dp_size)
 
     def compile(self, compile_fn: Callable[[Callable[[int], Tensors]], Callable[[int], Tensors]]) -> None:
         """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse its kernels."""
@@ -138,10 +155,14 @@ class Loader(ABC):
         inputs, targets = self._read(places)
         if self._offsets is not None:
             offsets, padding = self._offsets.index_select(1, places), self.options.crop_padding
-            inputs = augment(inputs, offsets, padding)
+            inputs = self._augment(inputs, offsets, padding)
             if targets.dim() == 3:
-                targets = augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
-        if self.data.is_image:
+                targets = self._augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
+        return self._as_arguments(inputs, targets)
+
+    def _as_arguments(self, inputs: torch.Tensor, targets: torch.Tensor) -> Tensors:
+        """Return samples as the model and the loss take them."""
+        if self._is_image:
             inputs = (inputs * self.scale).sub_(self.offset)
         return as_numbers(inputs), as_numbers(targets)
 

@@ -1,19 +1,17 @@
-"""The dataset that the config describes: a class with a method `load`, or with data=own any map-style dataset."""
+"""Where a dataset comes from: a class with a method `load`, or with data=own any map-style dataset."""
 
 import hashlib
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from hydra.utils import get_object
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from ddp_lab.config.build import build, construct
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset, Indexed, InMemory, hold_out
+from ddp_lab.data.dataset import Dataset, Indexed, InMemory
 from ddp_lab.data.images import ImageOptions
 
 
@@ -25,93 +23,34 @@ class Source(Protocol):
         ...
 
 
-def make_source(data: Mapping[str, Any], seed: int) -> Source:
-    """Construct the source that the config group `data` describes.
-
-    Args:
-        data: the config group, as plain values.
-        seed: the run's seed.
-
-    Raises:
-        ConfigError: the class is neither a source nor, under data=own, a map-style dataset.
-    """
-    node = data["dataset"]
-    target = get_object(node["_target_"])
-    images = image_options(data)
-    if hasattr(target, "load") and not hasattr(target, "__getitem__"):
-        # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
-        arguments = [images] if "images" in inspect.signature(target).parameters else []
-        return construct("data.dataset", node, *arguments)
-    if images is None or "val_split" not in data:
-        raise ConfigError(
-            f"data.dataset._target_={node['_target_']}: must have the method load; a map-style dataset needs data=own"
-        )
-    splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
-    return Own(node, splits, images, data["num_classes"], seed)
-
-
-def dataset_sizes(data: Mapping[str, Any]) -> Dataset | None:
-    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
-
-    Args:
-        data: the config group `data`.
-
-    Returns:
-        None if the dataset must be read to know its sizes: its source has no attributes sizes, shape and num_classes.
-    """
-    source: Any = make_source(data, seed=0)
-    if not hasattr(source, "sizes"):
-        return None
-    with torch.device("meta"):
-        images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
-        train, test = (InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
-    classes = [str(label) for label in range(source.num_classes)]
-    return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
-
-
-def image_options(data: Mapping[str, Any]) -> ImageOptions | None:
-    """Return how images are transformed according to the config group `data`; None if it holds a dataset in memory."""
-    if "image_size" not in data:
-        return None
-    return ImageOptions(**{key: data[key] for key in ImageOptions.__dataclass_fields__})
-
-
-def check_same(digests: list[str]) -> None:
-    """Check that all ranks have the same dataset: `digests` has the `Dataset.digest` of each.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise ConfigError(
-            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
-            "have the same files, of which the same can be decoded, and so the same classes and samples"
-        )
-
-
+@dataclass(frozen=True)
 class Own:
     """A map-style dataset of the user, of (input, target).
 
     If its constructor has a parameter `split`, or `train` (true, false), that chooses a set; else it is the training set.
 
     Args:
-        node: the config group `data.dataset`.
+        make: constructs a set, with this parameter as a keyword.
+        target: name of its class or function.
+        parameters: names of the parameters of that.
         splits: value of the parameter `split` for each set of samples; None: there is no such set.
         images: how Pillow's images are transformed.
         num_classes: number of classes; None: that of the attribute `classes`, if there is one.
         seed: of the run.
     """
 
-    def __init__(
-        self,
-        node: dict[str, Any],
-        splits: dict[str, str | None],
-        images: ImageOptions,
-        num_classes: int | None,
-        seed: int,
-    ):
-        self.node, self.splits, self.images, self.num_classes, self.seed = node, splits, images, num_classes, seed
-        self.name = f"data.dataset._target_={node['_target_']}"
+    make: Callable[..., Any]
+    target: str
+    parameters: Collection[str]
+    splits: Mapping[str, str | None]
+    images: ImageOptions
+    num_classes: int | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The key and value that chose it, which begin messages."""
+        return f"data.dataset._target_={self.target}"
 
     def load(self) -> Dataset:
         """Construct the training set, the validation set and the test set, and check the first sample of each."""
@@ -128,17 +67,16 @@ class Own:
 
     def sets(self) -> dict[str, Any]:
         """Construct the training set, the validation set and the test set: map-style datasets by name."""
-        accepted = inspect.signature(get_object(self.node["_target_"])).parameters
-        if "split" in accepted:
+        if "split" in self.parameters:
             return {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
-        if "train" in accepted:
+        if "train" in self.parameters:
             return {"train": self._construct("train", True), "test": self._construct("train", False)}
         return {"train": self._construct()}
 
     def _construct(self, key: str = "", value: str | bool = "") -> Any:
         """Return a set: that of the value of a parameter, or the only one."""
         try:
-            return build(self.node, **({key: value} if key else {}))
+            return self.make(**({key: value} if key else {}))
         except ConfigError:
             raise
         except Exception as error:

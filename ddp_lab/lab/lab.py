@@ -24,16 +24,16 @@ from ddp_lab.lab.arguments import (
     name_of_target,
     require_same,
 )
-from ddp_lab.lab.divided_loss import Division, check_lab_loss
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.recipe import Recipe, TrainerOptions
 from ddp_lab.lab.report import wait_for_reporter
-from ddp_lab.lab.trainer import Trainer
+from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.training.divided_loss import Division, check_lab_loss
 from ddp_lab.training.step import StepOptions
+from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
 
 
@@ -236,7 +236,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = TrainerOptions(self._log, num_workers)
-        trainer = Trainer(strategy, model, task, recipe, shapes, options)
+        options = LoopOptions(shapes, self._log, num_workers)
+        trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import Batch, LoaderOptions, real_samples
+from ddp_lab.data.batch import Batch, LoaderOptions
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import samples_of
+from ddp_lab.data.trees import pad, rows
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.speed.fastest import DATA_SHARE
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.training.performance import DATA_SHARE
 
 KEPT = 8  # datasets whose loaders are kept
 
@@ -145,9 +146,9 @@ class LocalBatches:
         try:
             for inputs, targets, count in loader:
                 samples += count
-                real = real_samples(count, self.strategy.dp_rank, self.strategy.dp_size)
+                real = self.strategy.real_samples(count)
                 self.handed = Handed(order, samples, real, len(inputs), count)
-                yield inputs[:real], targets[:real]
+                yield rows(inputs, slice(real)), rows(targets, slice(real))
         finally:
             self.handed = None
             self._iterated.remove(loader)
@@ -165,7 +166,7 @@ class LocalBatches:
             raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
         handed, full = self.handed, self.batch_size // self.strategy.dp_size
         if handed and len(inputs) == handed.real:
-            return Batch(padded(inputs, handed.size), padded(targets, handed.size), handed.count), handed
+            return Batch(pad(inputs, handed.size), pad(targets, handed.size), handed.count), handed
         if len(inputs) != full:
             expected = f"{handed.real}, as the last one from `batches`, or {full}" if handed and handed.real != full else full
             raise ConfigError(
@@ -179,12 +180,3 @@ def close_all(kept: Kept) -> None:
     """End the worker processes of the loaders of a dataset."""
     for loader in kept.loaders.values():
         loader.close()
-
-
-def padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return `size` rows: those of a tensor, repeated, or zeros if it has none."""
-    if len(tensor) == size:
-        return tensor
-    if len(tensor) == 0:
-        return tensor.new_zeros(size, *tensor.shape[1:])
-    return tensor[torch.arange(size, device=tensor.device) % len(tensor)]

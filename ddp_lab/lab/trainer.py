@@ -1,9 +1,9 @@
-"""A model with its optimizer under a strategy: what train.py trains, and the methods from which a loop of one's own is made."""
+"""The trainer of a Lab: the methods from which a loop of one's own is made."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +16,53 @@ from ddp_lab.checkpoints.state import Shapes, State, collect
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
-from ddp_lab.data.loader import Loader
+from ddp_lab.data.trees import pad
 from ddp_lab.lab.arguments import FitKeys, require_same_form
-from ddp_lab.lab.local_batches import LocalBatches, padded
+from ddp_lab.lab.local_batches import LocalBatches
+from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.model_mistakes import mistakes_reported
-from ddp_lab.lab.recipe import Recipe, TrainerOptions, make_optimizer, place
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.models.weights import write_weights
-from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.ema import EMA
-from ddp_lab.training.loop import Hooks, Parts, fit
+from ddp_lab.training import trainer as training
+from ddp_lab.training.hooks import Exchanges, Hook, Run
+from ddp_lab.training.loop import fit
+from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step, TrainStep
+from ddp_lab.training.sync import Sync
+from ddp_lab.training.trainer import Recipe
 
 
-class Trainer:
+@dataclass(frozen=True)
+class LoopOptions:
+    """What a loop in a Lab needs, besides what a run of train.py does.
+
+    Attributes:
+        shapes: the shape of each tensor of the complete model, by name.
+        logger: the logger of the Lab.
+        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+    """
+
+    shapes: Shapes
+    logger: LabLogger
+    num_workers: int = 0
+
+
+class Trainer(training.Trainer):
     """Trains, evaluates and saves a model.
 
     `Lab.trainer` constructs it. Every method is collective: all ranks call it, with their own part
     of a batch.
-
-    A run of train.py uses this class, too: it compiles and wraps `train_step`, and calls
-    `fit_loaders` with its hooks.
 
     Args:
         strategy: the strategy, after `partition`.
         model: the complete model, as for `Strategy.setup`.
         task: what the model is trained for, with the loss.
         recipe: how the weights are updated.
-        shapes: the shape of each tensor of the complete model, by name.
         options: what only a loop in a Lab needs.
 
     Attributes:
@@ -59,34 +72,19 @@ class Trainer:
         ema: the averages of the weights; None without them.
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
-        train_step: the step that `fit` takes.
         position: the position as checkpoints and the log have it, with the epoch counted from 1. A
             loop reads `progress`.
         logger: the logger of the Lab. It gets the metrics of every epoch of `fit`, and of steps
             within it.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        task: Task,
-        recipe: Recipe,
-        shapes: Shapes,
-        options: TrainerOptions | None = None,
-    ):
-        options = options or TrainerOptions()
-        place(strategy, model, task, recipe.performance)
-        self.strategy, self.batch_size = strategy, recipe.batch_size
-        self.optimizer = make_optimizer(recipe, strategy)
-        self.scheduler = recipe.scheduler(self.optimizer)
-        self.ema = None if recipe.ema is None else EMA(strategy, recipe.ema, recipe.ema_warmup)
-        self.state = State(strategy, self.optimizer, self.scheduler, shapes, self.ema, recipe.step.seed)
-        self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
-        self.train_step: TrainStep = self.eager_step
+    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, options: LoopOptions):
+        super().__init__(strategy, model, task, recipe)
+        self.batch_size = recipe.batch_size
+        self.state = State.of(self, options.shapes)
         self.position = Progress(first_order=0)
         self.logger = options.logger
-        self._batches = LocalBatches(strategy, recipe.batch_size, recipe.step.seed, options.num_workers)
+        self._batches = LocalBatches(strategy, recipe.batch_size, self.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
@@ -160,6 +158,8 @@ class Trainer:
         """
         batch, handed = self._batches.padded(inputs, targets)
         strategy = self.strategy
+        if strategy.task.labels is not None:
+            strategy.task.labels.add_from(targets)  # of a loop's own batches, which no loader has read
         if strategy.module.training is not self._training:
             strategy.train()
             self._training = strategy.module.training
@@ -208,28 +208,31 @@ class Trainer:
         self._resumed = False
         self._first_order(1)
         self.logger.last_epoch = {}
-        with mistakes_reported(self.strategy):
-            self.fit_loaders(loaders, settings, self.logger, Hooks(), self._on_device(task))
-        self.eager_step.seed_alike()
-        return self.logger.last_epoch
-
-    def fit_loaders(
-        self, loaders: Mapping[str, Loader], settings: FitSettings, logger: Logger, hooks: Hooks, task: Task | None = None
-    ) -> None:
-        """Train from `position` to the end, as `training.loop.fit`; train.py calls it.
-
-        The position at the end becomes `position`.
-
-        Args:
-            loaders: the loader of each set by its name: train, and optionally val and test.
-            settings: when training ends, and what is evaluated.
-            logger: gets the metrics of every epoch, and of steps within it.
-            hooks: what is called during training.
-            task: task whose metrics are computed; None: that of the strategy.
-        """
-        parts = Parts(self.eager_step, self.train_step, loaders, settings, task, self._notes)
+        step = self.eager_step
+        hooks: list[Hook] = []
+        read = None
+        if settings.log_every != Every():
+            meter = Meter(self.strategy.task, settings, self.logger)
+            read = meter.read
+            hooks = [Exchanges(), meter]
+        sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
+        run = Run(
+            eager=step,
+            step=step,
+            loaders=loaders,
+            settings=settings,
+            logger=self.logger,
+            hooks=hooks,
+            sync=sync,
+            position=self.position,
+            notes=self._notes,
+            task=self._on_device(task),
+        )
         self._training = None
-        self.position = fit(parts, logger, hooks, self.position)
+        with mistakes_reported(self.strategy):
+            self.position = fit(run)
+        step.seed_alike()
+        return self.logger.last_epoch
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
@@ -274,7 +277,7 @@ class Trainer:
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
-            given = padded(inputs, max(1, len(inputs)))
+            given = pad(inputs, max(1, len(inputs)))
             outputs = self.strategy.predict(given)
         require_samples(outputs.shape, len(given))
         return outputs[: len(inputs)]

@@ -19,7 +19,6 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.overrides import check_overrides
@@ -28,7 +27,37 @@ from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, sh
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
 REFUSED, PREEMPTED = 2, 75
+TASKS = {
+    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpirun", "PMI_RANK"),
+}
 ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"  # set for a process that is to be killed when its standard input closes
+
+
+def refuse_tasks(starts_several: bool) -> None:
+    """Check that this process is not one of several tasks of srun or mpirun that would each train a run or start ranks.
+
+    It may be a rank, or the only task on its machine of a launch on several.
+
+    Args:
+        starts_several: whether it starts the ranks of its machine in a launch on several.
+
+    Raises:
+        ConfigError: it is the first of such tasks.
+        SystemExit: it is another one.
+    """
+    for variable, (program, number) in TASKS.items() if "RANK" not in os.environ else ():
+        tasks = env_int(variable, 1)
+        allowed = env_int("SLURM_STEP_NUM_NODES", tasks) if program == "srun" else tasks
+        if tasks > (allowed if starts_several else 1):
+            if env_int(number, 0) != 0:
+                sys.exit(REFUSED)
+            raise ConfigError(
+                f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
+                f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
+                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit slurm`"
+            )
 
 
 @contextmanager
@@ -103,6 +132,8 @@ def user_errors() -> Generator[None]:
             sys.exit(1)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
+        from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
+
         secondary = is_secondary(error)
         if secondary:  # torchrun ends all ranks when one exits, so the rank with the cause must be first
             time.sleep(WAIT_FOR_CAUSE)
@@ -160,6 +191,8 @@ def report(error: Exception) -> None:
     """
     rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
     if rank and not isinstance(error, SampleError):  # which one rank alone has raised
+        from ddp_lab.config.causes import WAIT_FOR_CAUSE
+
         time.sleep(WAIT_FOR_CAUSE)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # no launcher would have ended this rank
             return

@@ -23,7 +23,6 @@ from ddp_lab.launchers.arguments import Parser
 from ddp_lab.launchers.command import PREEMPTED, REFUSED
 from ddp_lab.launchers.command_line import compose_config, quote_faults, split_config_dir
 from ddp_lab.launchers.short_run import ENTRY
-from ddp_lab.world.process import env_int
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,11 +35,6 @@ EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}  # of other 
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
 # What starts several processes: the number of tasks, the program, and which task this is. SLURM_NTASKS is set in the shells of
 # sbatch and salloc, too.
-TASKS = {
-    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
-    "PMI_SIZE": ("mpirun", "PMI_RANK"),
-}
 
 
 def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
@@ -143,29 +137,6 @@ def count_ranks(strategy: str, device: str) -> int:
     import torch  # not at the top of the file: mistakes in the config are reported without it
 
     return max(1, torch.cuda.device_count())
-
-
-def refuse_tasks(options: Namespace | None) -> None:
-    """Check that this process is not one of several tasks of srun or mpirun that would each train a run or start ranks.
-
-    It may be a rank, or the only task on its machine of a launch on several.
-
-    Raises:
-        ConfigError: it is the first of such tasks.
-        SystemExit: it is another one.
-    """
-    several = options is not None and is_large(options)
-    for variable, (program, number) in TASKS.items() if "RANK" not in os.environ else ():
-        tasks = env_int(variable, 1)
-        allowed = env_int("SLURM_STEP_NUM_NODES", tasks) if program == "srun" else tasks
-        if tasks > (allowed if several else 1):
-            if env_int(number, 0) != 0:
-                sys.exit(REFUSED)
-            raise ConfigError(
-                f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
-                f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
-                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit slurm`"
-            )
 
 
 def start_ranks(options: Namespace, arguments: list[str]) -> int:

@@ -24,6 +24,8 @@ class DropPath(nn.Module):
         scale: 0 or 1 / (1 - rate), [], on the device of the branch; None before the first step, when nothing is dropped.
     """
 
+    drops_by_step = True  # a training step draws whether it drops the branch
+
     def __init__(self, rate: float, name: str):
         super().__init__()
         self.rate, self.name = rate, name

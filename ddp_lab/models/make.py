@@ -1,28 +1,55 @@
-"""Construction of the complete model of a run, which may be any module of the user's: built, given weights, and tried once."""
+"""The complete model of a run, which may be any module of the user's: built, given weights, and tried once."""
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.initial_weights import KEY, InitialWeights
-from ddp_lab.models.lazy import materialise
-from ddp_lab.models.memory import give_own_memory
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
-from ddp_lab.models.torchvision_models import find_weights, rename, torchvision_model
-from ddp_lab.models.trial import Trial, freeze_unused
-from ddp_lab.models.weights import match_weights, read
-from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.models.initial_weights import InitialWeights
+    from ddp_lab.models.trial import Trial
+
+
+class ModelSpec(NamedTuple):
+    """How the model of a run is constructed.
+
+    Attributes:
+        make: constructs it.
+        target: name of its class or function.
+        name: of torchvision's model; None: it is none of them.
+        input_shape: of a sample, for example [channels, height, width].
+        of_tokens: whether inputs are numbers of tokens.
+        num_classes: of the data; 0: there are none.
+        weights: file of weights or, of torchvision's models, a name; None: the initial ones are drawn.
+        by_block: whether the initial weights are drawn for each block by itself.
+    """
+
+    make: Callable[[], object]
+    target: str
+    name: str | None
+    input_shape: tuple[int, ...]
+    of_tokens: bool
+    num_classes: int
+    weights: str | None
+    by_block: bool
+
+    @property
+    def key(self) -> str:
+        """The key and value by which the user has chosen the model, for messages."""
+        return f"model._target_={self.target}" if self.name is None else f"model.name={self.name}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of ddp_lab's, which train all parameters."""
+        return self.name is None and self.target.startswith("ddp_lab.")
 
 
 class BuiltModel(NamedTuple):
@@ -35,111 +62,102 @@ class BuiltModel(NamedTuple):
     """
 
     model: nn.Module
-    initial_weights: InitialWeights | None
+    initial_weights: "InitialWeights | None"
     notes: list[str]
 
 
-def make_model(
-    node: DictConfig | dict[str, Any],
-    shape: Mapping[str, Any],
-    runtime: Runtime,
-    seed: int,
-    trial: Trial,
-    with_weights: bool = True,
-) -> BuiltModel:
+def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool = True) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
     Args:
-        node: the config group `model`.
-        shape: the arguments that follow from the data (`Dataset.model_shape`).
+        spec: how it is constructed.
+        runtime: the ranks.
         seed: the run's seed; torch's random state is set by it.
-        trial: what the model is tried with, unless it is one of ddp_lab's.
-        with_weights: whether to load the file `node.weights`.
+        trial: what the model is tried with; None: it is not tried, because it is one of ddp_lab's, for classification.
+        with_weights: whether to load `spec.weights`.
 
     Raises:
         ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these data.
     """
     torch.manual_seed(seed)
-    target, weights = node["_target_"], node.get("weights")
-    of_torchvision, notes = get_object(target) is torchvision_model, list[str]()
-    if node.get("init") == "by_block":
+    notes = list[str]()
+    initial_weights = None
+    if spec.by_block:
+        from ddp_lab.models.initial_weights import InitialWeights
+
         with torch.device("meta"):
-            model = build_model(node, shape, trial.inputs)
+            model = build_model(spec, trial and trial.inputs)
         initial_weights = InitialWeights(model, seed)
     else:
-        model, initial_weights = build_model(node, shape, trial.inputs), None
-    if weights is not None and with_weights:
-        if of_torchvision:
-            state = rename(read(runtime.agree("weights", partial(find_weights, node["name"], weights), per_node=True)))
-        else:
-            state = read(weights)
-        given, found = match_weights(model.state_dict(), state, shape.get("num_classes", 0), f"model.weights={weights}")
-        notes += found
-        if initial_weights is None:
-            model.load_state_dict(given, strict=False)
-        else:
-            initial_weights.set_weights(given)
-    if of_torchvision or not target.startswith("ddp_lab.") or trial.of_all:  # ddp_lab's own train all parameters
-        notes += freeze_unused(model, trial, runtime, key_of(node))
-    if isinstance(model, Chain) and not trial.inputs.is_floating_point():
+        model = build_model(spec, trial and trial.inputs)
+    if spec.weights is not None and with_weights:
+        notes += load_weights(spec, spec.weights, model, initial_weights, runtime)
+    if trial is not None and (not spec.is_own or trial.of_all):
+        from ddp_lab.models.trial import freeze_unused
+
+        notes += freeze_unused(model, trial, runtime, spec.key)
+    if trial is not None and isinstance(model, Chain) and not trial.inputs.is_floating_point():
         model.input_dtype = trial.inputs.dtype
     return BuiltModel(model, initial_weights, notes)
 
 
-def model_to_plan(node: DictConfig, shape: Mapping[str, Any], precision: str, seed: int, trial: Trial) -> nn.Module:
-    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
+def load_weights(
+    spec: ModelSpec, weights: str, model: nn.Module, initial_weights: "InitialWeights | None", runtime: Runtime
+) -> list[str]:
+    """Give a model, or its initial weights, those of a file; return notes for the log. Arguments as in `make_model`."""
+    from ddp_lab.models.weights import match_weights, read
 
-    Raises:
-        ConfigError: the model cannot be constructed, or does not accept the images.
-    """
-    runtime = PlannedRuntime(1, 1, precision, kind="cpu")
-    try:
-        with torch.device("meta"):
-            model = build_model(node, shape, trial.inputs)
-        if not node["_target_"].startswith("ddp_lab.models.") or not isinstance(model, Chain) or trial.of_all:
-            freeze_unused(model, trial, runtime, key_of(node))
-    except ConfigError:
-        return make_model(node, shape, runtime, seed, trial, with_weights=False).model
-    return model
+    if spec.name is not None:
+        from ddp_lab.models.torchvision_models import find_weights, rename
+
+        find = partial(find_weights, spec.name, weights)
+        state = rename(read(runtime.agree("weights", find, per_node=True)))
+    else:
+        state = read(weights)
+    given, notes = match_weights(model.state_dict(), state, spec.num_classes, f"model.weights={weights}")
+    if initial_weights is None:
+        model.load_state_dict(given, strict=False)
+    else:
+        initial_weights.set_weights(given)
+    return notes
 
 
-def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: torch.Tensor | None = None) -> nn.Module:
-    """Call the class or function that `_target_` names and return the model. Its lazy layers get their parameters.
+def build_model(spec: ModelSpec, inputs: torch.Tensor | None = None) -> nn.Module:
+    """Construct a model. Its lazy layers get their parameters.
 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.
 
     Args:
-        node: the config group `model`; `weights` and `init` are not passed.
-        shape: the arguments that follow from the data, for example in_channels and num_classes. Only those are passed that are
-            parameters of the class or function.
-        inputs: samples, for lazy layers; None: those that `shape` describes.
+        spec: how it is constructed.
+        inputs: samples, for lazy layers; None: those that `spec` describes.
 
     Raises:
-        ConfigError: the constructor fails, the result is not an nn.Module or cannot process the samples, or an option follows
-            from the data.
+        ConfigError: the constructor fails, or the result is not an nn.Module or cannot process the samples.
     """
-    target = node["_target_"]
-    accepted = inspect.signature(get_object(target)).parameters
-    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
-    options = {key: value for key, value in cast("dict[str, Any]", values).items() if key not in ("weights", "init")}
-    passed = {name: value for name, value in shape.items() if name in accepted}
-    for name in passed.keys() & options.keys():
-        raise ConfigError(f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; leave it out")
+    key = f"model._target_={spec.target}"
     try:
-        model = build(options, **passed)
+        model = spec.make()
     except ConfigError:
         raise
     except Exception as error:
-        on_meta = isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"
-        where = f" on the meta device, which has no values, as {KEY} needs (use model.init=default)" if on_meta else ""
-        raise ConfigError(f"model._target_={target}: cannot be constructed{where}: {describe_error(error)}") from error
+        where = ""
+        if isinstance(error, RuntimeError) and torch.get_default_device().type == "meta":
+            from ddp_lab.models.initial_weights import KEY
+
+            where = f" on the meta device, which has no values, as {KEY} needs (use model.init=default)"
+        raise ConfigError(f"{key}: cannot be constructed{where}: {describe_error(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={target}: must return a torch.nn.Module, got {type(model).__name__}")
-    dtype = torch.int64 if "vocabulary" in shape else None
-    example = torch.zeros(2, *shape_of(shape), dtype=dtype) if inputs is None else inputs
-    materialise(model, example, f"model._target_={target}")
-    give_own_memory(model, f"model._target_={target}")
-    return as_chain(model, shape_of(shape))
+        raise ConfigError(f"{key}: must return a torch.nn.Module, got {type(model).__name__}")
+    if spec.is_own:  # neither lazy nor expanded
+        return as_chain(model, spec.input_shape)
+    from ddp_lab.models.lazy import materialise
+    from ddp_lab.models.memory import give_own_memory
+
+    dtype = torch.int64 if spec.of_tokens else None
+    example = torch.zeros(2, *spec.input_shape, dtype=dtype) if inputs is None else inputs
+    materialise(model, example, key)
+    give_own_memory(model, key)
+    return as_chain(model, spec.input_shape)
 
 
 def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
@@ -157,23 +175,12 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     return model
 
 
-def shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a sample's input, by default that of an image."""
-    return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))
-
-
-def key_of(node: DictConfig | dict[str, Any]) -> str:
-    """Return the key and value by which the user has chosen the model, for messages."""
-    of_torchvision = get_object(node["_target_"]) is torchvision_model
-    return f"model.name={node['name']}" if of_torchvision else f"model._target_={node['_target_']}"
-
-
 def require_chain(model: nn.Module, strategy: str, key: str) -> None:
     """Check that a strategy can cut the model into blocks, and that the model has no hook of its own.
 
     Args:
         strategy: name of the strategy, for the message.
-        key: as from `key_of`.
+        key: key and value that chose the model, for the message.
 
     Raises:
         ConfigError: the model is no chain, or has a hook.

@@ -1,8 +1,6 @@
 """Names in scripts that the font of a picture does not have, such as Chinese: matplotlib would draw boxes, and warn of each."""
 
-import warnings
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 
 def drawable(names: Sequence[str]) -> list[str]:
@@ -12,11 +10,3 @@ def drawable(names: Sequence[str]) -> list[str]:
     font = get_font(findfont(FontProperties()))
     known = [all(font.get_char_index(ord(character)) for character in name) for name in names]
     return [name if known[number] else str(number) for number, name in enumerate(names)]
-
-
-@contextmanager
-def without_glyph_warnings() -> Generator[None]:
-    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a run."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        yield

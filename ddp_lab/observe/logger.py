@@ -1,11 +1,12 @@
 """The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures and trackers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -23,11 +24,12 @@ from ddp_lab.observe.metrics_file import (
 )
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import pixels, write
-from ddp_lab.observe.trackers.background import Trackers
-from ddp_lab.observe.trackers.base import Status
 from ddp_lab.world.device import peak_memory_bytes
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.background import Trackers
+    from ddp_lab.observe.trackers.base import Status
+
 BAR, LINE = 1.0, 10.0  # seconds from one set of numbers to the next: of a bar, and of lines in a file
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
@@ -39,9 +41,11 @@ class Logger:
 
     Attributes:
         show_every: seconds from one call of `show` to the next.
+        draws_predictions: whether `predictions` does anything, so that a prediction for it is worth its time.
     """
 
     show_every = math.inf
+    draws_predictions = False
 
     def __enter__(self) -> "Logger":
         return self
@@ -50,16 +54,15 @@ class Logger:
         if error is not None:
             self.close("failed", {})
 
-    def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
-        """Return the batches. On a terminal, iterating over them shows a progress bar.
+    def bar(self, label: str, done: int, total: int) -> AbstractContextManager[Callable[[], object] | None]:
+        """Show a progress bar during the body, on a terminal. The body gets what advances it by a step; None: there is no bar.
 
         Args:
-            batches: the batches to iterate over.
             label: text in front of the bar.
             done: number of steps already taken.
             total: number of steps in all.
         """
-        return batches
+        return nullcontext()
 
     def steps(self, row: Mapping[str, Any]) -> None:
         """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is the last of them."""
@@ -72,8 +75,6 @@ class Logger:
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
         """Write a picture of a few images with the model's predictions.
-
-        After 9 epochs only every tenth one has a picture, after 99 only every hundredth, and so on.
 
         Args:
             epoch: number of the epoch.
@@ -93,7 +94,7 @@ class Logger:
     def text(self, title: str, markdown: str) -> None:
         """Pass a text to the trackers."""
 
-    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
         """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of `Tracker.finish`."""
 
 
@@ -105,30 +106,40 @@ class FileLogger(Logger):
         start: first epoch of this launch, and number of steps before it. Rows after this position, from an interrupted launch,
             are removed.
         constants: fields to append to every record of metrics.jsonl.
-        trackers: get the metrics and the pictures, and of the rows before `start` those that they do not have.
+        trackers: get the metrics and the pictures, and of the rows before `start` those that they lack; None: there is none.
         classes: names of the classes.
     """
 
     def __init__(
-        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: Trackers, classes: list[str]
+        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: "Trackers | None", classes: list[str]
     ):
         self.constants, self.trackers, self.classes = constants, trackers, classes
         self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
         self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
+        self._bar: tqdm[Any] | None = None  # on a terminal
         drop_rows(self.metrics, *start)
         self.show_every = LINE
         for row in read_rows(self.metrics):
             self._track({key: value for key, value in row.items() if key not in constants})
 
-    def progress(self, batches: Iterable[T], label: str, done: int, total: int) -> Iterable[T]:
+    @property
+    def draws_predictions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.trackers is not None and self.trackers.is_used
+
+    @contextmanager
+    def bar(self, label: str, done: int, total: int) -> Generator[Callable[[], object] | None]:
         # disable=None shows the bar only on a terminal
-        self._bar = tqdm(batches, label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT)
-        self._on_terminal = not self._bar.disable  # which also becomes true at the end of the epoch
-        self.show_every = BAR if self._on_terminal else LINE
-        return self._bar
+        bar = tqdm(desc=label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT)
+        on_terminal = not bar.disable
+        self.show_every = BAR if on_terminal else LINE
+        self._bar = bar if on_terminal else None
+        try:
+            yield bar.update if on_terminal else None
+        finally:
+            bar.close()
 
     def show(self, row: Mapping[str, Any]) -> None:
-        if self._on_terminal:
+        if self._bar is not None:
             self._bar.set_postfix_str(describe_steps(row), refresh=False)
         else:
             log.info(f"epoch {row['epoch']}, step {row['step']}: {describe_steps(row)}")
@@ -142,6 +153,8 @@ class FileLogger(Logger):
 
     def _track(self, row: Mapping[str, Any], **more: float) -> None:
         self.step = int(row.get("step", 0))  # a row of an earlier version may have none
+        if self.trackers is None:
+            return
         self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
@@ -152,9 +165,10 @@ class FileLogger(Logger):
         )
 
     def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
-        if epoch % 10 ** (len(str(epoch)) - 1) == 0:  # a picture takes 0.1 s, and TensorBoard shows ten of a run
-            grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
-            self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
+        if self.trackers is None:
+            return
+        grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
+        self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
         if counts is not None:
@@ -162,12 +176,14 @@ class FileLogger(Logger):
 
     def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
         image = write(confusion_figure(counts, self.classes), path)
-        self.trackers.log_media("confusion", image, self.step, epoch)
+        if self.trackers is not None:
+            self.trackers.log_media("confusion", image, self.step, epoch)
 
     def text(self, title: str, markdown: str) -> None:
-        self.trackers.log_media(title, markdown, self.step, 0)
+        if self.trackers is not None:
+            self.trackers.log_media(title, markdown, self.step, 0)
 
-    def close(self, status: Status, summary: Mapping[str, Any]) -> None:
+    def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
         # Not before: importing matplotlib and drawing take over a second.
         for name, draw in self.pictures.items() if status != "failed" else ():
             picture = self.metrics.with_name(name)
@@ -175,7 +191,8 @@ class FileLogger(Logger):
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run
                 log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
-        self.trackers.finish(status, summary)
+        if self.trackers is not None:
+            self.trackers.finish(status, summary)
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

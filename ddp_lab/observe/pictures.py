@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_lab.observe.glyphs import drawable
 from ddp_lab.observe.plot import clipped, house_style
 
 if TYPE_CHECKING:
@@ -12,6 +11,15 @@ if TYPE_CHECKING:
 
 NAMED = 30  # largest number of classes whose names and counts are drawn
 SHOWN = 8  # images of a prediction grid
+
+
+def drawable_names(classes: list[str]) -> list[str]:
+    """Return the names of classes that the font can draw, with its number in place of another one."""
+    if all(name.isascii() for name in classes):
+        return classes
+    from ddp_lab.observe.glyphs import drawable
+
+    return drawable(classes)
 
 
 @house_style()
@@ -33,7 +41,7 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
     if size <= NAMED:
-        names = [clipped(name) for name in drawable(classes)]
+        names = [clipped(name) for name in drawable_names(classes)]
         axes.set_xticks(range(size), names, rotation=90)
         axes.set_yticks(range(size), names)
         for row, column in counts.nonzero().tolist():
@@ -55,7 +63,7 @@ def prediction_grid(inputs: torch.Tensor, targets: list[int], predicted: list[in
     """
     from matplotlib.figure import Figure
 
-    names = [clipped(name, 11) for name in drawable(classes)]
+    names = [clipped(name, 11) for name in drawable_names(classes)]
     inputs = inputs[:SHOWN] if inputs.shape[1] == 3 else inputs[:SHOWN, :1]  # not RGB: the first channel in grey
     figure = Figure((SHOWN * 1.6, 2.4), layout="constrained")
     for axes, image, target, guess in zip(

@@ -6,6 +6,7 @@ takes about half a second, so it is imported when the first picture is drawn and
 
 import math
 import textwrap
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ddp_lab.observe.glyphs import without_glyph_warnings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,3 +202,11 @@ def pixels(drawn: "Figure") -> NDArray[np.uint8]:
     with without_glyph_warnings():
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+@contextmanager
+def without_glyph_warnings() -> Generator[None]:
+    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield

@@ -18,56 +18,54 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.files import step_of
 from ddp_lab.config.types import parse_fault
-from ddp_lab.data.loader import Loader
-from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.training.step import Step
+from ddp_lab.training.hooks import Hook, Run
 
 
-def fill_disk() -> None:
-    """Fail as any writing does on a full disk."""
-    Path("/dev/full").write_bytes(b"0")
-
-
-class Fault:
-    """A `TrainStep` that calls another one and injects a fault before one of its steps.
+class Fault(Hook):
+    """The hook that injects a fault before a step.
 
     Args:
-        step: the step that computes, not one that wraps another.
         injection: the config's `inject`, KIND@rank=R,step=S.
         rank: the rank of this process.
         run_dir: the directory in which `.injected` records that the fault was injected.
-        checkpoints: the run's checkpoints; the fault disk_full makes writing them fail.
-        taken: number of optimizer steps that the run has taken so far.
     """
 
-    def __init__(self, step: Step | GraphStep, injection: str, rank: int, run_dir: Path, checkpoints: Checkpoints, taken: int):
-        self.step, self.run_dir, self.checkpoints, self.taken = step, run_dir, checkpoints, taken
+    def __init__(self, injection: str, rank: int, run_dir: Path):
         parsed = parse_fault(injection)
         assert parsed is not None, "the validation of the config excludes it"
-        self.injection, (self.kind, faulty, at) = injection, parsed
-        self.at = at if faulty == rank else None
+        self.kind, faulty, self.at = parsed
+        self.injection = injection
+        self.is_here = faulty == rank
+        self.done = run_dir / ".injected"
+        self.disk_is_full = False
 
-    def batches(self, loader: Loader) -> Iterable[Any]:
-        return self.step.batches(loader)
+    def on_start(self, run: Run) -> None:
+        self.run = run
 
-    def __call__(self, batch: Any) -> None:
-        self.taken += 1
-        done = self.run_dir / ".injected"
-        before = done.read_text().splitlines() if self.taken == self.at and done.exists() else []
-        if self.taken == self.at and self.injection not in before:
-            with done.open("a") as file:
-                file.write(self.injection + "\n")
-            self._inject(batch)
-        else:
-            self.step(batch)
+    def before_step(self, batch: Any) -> Any:
+        if not self.is_here or self.run.position.step + 1 != self.at:
+            return batch
+        before = self.done.read_text().splitlines() if self.done.exists() else []
+        if self.injection in before:
+            return batch
+        with self.done.open("a") as file:
+            file.write(self.injection + "\n")
+        return self._inject(batch)
 
-    def _inject(self, batch: Any) -> None:
+    def before_write(self, path: Path) -> None:
+        """Fail as any writing of a checkpoint does on a full disk, if the disk was full when it was saved.
+
+        A checkpoint of an earlier step is written, however late its writer thread starts.
+        """
+        if self.disk_is_full and step_of(path) >= self.at:
+            Path("/dev/full").write_bytes(b"0")
+
+    def _inject(self, batch: Any) -> Any:
         match self.kind:
             case "crash":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -81,11 +79,10 @@ class Fault:
             case "slow":
                 time.sleep(3)
             case "nan":
-                batch = self.step.gather(batch)
-                batch = batch._replace(inputs=batch.inputs * float("nan"))
+                gathered = self.run.step.gather(batch)
+                return gathered._replace(inputs=gathered.inputs * float("nan"))
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
             case _:
-                self.checkpoints.wait()  # a save of an earlier step succeeds, however late its writer thread starts
-                self.checkpoints.before_write = fill_disk
-        self.step(batch)
+                self.disk_is_full = True
+        return batch

@@ -1,125 +1,168 @@
-"""The hooks that save checkpoints, compare replicas and stop a training run."""
+"""The hook that saves checkpoints, compares replicas and stops a training run."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
-from ddp_lab.resilience.decisions import Decisions
-from ddp_lab.resilience.replicas import first_difference
-from ddp_lab.resilience.watchdog import Watchdog
+from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.sharding import local
-from ddp_lab.training.loop import Hooks
+from ddp_lab.training.hooks import Hook, Run
+from ddp_lab.training.loop import why_over
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.sync import Exchanged
+from ddp_lab.world.process import REQUESTS
+from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.base import Status
 
 
 class Preempted(Exception):
     """The run was preempted, and a checkpoint of the current step is being written."""
 
 
+class Requests:
+    """The requests to stop that this rank has received.
+
+    Attributes:
+        preempted: whether it received SIGTERM, SIGUSR1 or Ctrl-C.
+        interrupted: whether it received Ctrl-C.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.preempted = False
+        self.interrupted = False
+
+    def listen(self) -> None:
+        """Treat SIGTERM, SIGUSR1 and Ctrl-C as a request to save a checkpoint and exit. Call it in the main thread."""
+        for number in REQUESTS:
+            signal.signal(number, self._preempt)
+
+    def _preempt(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # torchrun repeats the signal itself
+            raise KeyboardInterrupt  # the second Ctrl-C exits immediately
+        self.preempted = True
+        self.interrupted = self.interrupted or number == signal.SIGINT
+
+
 @dataclass(eq=False)
-class Guard(Hooks):
-    """The hooks of the training loop that save checkpoints, compare replicas and stop the run.
+class Guard(Hook):
+    """The hook that saves checkpoints, compares replicas and stops the run.
 
     All ranks make the same decision to stop. The methods then raise Preempted on all ranks if a rank received a signal to stop,
     while a checkpoint of this step is being written, or TrainingError if a loss or a weight is not finite, the replicas differ,
-    or a checkpoint could not be written.
+    or a checkpoint could not be written..
 
     Attributes:
         checkpoints: where and how checkpoints are written.
-        decisions: begun for the steps of this launch.
-        watchdog: gets the phases.
-        progress: the progress of the last checkpoint, or at the start of this launch.
+        requests: to stop, which this rank has received.
+        heartbeat: gets the phases.
+        saved: the position in the last checkpoint, or at the start of this launch.
 
     The others are the config keys of these names, most of them in the group `checkpoint`.
     """
 
     checkpoints: Checkpoints
-    decisions: Decisions
-    watchdog: Watchdog
-    progress: Progress
+    requests: Requests
+    heartbeat: OwnHeartbeat
     every_epochs: int
     every_steps: int | None
     on_error: Literal["stop", "continue"]
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
     at_steps: Collection[int]
+    saved: Progress = field(init=False)
+    run: Run = field(init=False)
 
-    def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yield the loader's batches and update the heartbeat at each batch. `doing` is "training" or "evaluating"."""
-        self.watchdog.at("loading", progress.epoch, progress.step + 1)
-        for batch in loader:
-            self.watchdog.at(doing, progress.epoch, progress.step + 1)
-            yield batch
-            self.watchdog.at("loading", progress.epoch, progress.step + 1)
+    def flags(self) -> tuple[bool, bool]:
+        """Return whether this rank was asked to stop, and whether it failed to write the last checkpoint."""
+        return self.requests.preempted, self.checkpoints.problem is not None
 
-    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective.
+    def on_start(self, run: Run) -> None:
+        self.run = run
+        self.sync = run.sync
+        self.saved = run.position
+        self._size = run.loaders["train"].data.size
+        self.heartbeat.at("loading", run.position.epoch, run.position.step + 1)
 
-        Args:
-            progress: the progress after the step, but with the sums at the start of the epoch or of this launch.
-            here: returns `progress` with the current sums. Collective; waits for the device.
+    def before_step(self, batch: object) -> object:
+        position = self.run.position
+        self.heartbeat.at("training", position.epoch, position.step + 1)
+        return batch
+
+    def on_step_end(self, position: Progress) -> None:
+        """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective."""
+        step = position.step
+        if step >= self.sync.next:
+            if self.sync.is_due(step):
+                self.heartbeat.at("deciding")
+            exchanged = self.sync.after_step(position, self.run.waited)
+            if exchanged is not None and self._must_leave(exchanged):
+                self.save(self.run.current())
+        if self.check_replicas and step % self.check_replicas == 0:
+            self._compare_replicas(step)
+        if (self.every_steps and step % self.every_steps == 0) or step in self.at_steps:
+            self.save(self.run.current())
+        if position.samples < self._size:
+            self.heartbeat.at("loading", position.epoch, step + 1)
+            return
+        if self._decide(step, position):
+            self.save(self.run.current())
+        self.heartbeat.at("evaluating", position.epoch, step + 1)
+
+    def on_evaluation_batch(self, position: Progress, number: int) -> None:
+        """Stop the run if it is preempted, which therefore does not wait for the end of a long evaluation. Collective.
+
+        The next launch repeats the evaluation.
         """
-        if self.decisions.due(progress.step) and self._must_leave(progress.step, progress):
-            self.save(here())
-        if self.check_replicas and progress.step % self.check_replicas == 0:
-            self._compare_replicas(progress.step)
-        if (self.every_steps and progress.step % self.every_steps == 0) or progress.step in self.at_steps:
-            self.save(here())
+        counted = position.step + number
+        if self.sync.is_due(counted) and self._decide(counted, position):
+            self.save(position)
+        self.heartbeat.at("evaluating", position.epoch, position.step + 1)
 
-    def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
-        """Yield the batches of an evaluation and check for a preemption after each one.
+    def on_epoch_end(self, position: Progress) -> None:
+        """Save a checkpoint after an evaluation if one is due or the best."""
+        is_last = bool(why_over(position, self.run.settings))
+        due = is_last or (position.epoch - 1) % self.every_epochs == 0
+        if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
+            self.save(position)
+        if not is_last:
+            self.heartbeat.at("loading", position.epoch, position.step + 1)
 
-        A preemption therefore does not wait for the end of a long evaluation; the next launch repeats the evaluation.
-        """
-        for number, batch in enumerate(self.batches("evaluating", loader, progress), progress.step + done + 1):
-            yield batch
-            if self.decisions.due(number) and self._must_leave(number, progress):
-                self.save(progress)
-
-    def check(self, progress: Progress) -> None:
-        """Make all pending decisions about the steps so far. Collective; waits for the device.
-
-        Args:
-            progress: the progress after the last step, with the sums of the epoch.
-        """
-        if self._must_leave(progress.step, progress):
-            self.save(progress)
-
-    def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Save a checkpoint after an evaluation if one is due or the best. `progress` is at the beginning of the next epoch."""
-        due = last or (progress.epoch - 1) % self.every_epochs == 0
-        if due or progress.is_best(self.checkpoints.best):
-            self.save(progress)
-        else:
-            self.check(progress)
-
-    def finish(self) -> None:
+    def close(self, status: "Status") -> None:
         """Wait until the last checkpoint is written."""
-        self.watchdog.at("finishing")
+        if status == "failed":
+            self.checkpoints.wait()
+            return
+        self.heartbeat.at("finishing")
         self.checkpoints.wait()
-        self._must_leave(self.progress.step, self.progress)
+        self._decide(self.saved.step, self.saved)
 
-    def save(self, progress: Progress) -> None:
+    def save(self, position: Progress) -> None:
         """Save a checkpoint. Collective; waits for the device.
 
         Args:
-            progress: the progress in the checkpoint.
+            position: the one in the checkpoint.
         """
         # Weights that are not finite must not be saved.
         weights = [local(tensor) for tensor in self.checkpoints.state.strategy.module.state_dict().values()]
-        leave = self._must_leave(progress.step, progress, weights)
-        self.progress = progress
-        self.watchdog.at("saving")
-        self.checkpoints.save(progress)
+        leave = self._decide(position.step, position, weights)
+        self.saved = position
+        self.heartbeat.at("saving")
+        self.checkpoints.save(position, self.run.written)
         if leave:
             raise Preempted
 
     def _compare_replicas(self, step: int) -> None:
+        from ddp_lab.resilience.replicas import first_difference
+
         state = self.checkpoints.state
         if difference := first_difference(state.strategy, state.ema.averages if state.ema else {}):
             name, replica = difference
@@ -130,13 +173,22 @@ class Guard(Hooks):
                 "replicas_drifted",
             )
 
-    def _must_leave(self, step: int, progress: Progress, weights: Collection[torch.Tensor] = ()) -> bool:
-        """Make all decisions about the steps up to `step`, and return whether the run is preempted. Waits for the device."""
-        self.watchdog.at("deciding")
-        agreed = self.decisions.exchange(step, self.checkpoints.problem is not None, weights)
-        if agreed.not_finite:
-            bad, rank = agreed.not_finite
-            what = f"the loss of step {bad} (epoch {progress.epoch}) is not finite, on rank {rank} first"
+    def _decide(self, step: int, position: Progress, weights: Collection[torch.Tensor] = ()) -> bool:
+        """Exchange now, as `Sync.exchange`, and return whether the run is preempted. Collective; waits for the device."""
+        self.heartbeat.at("deciding")
+        return self._must_leave(self.sync.exchange(step, position, weights))
+
+    def _must_leave(self, exchanged: Exchanged) -> bool:
+        """Return whether the run is preempted.
+
+        Raises:
+            TrainingError: it cannot continue.
+        """
+        position = exchanged.position
+        preempted, save_failed = exchanged.flags
+        if exchanged.not_finite:
+            bad, rank = exchanged.not_finite
+            what = f"the loss of step {bad} (epoch {position.epoch}) is not finite, on rank {rank} first"
             if self.on_nan == "stop":
                 raise TrainingError(
                     f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set max_grad_norm, or use "
@@ -144,18 +196,18 @@ class Guard(Hooks):
                     "not_finite",
                     rank,
                 )
-            if self.watchdog.rank == 0:
+            if self.run.strategy.runtime.rank == 0:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
-        if agreed.weights_not_finite:
+        if exchanged.weights_not_finite:
             raise TrainingError(
-                f"after step {progress.step} some weights are not finite; they are not saved. Lower "
+                f"after step {position.step} some weights are not finite; they are not saved. Lower "
                 "optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
-        if agreed.save_failed and self.on_error == "stop":
+        if save_failed and self.on_error == "stop":
             raise TrainingError(
                 f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
                 "With checkpoint.on_error=continue training continues after such a failure",
                 "checkpoint",
             )
-        return agreed.preempted
+        return preempted

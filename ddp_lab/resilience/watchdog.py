@@ -15,11 +15,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
-from ddp_lab.resilience import flight_recorder
-from ddp_lab.resilience.heartbeats import LISTED, STARTING, VANISHED, Found, Heartbeat, NodeLink, Table, Unchanged
+from ddp_lab.resilience.heartbeats import LISTED, STARTING, VANISHED, Found, Heartbeat, NodeLink, OwnHeartbeat, Table, Unchanged
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.world.process import is_alive, show
 from ddp_lab.world.runtime import Runtime
@@ -45,29 +43,31 @@ class Watchdog:
         run_dir: where failure.json and status.json are written.
         runtime: rank and world size.
         timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
+        before_exit: called by the watchdog's thread before it ends this process.
 
     Attributes:
         own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
             whether the main thread is most likely in a collective, `called` and `call` what `last_calls` returns. These three
             are only found out if the launch may hang.
-        before_exit: called by the watchdog's thread before it ends this process.
+        heartbeat: writes it, once the context is entered.
     """
 
-    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float):
+    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float, before_exit: Callable[[], object] = lambda: None):
         self.run_dir, self.runtime, self.timeout, self.rank = run_dir.path, runtime, timeout, runtime.rank
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
         self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
         self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
-        self.before_exit: Callable[[], object] = lambda: None
+        self.before_exit = before_exit
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
-        self._main, self._lock, self._unchanged = threading.get_ident(), threading.Lock(), Unchanged()
+        self._main, self._unchanged = threading.get_ident(), Unchanged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         self.table = Table(self.runtime)
-        self._write()
+        self.heartbeat = OwnHeartbeat(self.table, self.runtime.local_rank, self.own)
+        self.heartbeat.write()
         self._leads()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
         self._thread.start()
         if self.rank == 0:
@@ -87,26 +87,11 @@ class Watchdog:
             # Not sys.exit: an open process group could keep the interpreter from exiting.
             os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
-    def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step.
-
-        This costs a few microseconds per step. If the rank is killed, the table has its last phase; only the phase "loading",
-        with which every step begins, is written up to half a second late, by the watchdog's thread.
-        """
-        place: dict[str, Any] = {key: value for key, value in (("epoch", epoch), ("step", step)) if value is not None}
-        self.own.update(place, doing=doing, since=time.time())
-        if doing != "loading":
-            self._write()
-
-    def _write(self) -> None:
-        with self._lock:
-            self.table.write(self.runtime.local_rank, self.own)
-
     def stop(self) -> None:
         """Stop the watchdog thread, because this rank exits normally."""
         self._stop.set()
         self._thread.join()
-        self.at("done")
+        self.heartbeat.at("done")
         if self.link:
             self.link.stop()
 
@@ -117,7 +102,7 @@ class Watchdog:
     def look(self) -> bool:
         """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
         self.own["beat"] += 1
-        self._write()
+        self.heartbeat.write()
         leads = self._leads()
         if self.table.read("failure"):
             # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
@@ -127,6 +112,8 @@ class Watchdog:
         if found:
             who, kind, what = found
             if kind == "lost_rank":
+                from ddp_lab.resilience import flight_recorder
+
                 what += flight_recorder.describe_last(self.rank, who["rank"])
             self._report(who, kind, describe(who, what, self.table.everyone()))
             self.leave(GRACE)
@@ -166,6 +153,8 @@ class Watchdog:
         if still < self.timeout / 4:  # early, because on a busy machine this rank may count late what others need to judge
             self.own |= BUSY
             return None
+        from ddp_lab.resilience import flight_recorder
+
         frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
         self.own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
         if not self.own["called"]:
@@ -190,6 +179,8 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
+        from ddp_lab.config.causes import is_secondary
+
         text = "".join(traceback.format_exception(error))
         secondary = is_secondary(error) or getattr(error, "rank", self.rank) != self.rank
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
@@ -235,6 +226,8 @@ class Watchdog:
     def leave(self, grace: float) -> None:
         """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
         if self.own["called"] and (failure := self.table.read("failure")):
+            from ddp_lab.resilience import flight_recorder
+
             flight_recorder.save(self.run_dir, failure["step"], self.rank)
         deadline = time.monotonic() + grace
         self.before_exit()

@@ -1,1 +1,1 @@
-"""The construction of a run's parts from the config (job.py), its execution (train.py), and what is done with a trained run."""
+"""The construction of a run from its config (build.py), its execution (train.py), and what is done with a trained run."""

@@ -1,5 +1,6 @@
 """What a run records of its data, in data.json of the run directory, for launches and commands that continue it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -101,3 +102,8 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
                 "validate them"
             )
     return "; ".join(warnings) or None
+
+
+def input_shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a sample's input, by default that of an image."""
+    return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))

@@ -6,21 +6,18 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch.cuda import nccl
 
 from ddp_lab.checkpoints.mirror import Mirror
-from ddp_lab.config.build import leaves
 from ddp_lab.config.errors import NodeError
 from ddp_lab.launchers.arguments import installed
-from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.launchers.preflight import Finding, check_shared
-from ddp_lab.run.checks import ChooseBatch, check_and_build
 from ddp_lab.run.job import Job
 from ddp_lab.world.device import list_devices
 from ddp_lab.world.runtime import Runtime
@@ -36,8 +33,13 @@ SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|headers", re
 IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")  # user and password, and parameters
 
 
-def introduce(cfg: DictConfig) -> list[Finding]:
-    """Return what a report of a bug needs before the findings: versions, environment variables and config, without secrets."""
+def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Finding]:
+    """Return what a report of a bug needs before the findings: versions, environment variables and config, without secrets.
+
+    Args:
+        usual: the default values, by key.
+        given: those of this launch.
+    """
     root, source = Path(__file__).parents[2], "from a wheel"
     if (root / ".git").exists() and shutil.which("git"):
         described = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True)
@@ -45,7 +47,6 @@ def introduce(cfg: DictConfig) -> list[Finding]:
     cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else "torch without CUDA"
     versions = [*map(installed, PACKAGES), source, f"Python {platform.python_version()}", cuda, platform.platform()]
     environment = [f"{key}={shown(key, value)}" for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)]
-    usual, given = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (compose_config([], None), cfg))
     changed = [f"{key}={shown(key, value)}" for key, value in given.items() if key not in usual or usual[key] != value]
     return [
         Finding("ok", "versions", ", ".join(versions)),
@@ -59,28 +60,32 @@ def shown(key: str, value: object) -> str:
     return "(hidden)" if SECRET.search(key) and value else IN_URL.sub("(hidden)", str(value))
 
 
-def diagnose(cfg: DictConfig, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]) -> None:
+def diagnose(runtime: Runtime, prepare: Callable[[], Job], mirror: Callable[[], Mirror] | None) -> None:
     """Print one line per finding about the machines and the run. Collective.
 
     The first rank of each machine prints what concerns its machine, and rank 0 everything else.
 
+    Args:
+        runtime: the ranks.
+        prepare: constructs the run, and makes the checks of train.py. Collective.
+        mirror: constructs the mirror of the checkpoints; None: there is none.
+
     Raises:
         ConfigError: train.py would raise it, too.
     """
-    with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
-        if cfg.checkpoint.mirror:
-            where = runtime.agree(
-                "mirror", lambda: Mirror(cfg.checkpoint.mirror, Path(cfg.runs_dir, cfg.name or "unnamed")).remote
-            )
-            show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
-        checked = check_and_build(cfg, runtime, choose_batch, check_memory)
-        job, findings = checked.job, checked.findings
-        if find_corrupt := job.dataset.find_corrupt:
-            runtime.agree("files", find_corrupt, per_node=True)
-        writable = [check_shared(Path(cfg.runs_dir), runtime)] if runtime.nodes == 1 else []
-        show([*findings, *writable, *describe(job)], runtime.rank == 0)
-        show([finding for finding in findings if finding.level == "warning"], runtime.local_rank == 0 < runtime.rank)
+    show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
+    if mirror is not None:
+        where = runtime.agree("mirror", lambda: mirror().remote)
+        show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
+    job = prepare()
+    settings = job.settings
+    assert settings is not None, "`prepare` makes them"
+    findings = settings.findings
+    if find_corrupt := job.dataset.find_corrupt:
+        runtime.agree("files", find_corrupt, per_node=True)
+    writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []
+    show([*findings, *writable, *describe(job)], runtime.rank == 0)
+    show([finding for finding in findings if finding.level == "warning"], runtime.local_rank == 0 < runtime.rank)
 
 
 def show(findings: list[Finding], here: bool) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.make import shape_of
 from ddp_lab.models.weights import write_weights
-from ddp_lab.run.data_record import DataRecord
+from ddp_lab.run.data_record import DataRecord, input_shape_of
 from ddp_lab.run.trained import TrainedRun
 
 INPUT, OUTPUT = "images", "logits"
@@ -39,13 +38,13 @@ def describe_input(run: TrainedRun) -> str:
     if "image_size" not in run.data.shape:
         return shape
     classes = f"; {len(run.data.classes)} classes" if run.data.classes else ""
-    mean, std = list(run.cfg.data.mean), list(run.cfg.data.std)
+    mean, std = run.inputs.mean, run.inputs.std
     return f"{shape}, (pixels / 255 - {mean}) / {std}{classes}"
 
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
     """Write parameters and buffers by name; the metadata have the classes and the normalisation as JSON."""
-    values = {"classes": run.data.classes, "mean": list(run.cfg.data.mean), "std": list(run.cfg.data.std)}
+    values = {"classes": run.data.classes, "mean": run.inputs.mean, "std": run.inputs.std}
     write_weights(path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()})
 
 
@@ -89,7 +88,7 @@ def exporting(path: Path) -> Generator[None]:
 
 def example(data: DataRecord) -> torch.Tensor:
     """Return two inputs in the shape that the model expects: from one, torch.export would conclude that there is always one."""
-    return torch.zeros(2, *shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None)
+    return torch.zeros(2, *input_shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None)
 
 
 WRITERS: dict[str, Writer] = {".safetensors": write_safetensors, ".onnx": write_onnx, ".pt2": write_pt2}

@@ -3,40 +3,34 @@
 from functools import partial
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.lab.divided_loss import Division, Samples, check_loss, outputs_for
 from ddp_lab.models.trial import random_like
-from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.over_batch import SAMPLES
-from ddp_lab.training.plan import Plan
+from ddp_lab.training.divided_loss import Division, Samples, check_loss, outputs_for
 
 
 def check_divided_loss(
-    cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, model: nn.Module, task: Task
+    over_batch: bool, division: Division, dataset: Dataset, model: nn.Module, task: Task, key: str
 ) -> list[str]:
     """Check that the run does not divide a loss over the batch, unless loss_over_batch=true; return notes for the log.
 
     Args:
-        cfg: the config.
-        strategy: of the run.
+        over_batch: whether loss_over_batch=true allows it.
+        division: of the global batch.
         dataset: of which some targets are read if the loss is tried.
-        plan: of the run.
         model: the complete model.
         task: with the loss, on the CPU.
+        key: key and value that chose the loss, for the message.
 
     Raises:
         ConfigError: the loss is over the batch, and the strategy, accumulation or micro-batches divide the batch.
     """
-    division = Division(strategy, plan.global_batch_size, cfg.accumulate)
-    if cfg.loss_over_batch:
+    if over_batch:
         note = division.describe()
         return [note] if note else []
-    group = "task" if task.loss is None else "loss"
-    key = f"{group}._target_={cfg[group]['_target_']}"
     check_loss(division, task, key, partial(samples_of, dataset, model))
     return []
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import torch
-from omegaconf import DictConfig
 from PIL import Image
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.images import SUFFIXES, ImageError, ImageOptions, decode, find_files
 from ddp_lab.data.loader import scale_and_offset
-from ddp_lab.data.sources import image_options
 from ddp_lab.run.trained import TrainedRun
 from ddp_lab.world.runtime import Runtime
 
@@ -56,11 +54,11 @@ class Predictor:
     """
 
     def __init__(self, run: TrainedRun, runtime: Runtime, top: int):
-        shape, data, self.classes = run.data.shape, run.cfg.data, run.data.classes
+        shape, inputs, self.classes = run.data.shape, run.inputs, run.data.classes
         self.model, self.runtime = run.model.to(runtime.device), runtime
         self.top = min(top, len(self.classes))
-        self.transform = transform(data, shape["in_channels"], shape["image_size"])
-        self.scale, self.offset = scale_and_offset(data.mean, data.std, runtime.device)
+        self.transform = transform(inputs.images, shape["in_channels"], shape["image_size"])
+        self.scale, self.offset = scale_and_offset(inputs.mean, inputs.std, runtime.device)
 
     def run(self, paths: list[str], batch_size: int) -> tuple[list[Prediction], list[str]]:
         """Return the predictions of all files that can be decoded, and why the others cannot."""
@@ -92,12 +90,11 @@ class Predictor:
         return [Prediction(path, [self.classes[i] for i in numbers], values) for path, numbers, values in rows]
 
 
-def transform(data: DictConfig, channels: int, image_size: int) -> Callable[[Image.Image], torch.Tensor]:
+def transform(images: ImageOptions | None, channels: int, image_size: int) -> Callable[[Image.Image], torch.Tensor]:
     """Return the transform of images to samples of the size that the model was trained with.
 
     Where a dataset consists of tensors, which have that size already, the shorter side of other images is resized to it.
     """
-    images = image_options(data)
     if images is None or (images.channels, images.image_size) != (channels, image_size):
         images = ImageOptions(channels, image_size, resize=image_size)
     return images.view(augment=False)

@@ -1,41 +1,38 @@
 """The performance options of a run: the facts on which speed=auto depends."""
 
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from ddp_lab.config.build import build
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.vit import Patches
-from ddp_lab.speed.fastest import AUTO, KEYS, PerformanceOptions, choose
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
+from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, choose
 
 
-def find_options(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
+def find_options(wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
     """Return the performance options of a run. Collective with speed=auto on GPUs.
 
     Args:
-        cfg: the config.
+        wanted: what the config says.
         strategy: after `Strategy.partition`.
         dataset: in host memory.
         model: the complete model.
     """
-    wanted: dict[str, Any] = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
     reasons = refusals_of(strategy, model)
-    if cfg.speed != AUTO or strategy.device.type != "cuda":
-        if wanted["loader"] == AUTO and bytes_of(dataset) is None:
-            wanted["loader"] = "workers"
-        return choose(False, wanted, reasons)
+    if wanted.speed != AUTO or strategy.device.type != "cuda":
+        options = dict(wanted.options)
+        if options["loader"] == AUTO and bytes_of(dataset) is None:
+            options["loader"] = "workers"
+        return choose(False, options, reasons)
+    from ddp_lab.models.vit import Patches
+
     if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):
         reasons.setdefault("channels_last", "the model has no convolutions")
-    if not (isinstance(made := build(cfg.optimizer).func, type) and issubclass(made, ELEMENTWISE)):
-        reasons.setdefault("fused", f"{cfg.optimizer._target_} has no fused kernel for GPUs")
+    if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
+        reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
     free = strategy.runtime.conclude("free memory", strategy.runtime.free_memory(), min)
-    return choose(True, wanted, reasons, bytes_of(dataset), weights, free)
+    return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
 
 
 def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:

@@ -1,82 +1,74 @@
 """Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
-from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
 from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import result_in, run_of
-from ddp_lab.checkpoints.mirror import Mirror
-from ddp_lab.config.build import chosen_trackers
+from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.types import SETS
+from ddp_lab.config.types import SETS, Every
+from ddp_lab.launchers.recorded_config import CONFIG, write_config
 from ddp_lab.observe.log import log, setup_logging, telling
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
-from ddp_lab.observe.profiler import Profiled
-from ddp_lab.observe.trackers.background import Trackers
-from ddp_lab.observe.trackers.base import TrackedRun
-from ddp_lab.resilience.decisions import Decisions
-from ddp_lab.resilience.fault_injection import Fault
-from ddp_lab.resilience.guard import Guard, Preempted
+from ddp_lab.resilience.guard import Guard, Preempted, Requests
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.checks import ChooseBatch, check_and_build, restore_lost
-from ddp_lab.run.config_changes import record_config
 from ddp_lab.run.data_record import record_data
-from ddp_lab.run.job import Job, criterion
-from ddp_lab.run.recorded_config import without_secrets
-from ddp_lab.speed.cuda_graph import GraphStep
-from ddp_lab.speed.fastest import build_step
-from ddp_lab.training.loop import why_over
+from ddp_lab.run.job import Job, RunSettings
+from ddp_lab.training.hooks import Hook, Run, close_all
+from ddp_lab.training.loop import fit, why_over
+from ddp_lab.training.meter import Meter
+from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
+from ddp_lab.training.sync import Sync
+from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
-from ddp_lab.world.host_memory import keep_freed_memory
-from ddp_lab.world.runtime import Runtime
+from ddp_lab.world.process import keep_freed_memory
 
+Outcome = Literal["finished", "preempted", "interrupted"]
 SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 
 
-def train(
-    cfg: DictConfig, runtime: Runtime, choose_batch: ChooseBatch, check_memory: Callable[[DictConfig, Job], None]
-) -> tuple[str, Path]:
-    """Train according to the config. Collective.
-
-    Args:
-        cfg: The config.
-        runtime: The ranks.
-        choose_batch, check_memory: As in `check_and_build`.
+def train(job: Job) -> tuple[Outcome, Path]:
+    """Train a job that is prepared. Collective.
 
     Returns:
         How the run ended, "finished", "preempted" or "interrupted" by Ctrl-C, and its directory.
 
     Raises:
-        ConfigError: The config, the run directory or a checkpoint to resume from cannot be used.
+        ConfigError: The run directory or a checkpoint to resume from cannot be used.
         TrainingError: Training cannot continue, for example because the loss is not finite.
     """
-    choices = HydraConfig.get().runtime.choices
+    runtime = job.runtime
+    settings = job.settings
+    assert settings is not None, "`prepare` makes them"
     if runtime.device.type == "cpu":
         keep_freed_memory()
-    restore_lost(cfg, runtime)
-    check = partial(check_and_build, cfg, runtime, choose_batch, check_memory)
-    checked = runtime.succeed("checks", check)
-    job = checked.job
-    label = f"{choices['model']}-{choices['data']}-{choices['strategy']}"
-    run_dir = RunDir(runtime, Path(cfg.runs_dir), cfg.name, cfg.resume, label)
-    decisions = Decisions(runtime)
-    decisions.listen()
+    run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
+    requests = Requests(runtime)
+    requests.listen()
     setup_logging(run_dir.path, runtime.rank)
-    for finding in checked.findings if runtime.local_rank == 0 else ():
+    log_beginning(job, settings, run_dir)
+    before_exit = ExitStack()
+    matmul, flags = float32_matmul(settings.float32_matmul), job.options.backend_flags(runtime)
+    with matmul, flags, Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
+        launch = Launch(run_dir, watchdog, requests, before_exit)
+        return train_guarded(job, settings, launch), run_dir.path
+
+
+def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
+    """Log what the run consists of, and what the checks before it have found."""
+    runtime = job.runtime
+    for finding in settings.findings if runtime.local_rank == 0 else ():
         if finding.level == "warning":
             log.warning(finding.text)
-    log.info(f"{run_dir.path}: {choices['model']} on {choices['data']}, {cfg.precision}")
+    log.info(f"{run_dir.path}: {settings.title}")
     log.info(job.plan)
     if job.dataset.val is not None:
         log.info(job.dataset.describe_sets())
@@ -86,27 +78,46 @@ def train(
         log.info(note)
     if run_dir.failure and runtime.rank == 0:
         log.warning(f"started again after {run_dir.failure}")
-    matmul, flags = float32_matmul(cfg.float32_matmul), job.options.backend_flags(runtime)
-    with matmul, flags, Watchdog(run_dir, runtime, cfg.timeout) as watchdog:
-        return train_guarded(cfg, job, checked.source, run_dir, watchdog, decisions), run_dir.path
 
 
-def train_guarded(
-    cfg: DictConfig, job: Job, source: Path | None, run_dir: RunDir, watchdog: Watchdog, decisions: Decisions
-) -> str:
+@dataclass(frozen=True)
+class Launch:
+    """What protects a run from the outside.
+
+    Attributes:
+        run_dir: of the run.
+        watchdog: gets the phases.
+        requests: to stop.
+        before_exit: what the watchdog does before it ends this process.
+    """
+
+    run_dir: RunDir
+    watchdog: Watchdog
+    requests: Requests
+    before_exit: ExitStack
+
+
+def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     """Resume, train, record the outcome in the run directory, and return it."""
-    runtime, fit_settings = job.runtime, replace(job.fit_settings, full_rate=job.full_rate())
+    runtime, run_dir, watchdog = job.runtime, launch.run_dir, launch.watchdog
+    fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
     trainer = job.trainer()
     log.info(job.strategy.describe())
-    best = criterion(cfg, job.dataset)
-    sharded = is_sharded_format(cfg.checkpoint.format, runtime.world_size, job.checkpoint_bytes)
-    checkpoints = Checkpoints(run_dir.path / "checkpoints", trainer.state, cfg.checkpoint.keep, best, sharded)
-    mirror = Mirror(cfg.checkpoint.mirror, run_dir.path) if cfg.checkpoint.mirror and runtime.rank == 0 else None
-    if mirror:
-        checkpoints.after_write = mirror.upload
-    trainer.position = progress = checkpoints.resume(source, job.plan.steps_before)
+    kept, source = settings.checkpoint, settings.source
+    sharded = is_sharded_format(kept.format, runtime.world_size, job.checkpoint_bytes)
+    hooks: list[Hook] = []
+    before_write = ignore
+    if settings.inject:
+        from ddp_lab.resilience.fault_injection import Fault
+
+        fault = Fault(settings.inject, runtime.rank, run_dir.path)
+        hooks.append(fault)
+        before_write = fault.before_write
+    folder = run_dir.path / "checkpoints"
+    checkpoints = Checkpoints(folder, State.of(trainer, job.shapes), kept.keep, kept.best, sharded, before_write)
+    progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
-        record_data(run_dir.path, job.dataset, best)
+        record_data(run_dir.path, job.dataset, kept.best)
     if reasons := why_over(progress, job.fit_settings):
         if runtime.rank == 0:
             why, raised = " and ".join(reasons.values()), " and ".join(reasons)
@@ -117,51 +128,101 @@ def train_guarded(
 
     logger = Logger()
     if runtime.rank == 0:
-        for line in record_config(run_dir.path, cfg, runtime.world_size, source and run_of(source)):
-            log.info(line)
-        logger = open_logger(cfg, job, run_dir.path, progress)
-    watchdog.before_exit = partial(logger.close, "failed", {})
+        record_settings(run_dir.path, settings, runtime.world_size)
+        logger = open_logger(job, settings, run_dir.path, progress)
+    launch.before_exit.callback(logger.close, "failed", {})
     with logger:
-        watchdog.at("compiling" if job.options.compile else "preparing")
-        steps_left = cfg.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
-        with telling("preparing the training step: capturing or warming it up"):
-            step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
-        # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
-        trainer.train_step = cast("TrainStep", step)
-        if cfg.inject:
-            trainer.train_step = Fault(step, cfg.inject, runtime.rank, run_dir.path, checkpoints, progress.step)
-        profile = None
-        if cfg.profile:
-            graph, folder = isinstance(step, GraphStep), run_dir.path / "profile"
-            trainer.train_step = profile = Profiled(trainer.train_step, runtime, logger, folder, graph, job.strategy.bubble)
-        keys = ("every_epochs", "every_steps", "on_error", "at_steps")
-        kept = {key: cfg.checkpoint[key] for key in keys}
-        decisions.begin(progress.step, trainer.eager_step.running_sums)
-        kept |= {"on_nan": cfg.on_nan, "check_replicas": cfg.check_replicas}
-        guard = Guard(checkpoints, decisions, watchdog, progress, **kept)
-        watchdog.at("loading", progress.epoch, progress.step + 1)
-        try:
-            try:
-                trainer.fit_loaders(job.loaders, fit_settings, logger, guard)
-                status = "finished"
-            except Preempted:
-                status = "interrupted" if decisions.interrupted else "preempted"
-            finally:
-                if profile:
-                    profile.end()
-            guard.finish()
-        except TrainingError:
-            checkpoints.wait()  # the last valid checkpoint may still be in the writer thread
-            if mirror:
-                mirror.finish(cfg.timeout / 2)
-            raise
-    if mirror:
-        mirror.finish(cfg.timeout / 2)  # the watchdog ends a launch after cfg.timeout
-    has_result = status == "finished" and runtime.rank == 0
-    result = log_result(job, run_dir, trainer.position, checkpoints) if has_result else {}
+        watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
+        step = make_step(job, trainer, progress)
+        guard = Guard(
+            checkpoints,
+            launch.requests,
+            watchdog.heartbeat,
+            every_epochs=kept.every_epochs,
+            every_steps=kept.every_steps,
+            at_steps=kept.at_steps,
+            on_error=kept.on_error,
+            on_nan=settings.on_nan,
+            check_replicas=settings.check_replicas,
+        )
+        hooks.insert(0, guard)
+        read = None
+        if fit_settings.log_every != Every():
+            meter = Meter(job.strategy.task, fit_settings, logger)
+            hooks.append(meter)
+            read = meter.read
+        hooks.append(Pictures())
+        if kept.mirror and runtime.rank == 0:
+            from ddp_lab.checkpoints.mirror import Mirror
+
+            # The watchdog ends a launch after this timeout.
+            hooks.append(Mirror(kept.mirror, run_dir.path, settings.timeout / 2))
+        if settings.profile:
+            from ddp_lab.training.profiler import Profiled
+
+            folder = run_dir.path / "profile"
+            profiled = Profiled(runtime, logger, folder, step is not trainer.eager_step, job.strategy.bubble)
+            hooks = [profiled, *hooks, profiled.loading]
+        sums = trainer.eager_step.running_sums
+        run = Run(
+            eager=trainer.eager_step,
+            step=step,
+            loaders=job.loaders,
+            settings=fit_settings,
+            logger=logger,
+            hooks=hooks,
+            sync=Sync(job.strategy, sums, fit_settings.log_every, guard.flags, read),
+            position=progress,
+        )
+        status = fit_and_close(run, launch.requests)
+    result = {}
     if runtime.rank == 0:
-        run_dir.end(status, guard.progress if status == "finished" else checkpoints.kept)
+        if status == "finished":
+            result = log_result(job, run_dir, run.position, checkpoints)
+        run_dir.end(status, guard.saved if status == "finished" else checkpoints.kept)
     logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker
+    return status
+
+
+def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
+    """Write the config to the run directory, and log what a resume changes in it."""
+    if settings.source is None and not (run_dir / CONFIG).exists():
+        write_config(run_dir, settings.config, ranks)
+        return
+    from ddp_lab.launchers.config_changes import record_config
+
+    resumed = None if settings.source is None else run_of(settings.source)
+    for line in record_config(run_dir, settings.config, ranks, resumed):
+        log.info(line)
+
+
+def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
+    """Return the step to train with: in eager mode, or compiled and captured as the job's options say. Collective."""
+    if job.options.is_plain:
+        job.options.log_choices()
+        return trainer.eager_step
+
+    from ddp_lab.speed.fastest import build_step
+
+    steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
+    with telling("preparing the training step: capturing or warming it up"):
+        built = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+    return cast("TrainStep", built)
+
+
+def fit_and_close(run: Run, requests: Requests) -> Outcome:
+    """Train until the end, a request to stop, or an error that ends the training. Return how it has ended."""
+    try:
+        try:
+            fit(run)
+            status = "finished"
+        except Preempted:
+            status = "interrupted" if requests.interrupted else "preempted"
+        close_all(run.hooks, status)
+    except TrainingError:
+        close_all(run.hooks, "failed")  # the last valid checkpoint may still be in the writer thread, or not uploaded
+        raise
     return status
 
 
@@ -201,24 +262,25 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
     return {"epoch": epoch, "checkpoint": str(path)} | {key: row[key] for key in row if key.partition("_")[0] in SETS}
 
 
-def open_logger(cfg: DictConfig, job: Job, run_dir: Path, progress: Progress) -> FileLogger:
+def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:
     """Return the logger of rank 0."""
-    plan, choices = job.plan, HydraConfig.get().runtime.choices
-    config = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
-    hparams = (
-        {group: choices[group] for group in ("data", "model", "strategy", "optimizer", "scheduler")}
-        | {key: cfg[key] for key in ("epochs", "precision", "seed")}
-        | {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices}
-    )
-    run = TrackedRun(run_dir, "", without_secrets(config), hparams, start=(progress.epoch, progress.step))
+    plan = job.plan
+    start = progress.epoch, progress.step
+    trackers = None
+    if settings.trackers:
+        from ddp_lab.observe.trackers.background import Trackers
+        from ddp_lab.observe.trackers.base import TrackedRun
+
+        run = TrackedRun(run_dir, "", {**settings.tracked}, {**settings.hparams}, start)
+        trackers = Trackers(settings.trackers, run, patience=settings.timeout / 4)
     return FileLogger(
         run_dir,
-        start=run.start,
+        start=start,
         constants={
             "global_batch_size": plan.global_batch_size,
             "world_size": plan.world_size,
             "strategy": job.strategy.name,
         },
-        trackers=Trackers(chosen_trackers(config["tracker"], config["tracker_options"]), run, patience=cfg.timeout / 4),
+        trackers=trackers,
         classes=job.dataset.classes,
     )

@@ -4,34 +4,56 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from omegaconf import DictConfig
 from torch import nn
 
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.lab.recipe import place
-from ddp_lab.launchers.preflight import check_network
-from ddp_lab.models.make import build_model
+from ddp_lab.data.images import ImageOptions
 from ddp_lab.observe.log import log, telling
-from ddp_lab.run.data_record import DataRecord, compare_data, find_data, read_data
-from ddp_lab.run.job import build
-from ddp_lab.run.recorded_config import read_config
+from ddp_lab.run.data_record import DataRecord, compare_data, find_data
+from ddp_lab.run.job import Job
+from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
-from ddp_lab.world.device import float32_matmul
+from ddp_lab.training.trainer import place
 from ddp_lab.world.runtime import Runtime
 
 
-class TrainedRun(NamedTuple):
-    """A trained run: its config, its data, the path of a checkpoint, and the full model in evaluation mode on the CPU."""
+class InputFormat(NamedTuple):
+    """How images become inputs of a model.
 
-    cfg: DictConfig
+    Attributes:
+        mean, std: of each channel of pixels in [0, 1], or one value for all.
+        images: how images of Pillow are transformed; None: the dataset consists of tensors.
+    """
+
+    mean: list[float]
+    std: list[float]
+    images: ImageOptions | None
+
+
+class TrainedRun(NamedTuple):
+    """A trained run.
+
+    Attributes:
+        data: what it was trained on.
+        checkpoint: its path.
+        model: the full model in evaluation mode on the CPU.
+        task: what it was trained for.
+        inputs: how images become inputs of the model.
+        precision, float32_matmul: the keys of the config.
+    """
+
     data: DataRecord
     checkpoint: Path
     model: nn.Module
+    task: type[Task]
+    inputs: InputFormat
+    precision: Literal["float32", "bf16"] = "float32"
+    float32_matmul: Literal["highest", "high"] = "highest"
 
 
 def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
@@ -56,32 +78,25 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
     return found
 
 
-def open_run(folder: Path, choice: str) -> TrainedRun:
-    """Open a trained run in one process. It needs no data.
-
-    Args:
-        folder: the run directory.
-        choice: its checkpoint, as in `find_checkpoint`.
+def load_trained(model: nn.Module, path: Path) -> nn.Module:
+    """Give the full model of a run the weights of a checkpoint, and return it in evaluation mode.
 
     Raises:
-        ConfigError: the directory is not that of a run, or the file is not a checkpoint of its model.
+        ConfigError: the file is not a checkpoint of this model.
     """
-    cfg, data = read_config(folder), read_data(folder)
-    path = checkpoint_of(folder, choice, Runtime("cpu"))
-    model = build_model(cast("dict[str, Any]", cfg.model), data.shape)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
     saved.load_weights(model.state_dict())
-    return TrainedRun(cfg, data, path, model.eval())
+    return model.eval()
 
 
-def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None) -> dict[str, Any]:
-    """Evaluate a checkpoint on a set of the config's data. Collective.
+def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -> dict[str, Any]:
+    """Evaluate a checkpoint on a set of a job's data. Collective.
 
     Args:
-        cfg: the run's config, with overrides.
+        job: the run, with overrides of its config.
         folder: the run directory.
-        checkpoint: as in `find_checkpoint`.
+        path: the checkpoint.
         split: val or test; None: test or, if there is no test set, val.
 
     Returns:
@@ -91,9 +106,7 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
     Raises:
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
-    check_network(runtime)
-    path = checkpoint_of(folder, checkpoint, runtime)
-    job = build(cfg, runtime, with_weights=False)
+    runtime = job.runtime
     other = runtime.agree("data", partial(compare_data, folder, job.dataset, resumes=False))
     sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
@@ -103,10 +116,10 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    place(job.strategy, job.model, job.task, job.options)
+    place(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
-    with float32_matmul(cfg.float32_matmul), slow:
+    with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     NotFiniteNotes(runtime.rank == 0).check(metrics, split)
     progress = Progress.of(saved.state["progress"])

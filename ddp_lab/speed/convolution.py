@@ -1,4 +1,4 @@
-"""What makes convolutions fast on GPUs: the channels-last memory format, and channels padded to multiples of 8.
+"""What makes convolutions fast on GPUs: channels padded to multiples of 8 (channels_last.py has the memory format).
 
 Tensor cores need such multiples. Without explicit padding, cuDNN pads in separate kernels, before and after each of a
 convolution's three matrix multiplications (outputs, gradient of the inputs, gradient of the weight). Images of one channel
@@ -27,24 +27,6 @@ class PaddedConv2d(nn.Conv2d):
         weight, bias = pad_to_eights(self.weight, 0, 1), None if self.bias is None else pad_to_eights(self.bias, 0)
         outputs = F.conv2d(pad_to_eights(input, 1), weight, bias, self.stride, self.padding, self.dilation)
         return outputs[:, : self.out_channels]
-
-
-def to_channels_last(model: nn.Module) -> nn.Module:
-    """Set the memory format of a model and return it. Called before `Strategy.setup`.
-
-    Images of one channel are contiguous and channels last at once; only their strides tell which is meant. With those of a
-    contiguous tensor either the outputs of ResNet-18's first convolution were contiguous, which took 6 % of a step, or the
-    gradient of its weight was, which DDP copies and warns about (H100, torch 2.11, 2026-11-25).
-    """
-    for layer in model.modules():
-        if type(layer) is nn.Conv2d and layer.in_channels == 1:  # a subclass may have other arguments
-            layer.register_forward_pre_hook(inputs_to_channels_last)
-    return model.to(memory_format=torch.channels_last)
-
-
-def inputs_to_channels_last(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of a convolution with the strides of channels last, which `Tensor.contiguous` would not set."""
-    return tuple(images.to(memory_format=torch.channels_last) if images.dim() == 4 else images for images in inputs)
 
 
 def pad_convolutions(model: nn.Module) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch, BatchSize, real_samples
+from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader, Loader
+from ddp_lab.data.trees import chunk
 from ddp_lab.speed.waits import first_wait, waits_for_gpu
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
@@ -30,14 +31,14 @@ class GraphStep:
 
     Attributes:
         rate: learning rate on the device, [], read by every replay.
-        graphs: the captured graph of each batch size.
+        graphs: the captured graph of each batch size, by the number of samples in the GLOBAL batch.
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
         self.step, self.loader = step, loader
         fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
         self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
-        self.graphs: dict[BatchSize, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, first_steps: AbstractContextManager[object]) -> None:
         """Warm up, then capture a graph for each batch size. Collective.
@@ -49,17 +50,17 @@ class GraphStep:
             RuntimeError: the step makes the host wait for the GPU, which no graph can.
         """
         self.loader.set_epoch(1)
-        largest, *others = sorted(set(self.loader.batch_sizes()), reverse=True)
+        largest, *others = sorted(set(self.loader.counts()), reverse=True)
         # Backward in this thread, too: cuDNN keeps its choice of kernels for each thread.
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with first_steps:
                 warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
-            for size in others:
-                warm_up(self.step, partial(self._first_batch, size), WARM_UP)
+            for count in others:
+                warm_up(self.step, partial(self._first_batch, count), WARM_UP)
             self._require_no_wait(self._first_batch(largest))
             pool = torch.cuda.graph_pool_handle()
-            for size in (largest, *others):
-                self.graphs[size] = captured(lambda size=size: self.step.compute(self.gather(size)), pool)
+            for count in (largest, *others):
+                self.graphs[count] = captured(lambda count=count: self.step.compute(self.gather(count)), pool)
 
     def _require_no_wait(self, batch: Batch) -> None:
         """Compute a step, undo it, and check that the host does not wait for the GPU in it. Collective.
@@ -90,35 +91,35 @@ class GraphStep:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def batches(self, loader: Loader) -> Iterator[BatchSize]:
-        """Yield the sizes of the remaining batches of the epoch, then draw the next epoch's sample order."""
+    def batches(self, loader: Loader) -> Iterator[int]:
+        """Yield the number of samples of the remaining batches of the epoch, then draw the next epoch's sample order."""
         loader.start_epoch()
-        yield from loader.batch_sizes()
+        yield from loader.counts()
         loader.prefetch_epoch()
 
-    def __call__(self, size: BatchSize | Batch) -> None:
-        """Replay the graph of a batch size. Compute a batch, which `Fault` has already gathered, in eager mode."""
-        if isinstance(size, Batch):
-            self.step(size)
-        elif size in self.graphs:
+    def __call__(self, batch: int | Batch) -> None:
+        """Replay the graph for a number of samples. Compute a batch, which a hook has already gathered, in eager mode."""
+        if isinstance(batch, Batch):
+            self.step(batch)
+        elif batch in self.graphs:
             self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
             self.step.prepare()
-            self.compute(size)
+            self.compute(batch)
             self.step.advance()
         else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
-            self.step(self.gather(size))
+            self.step(self.gather(batch))
 
-    def compute(self, size: BatchSize) -> None:
-        """Queue the work of a step on the next batch, which has these sizes."""
-        self.graphs[size].replay()
+    def compute(self, count: int) -> None:
+        """Queue the work of a step on the next batch, which has this number of samples."""
+        self.graphs[count].replay()
 
-    def gather(self, size: BatchSize) -> Batch:
-        """Return the next batch, which has these sizes."""
-        return self.loader.next_batch(size)
+    def gather(self, batch: int) -> Batch:
+        """Return the next batch, which has this number of samples in the GLOBAL batch."""
+        return self.loader.next_batch(batch)
 
-    def _first_batch(self, size: BatchSize) -> Batch:
+    def _first_batch(self, count: int) -> Batch:
         self.loader.start_epoch()
-        return self.gather(size)
+        return self.gather(count)
 
 
 def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
@@ -147,8 +148,8 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         inputs, targets, count = step.mixed(batch())
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
-            first = inputs.chunk(accumulate)[0], targets.chunk(accumulate)[0]
-            real = min(real_samples(count, step.strategy.dp_rank, step.strategy.dp_size), len(first[0]))
+            first = chunk(inputs, accumulate)[0], chunk(targets, accumulate)[0]
+            real = min(step.strategy.real_samples(count), len(first[0]))
             step.strategy.add_gradient(*first, real, count / step.strategy.averaged)  # another would compile the loss again
         step.optimizer.zero_grad()
         for _ in range(times):

@@ -1,126 +1,29 @@
-"""The fastest step that works: speed=auto chooses options by plain facts, tries and measures them, and gives up what fails."""
+"""The fastest step that works: the options that speed=auto has chosen are tried and measured, and what fails is given up."""
 
 import gc
-import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.observe.log import log
 from ddp_lab.speed.compile import compiling, kind, repeats
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import configure_optimizer
+from ddp_lab.training.performance import AUTO, PerformanceOptions
 from ddp_lab.training.step import Step
-from ddp_lab.world.device import size
 from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
-AUTO = "auto"
-DATA_SHARE = 0.5  # of the device's free memory; the rest is for the model, its gradients and its activations
-MODEL_SHARE = 0.05  # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and momenta
-KEYS = {  # the config keys, by the name of the option
-    "loader": "data.loader",
-    "cuda_graph": "cuda_graph",
-    "channels_last": "channels_last",
-    "fused": "optimizer.fused",
-    "compile": "compile",
-}
 TIMED = 5  # steps
 # Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Rounded up
 # from where compiling paid on an H200: other cards may profit earlier, and lose some seconds of a minute or more at worst.
 WORTH_FROM, WORTH_EACH = 60.0, 1.0
-
-
-class PerformanceOptions(NamedTuple):
-    """How a training step is executed.
-
-    Attributes:
-        loader: the loader of the data, which are on the device or come from worker processes.
-        cuda_graph: whether a step is captured as a CUDA graph.
-        channels_last: whether images and convolutions use the channels-last memory format.
-        fused: whether the optimizer uses torch's fused kernel; None leaves it to torch.
-        compile: whether a step is compiled by torch.compile; "auto" is decided by `build_step`, which has measured a step.
-        reasons: by name of an option that speed=auto has chosen, why it is off, or what an option that is on depended on. The
-            others have the config's value, or that of speed=off.
-        disabled: for the log, the options that the config requires and that are not supported.
-    """
-
-    loader: str = "device"
-    cuda_graph: bool = False
-    channels_last: bool = False
-    fused: bool | None = None
-    compile: bool | Literal["auto"] = False
-    reasons: Mapping[str, str] = {}
-    disabled: tuple[str, ...] = ()
-
-    @contextmanager
-    def backend_flags(self, runtime: Runtime) -> Generator[None]:
-        """Set torch's global flags for these options. Enter it before `Strategy.setup`, leave it after training."""
-        with runtime.side_stream() if self.cuda_graph else nullcontext():
-            try:
-                yield
-            finally:
-                if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
-                    torch.compiler.set_stance("default")
-
-    def log_choices(self) -> None:
-        """Log what speed=auto has chosen, if anything."""
-        if not self.reasons:
-            return
-        log.info("speed=auto:")
-        for name, key in KEYS.items():
-            value = getattr(self, name)
-            shown = {True: "on", False: "off", None: "off"}.get(value, value)
-            log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
-
-
-def choose(
-    automatic: bool,
-    wanted: Mapping[str, Any],
-    refusals: Mapping[str, str],
-    data_bytes: int | None = None,
-    model_bytes: int = 0,
-    free_bytes: int = 0,
-) -> PerformanceOptions:
-    """Return the options of a run.
-
-    Args:
-        automatic: whether speed=auto chooses: on NVIDIA GPUs.
-        wanted: by option the config's value; "auto" or None leaves the choice.
-        refusals: why an option is not supported, by name; no entry if it is.
-        data_bytes: size of the dataset in host memory; None if its images are read one by one.
-        model_bytes: size of the unsharded model's parameters.
-        free_bytes: free memory of a device, the smallest of all ranks.
-    """
-    chosen = {name: value for name, value in wanted.items() if value not in (AUTO, None)}
-    reasons: dict[str, str] = {}
-    if "loader" not in chosen and automatic:
-        chosen["loader"], reasons["loader"] = "workers", "the images are read one by one"
-        if data_bytes is not None:
-            chosen["loader"] = "device" if data_bytes <= DATA_SHARE * free_bytes else "workers"
-            reasons["loader"] = f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"
-    if chosen.get("loader") == "workers":
-        needs = "not supported by data.loader=workers, which prepares batches on the host; use data.loader=device"
-        refusals = {"cuda_graph": needs} | dict(refusals)
-    disabled = [name for name in ("cuda_graph", "channels_last", "compile") if chosen.get(name) and name in refusals]
-    lines = tuple(f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled)
-    chosen |= dict.fromkeys(disabled, False)
-    if model_bytes > MODEL_SHARE * free_bytes:
-        sizes = f"the weights have {size(model_bytes)}, {size(free_bytes)} are free on the device"
-        refusals = {"cuda_graph": sizes, "compile": sizes} | dict(refusals)
-    for name in KEYS if automatic else ():
-        if name not in chosen:
-            reasons[name] = refusals.get(name, "")
-            if not reasons[name]:
-                chosen[name] = AUTO if name == "compile" else True
-    return PerformanceOptions(**chosen, reasons=reasons, disabled=lines)
 
 
 def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_left: int) -> Step | GraphStep:

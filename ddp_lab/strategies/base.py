@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,14 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
-from ddp_lab.data.batch import real_samples
-from ddp_lab.models.module_hooks import require_no_hook
-from ddp_lab.models.outputs import require_samples, require_tensor
-from ddp_lab.strategies.all_reduce import broadcast, gradients_of
-from ddp_lab.strategies.batch_norm import BatchNorm, padding_ignored, require_no_others, require_supported
-from ddp_lab.strategies.batch_trial import changing_buffer
-from ddp_lab.strategies.parameter_hooks import Hooked, call_hooks
+from ddp_lab.config.types import BatchNorm
 from ddp_lab.strategies.sharding import Weights, local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.parameter_hooks import Hooked
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
@@ -156,9 +153,15 @@ class Strategy(ABC):
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
         if self.needs_chain:
+            from ddp_lab.models.module_hooks import require_no_hook
+
             require_no_hook(model, self.name)
         if self.num_microbatches > 1 and self.input_shape is not None:
             self._require_constant_buffers(model, self.input_shape)
+        if self.batch_norm == "local" and self.one_process:
+            return  # a batch is never divided between processes
+        from ddp_lab.strategies.batch_norm import require_no_others, require_supported
+
         require_supported(model, self.batch_norm, self.one_process)
         if self.batch_norm == "sync" and self.input_shape is not None:
             require_no_others(model, self.input_shape, self.input_dtype)
@@ -168,6 +171,8 @@ class Strategy(ABC):
 
         Those of BatchNorm are the exception: the log says that they are computed from micro-batches.
         """
+        from ddp_lab.strategies.batch_trial import changing_buffer
+
         if name := changing_buffer(model, shape, self.input_dtype):
             raise ConfigError(
                 f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the model changes in every forward "
@@ -192,8 +197,17 @@ class Strategy(ABC):
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
+            from ddp_lab.strategies.all_reduce import broadcast
+
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
+
+    def real_samples(self, count: int) -> int:
+        """Return how many samples of this rank's local batch are no padding.
+
+        A rank reads every `dp_size`-th of `count`, those of the GLOBAL batch.
+        """
+        return len(range(self.dp_rank, count, self.dp_size))
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
@@ -207,9 +221,14 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
-        left = real_samples(count, self.dp_rank, self.dp_size)
+        left = self.real_samples(count)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        for own, expected in zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True):
+        parts = [(inputs, targets)]
+        if accumulate > 1:
+            from ddp_lab.data.trees import chunk
+
+            parts = zip(chunk(inputs, accumulate), chunk(targets, accumulate), strict=True)
+        for own, expected in parts:
             real = min(left, len(own))
             left -= real
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use of parameters. For BatchNorm
@@ -230,12 +249,19 @@ class Strategy(ABC):
         sums = reduce(torch.add, results)
         if self.task.weighted:
             self._divide_by_weight(sums[-1], count)
-        call_hooks(self.parameter_hooks)
+        if self.parameter_hooks:
+            from ddp_lab.strategies.parameter_hooks import call_hooks
+
+            call_hooks(self.parameter_hooks)
         return sums
 
     def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
-        with padding_ignored(self.module) if self.batch_norm == "sync" and real == 0 else nullcontext():
+        if self.batch_norm == "local" or real > 0:
+            return self.add_gradient(inputs, targets, real, divisor)
+        from ddp_lab.strategies.batch_norm import padding_ignored
+
+        with padding_ignored(self.module):
             return self.add_gradient(inputs, targets, real, divisor)
 
     def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
@@ -248,6 +274,8 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         scale = torch.where(over_all == 0, 0, count / over_all)  # without any weight all gradients are 0
+        from ddp_lab.strategies.all_reduce import gradients_of
+
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
@@ -263,9 +291,10 @@ class Strategy(ABC):
             real: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
-        with self.autocast():
-            outputs = require_tensor(self.forward(inputs))
-        require_samples(outputs.shape, len(inputs))
+        with self._mixed_precision():
+            outputs = self.forward(inputs)
+        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (len(inputs),):
+            self._refuse(outputs, len(inputs))
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
@@ -278,6 +307,8 @@ class Strategy(ABC):
 
         Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
         """
+        from ddp_lab.strategies.all_reduce import gradients_of
+
         gradients = gradients_of(self.module.parameters())
         if not gradients:  # all parameters here are frozen; torch's zero would be on the host
             return torch.zeros((), device=self.device)
@@ -286,8 +317,26 @@ class Strategy(ABC):
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
-        with self.autocast():
-            return require_tensor(self.forward(inputs))
+        with self._mixed_precision():
+            outputs = self.forward(inputs)
+        if not isinstance(outputs, torch.Tensor):
+            self._refuse(outputs, None)
+        return outputs
+
+    def _mixed_precision(self) -> AbstractContextManager[object]:
+        """Return the context of the forward pass. Without bf16 most often nothing has to be done, and nothing is called."""
+        if self.runtime.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
+        return self.autocast()
+
+    def _refuse(self, outputs: Any, samples: int | None) -> NoReturn:
+        """Raise a ConfigError about outputs that are no tensor, or not of this number of samples; None: of any number."""
+        from ddp_lab.models.outputs import require_samples, require_tensor
+
+        require_tensor(outputs)
+        if samples is not None:
+            require_samples(outputs.shape, samples)
+        raise AssertionError(f"outputs of {type(outputs).__name__} are allowed")
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

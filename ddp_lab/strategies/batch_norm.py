@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import BatchNorm
 from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
 from ddp_lab.strategies.batch_trial import other_statistics
 
-BatchNorm = Literal["local", "sync"]
 Model = TypeVar("Model", bound=nn.Module)
 
 

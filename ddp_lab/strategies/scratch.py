@@ -34,9 +34,7 @@ from ddp_lab.world.runtime import Runtime
 BUCKETED = "bucketed"
 NAMES = (*ALGORITHMS, BUCKETED)
 DESCRIPTION = " or ".join([*NAMES, "the name of a function of yours, such as mine.tree"])
-AlgorithmName = Annotated[
-    str, Predicate(lambda name: name in NAMES or "." in name), Allowed(DESCRIPTION)
-]
+AlgorithmName = Annotated[str, Predicate(lambda name: name in NAMES or "." in name), Allowed(DESCRIPTION)]
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
 
 

@@ -7,14 +7,16 @@ used, because that loads 500 modules.
 import sys
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import tied_parameters
-from ddp_lab.models.initial_weights import InitialWeights, tensors_of
+
+if TYPE_CHECKING:
+    from ddp_lab.models.initial_weights import InitialWeights
 
 Module = TypeVar("Module", bound=nn.Module)
 Weights: TypeAlias = "InitialWeights | ShapesOnly"
@@ -99,7 +101,7 @@ def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -
 
 
 @torch.no_grad()
-def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
+def fill(blocks: nn.Module, weights: "Weights", device: torch.device) -> None:
     """Allocate blocks that are on the meta device, and give them their weights. Not collective.
 
     Only one complete block at a time is in host memory.
@@ -108,6 +110,8 @@ def fill(blocks: nn.Module, weights: Weights, device: torch.device) -> None:
         blocks: its children are blocks of the model under their names; their parameters may be sharded (DTensors).
         device: where to allocate them.
     """
+    from ddp_lab.models.initial_weights import tensors_of
+
     if isinstance(weights, ShapesOnly):
         return weights.allocate(blocks, device)
     for name, block in blocks.named_children():

@@ -4,7 +4,6 @@ from torch import nn
 
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.sharding import to_device
-from ddp_lab.strategies.unused import SAME_PARAMETERS
 from ddp_lab.world.runtime import Runtime
 
 
@@ -24,6 +23,8 @@ class Single(Strategy):
         super().__init__(runtime)
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
+            from ddp_lab.strategies.unused import SAME_PARAMETERS
+
             self.refusals |= SAME_PARAMETERS
 
     def setup(self, model: nn.Module) -> None:

@@ -157,8 +157,9 @@ class Task(nn.Module):
         Raises:
             SampleError: a target is below 0, or not below the number of classes.
         """
-        if self.labels is not None:
-            self.labels.require(targets, classes)
+        labels = self.labels
+        if labels is not None and not (labels.is_complete and labels.low >= 0 and labels.high < classes):
+            labels.require(targets, classes)
 
     @classmethod
     def lower_is_better(cls, metric: str) -> bool:
@@ -255,10 +256,10 @@ def measure(
     if real < len(outputs):  # a slice of all rows would copy their gradient
         outputs, targets = outputs[:real], targets[:real]
     outputs = in_float32(outputs)
+    dtype = sum_dtype(outputs.device)
     if task.check_first is not None and real:
         check, task.check_first = task.check_first, None
         check(outputs, targets)
     loss_sum, weight = task.loss_sum(outputs, targets)
-    dtype = sum_dtype(outputs.device)
     sums = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
     return loss_sum / divisor, torch.stack([each.to(dtype) for each in sums])

@@ -1,55 +1,37 @@
-"""Construction of a task with the loss that the config names."""
+"""The checks of a loss of the user's, and the name of a task's own one."""
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hydra.utils import get_object
-from omegaconf import DictConfig
 from torch import nn
 
-from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.tasks.base import LossFunction
-from ddp_lab.tasks.classification import CrossEntropy
 
 
 def default() -> None:
     """Stand for the task's own loss, as `_target_` of the config group `loss`."""
 
 
-def build_loss(node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False) -> LossFunction | None:
-    """Construct the loss that `_target_` names: a class, which is called once, or a function, which is the loss itself.
-
-    Either is given reduction="none" if it has a parameter of that name.
+def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bool) -> None:
+    """Check a loss of the user's before the run.
 
     Args:
-        node: the config group `loss`.
+        built: the loss.
+        key: key and value that chose it, for messages.
         num_classes: number of classes of the dataset; None: the task is not classification, and the loss is not tried.
         mixed: whether it gets mixed targets.
 
     Raises:
-        ConfigError: the constructor fails, the loss of two samples fails or is not a loss per sample, the loss has trainable
-            parameters, or it does not support mixed targets.
+        ConfigError: the loss of two samples fails or is not a loss per sample, the loss has trainable parameters, or it does
+            not support mixed targets.
     """
-    if get_object(node["_target_"]) is default:
-        return None
-    key = f"loss._target_={node['_target_']}"
-    target = get_object(node["_target_"])
-    arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
-    try:
-        built = build(node, **arguments, _partial_=not inspect.isclass(target))
-    except Exception as error:
-        raise ConfigError(f"{key}: cannot be constructed: {describe_error(error)}") from None
-    if isinstance(built, CrossEntropy):
-        return built
     if isinstance(built, nn.Module) and (names := [name for name, _ in built.named_parameters()]):
         raise ConfigError(
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
         )
     if num_classes is None:
-        return built
+        return
     targets = torch.arange(2) % num_classes
     if problem := describe_losses(built, targets, num_classes):
         raise ConfigError(
@@ -60,7 +42,6 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int | None = None
             f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; for b=2 it {problem}. "
             "Use mixup=0 cutmix=0, or loss=cross_entropy"
         )
-    return built
 
 
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:

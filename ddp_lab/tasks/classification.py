@@ -53,7 +53,7 @@ class Classification(Task):
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
-        self.labels = LabelRange()
+        self.labels: LabelRange = LabelRange()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def choosing(self, classes: int) -> list[str]:
         return [name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP]
@@ -87,7 +87,9 @@ class Classification(Task):
                 f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), and "
                 "targets.flatten() where each row has one"
             )
-        self.require_labels(targets, outputs.size(1))
+        labels, classes = self.labels, outputs.size(1)
+        if not (labels.is_complete and labels.low >= 0 and labels.high < classes):
+            labels.require(targets, classes)
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         right = outputs.argmax(1) == classes_of(targets)

@@ -1,156 +1,100 @@
 """The training loop, the same for all strategies and ranks."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.data.loader import Loader
 from ddp_lab.observe.log import log, telling
-from ddp_lab.observe.logger import Logger
-from ddp_lab.strategies.base import total
-from ddp_lab.tasks.base import Task
-from ddp_lab.training.meter import Meter
+from ddp_lab.training.hooks import Run, overrides
 from ddp_lab.training.metrics import Evaluation, evaluate, means
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.step import Step, TrainStep
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the loop works with.
-
-    Attributes:
-        eager: the step in eager mode, with the strategy, the running sums and the learning rate, however steps are executed.
-            Its averages of the weights, if there are any, are evaluated in place of the weights.
-        step: computes one training step.
-        loaders: of the sets train, val and test; of the last two at least one.
-        settings: when training ends.
-        task: whose metrics are computed in an evaluation; None: those of the strategy's task.
-        notes: says which metrics are not finite.
-    """
-
-    eager: Step
-    step: TrainStep
-    loaders: Mapping[str, Loader]
-    settings: FitSettings
-    task: Task | None
-    notes: NotFiniteNotes
-
-
-class Hooks:
-    """Hooks that do nothing. `resilience.guard.Guard` overrides them to save checkpoints, compare replicas and stop the run.
-
-    Every method is called on all ranks at the same point.
-    """
-
-    def batches(self, doing: str, loader: Iterable[Any], progress: Progress) -> Iterator[Any]:
-        """Yield the batches of `loader`. `doing` is "training" or "evaluating", for messages."""
-        yield from loader
-
-    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        """Run after every step.
-
-        Args:
-            progress: the position after the step, except that `sums` and `seconds` are those at the start of the epoch or, in a
-                resumed epoch, at the start of this launch.
-            here: returns the position with the current `sums` and `seconds`. Collective; waits for the device.
-        """
-
-    def check(self, progress: Progress) -> None:
-        """Run after the last step of an epoch, before its evaluation, with `progress` after that step."""
-
-    def evaluating(self, loader: Iterable[Any], progress: Progress, done: int = 0) -> Iterator[Any]:
-        """Yield the batches of an evaluation. `done` is the number of batches of other sets that were evaluated before."""
-        yield from self.batches("evaluating", loader, progress)
-
-    def end_epoch(self, progress: Progress, last: bool) -> None:
-        """Run after an evaluation, with `progress` at the beginning of the next epoch. `last`: no epoch follows."""
-
-
-def fit(parts: Parts, logger: Logger, hooks: Hooks, progress: Progress) -> Progress:
-    """Train from `progress` to the end, and evaluate and log after each epoch. Return the position at the end.
+def fit(run: Run) -> Progress:
+    """Train from `run.position` to the end, and evaluate and log after each epoch. Return the position at the end.
 
     The logged duration of an epoch is that of its training steps, without the evaluation.
 
     Args:
-        parts: what is trained and evaluated.
-        logger: gets a record of each epoch.
-        hooks: called between steps and epochs; the exceptions that they raise end the training.
-        progress: position to resume from.
+        run: what is trained and evaluated, with the hooks, whose exceptions end the training.
 
     Raises:
         TrainingError: every batch of an epoch was skipped, or all its targets are ignored.
     """
-    drawn = "val" if "val" in parts.loaders else "test"
-    shown = next(iter(parts.loaders[drawn]))
-    strategy, ema, settings, running_sums = parts.eager.strategy, parts.eager.ema, parts.settings, parts.eager.running_sums
-    meter = Meter(strategy, running_sums, settings, logger)
-    while not why_over(progress, settings):
-        progress = train_epoch(parts, logger, hooks, progress, meter)
-        hooks.check(progress)
-        if progress.sums[-1] == 0:
-            skipped = running_sums.skip_not_finite
-            causes = "every batch was skipped (on_nan=skip): lower optimizer.lr; or " * skipped + "all targets are ignored"
-            kind = "not_finite" if skipped else "exception"
-            raise TrainingError(f"epoch {progress.epoch} has nothing to learn from: {causes}", kind)
-        with ema.in_use() if ema else nullcontext(), telling(f"epoch {progress.epoch}: evaluating"):
-            evaluated, following = evaluate_epoch(parts, hooks, progress)
-            drawable = strategy.task.pictures and shown.inputs.dim() == 4
-            logits = strategy.predict(shown.inputs) if drawable and drawn in evaluated else None
-        for name, found in evaluated.items():
-            parts.notes.check(found, name, f" after epoch {progress.epoch}")
-        logger.epoch(
-            progress.epoch,
-            step=progress.step,
-            **{f"train_{name}": value for name, value in means(strategy.task, progress.sums).items()},
-            **{key: value for name, found in evaluated.items() for key, value in found.metrics(name).items()},
-            lr=progress.lr,
-            seconds=progress.seconds,
-            samples_per_second=progress.samples / progress.seconds,
-        )
-        if logits is not None:
-            logger.predictions(progress.epoch, shown.inputs, shown.targets, logits)
-            logger.confusion(progress.epoch, evaluated[drawn].sums.get("confusion"))
-        progress = following
-        hooks.end_epoch(progress, last=bool(why_over(progress, settings)))
-    if progress.epoch <= settings.epochs:
-        log.info(f"stopped early: {' and '.join(why_over(progress, settings).values())}")
-    return progress
+    settings = run.settings
+    run.sync.begin(run.position)
+    for hook in run.hooks:
+        hook.on_start(run)
+    while not why_over(run.position, settings):
+        train_epoch(run)
+        require_something_learned(run)
+        averages = run.eager.ema.in_use() if run.eager.ema else nullcontext()
+        with averages, telling(f"epoch {run.position.epoch}: evaluating"):
+            results, following = evaluate_epoch(run)
+            log_epoch(run, results)
+            for hook in run.hooks:
+                hook.on_evaluate(results)
+        run.position = following
+        for hook in run.hooks:
+            hook.on_epoch_end(run.position)
+    if run.position.epoch <= settings.epochs:
+        log.info(f"stopped early: {' and '.join(why_over(run.position, settings).values())}")
+    return run.position
 
 
-def train_epoch(parts: Parts, logger: Logger, hooks: Hooks, before: Progress, meter: Meter) -> Progress:
-    """Take the remaining steps of an epoch, from the position `before`, and return the position after the last one."""
-    strategy, step, loader = parts.eager.strategy, parts.step, parts.loaders["train"]
-    totals = parts.eager.running_sums.totals
-    loader.set_epoch(before.order, before.samples)
-    strategy.train()
-    totals.zero_()
-    meter.begin(before, loader.data.size)
-    progress, start = replace(before), time.perf_counter()
+def train_epoch(run: Run) -> None:
+    """Take the remaining steps of an epoch, from `run.position`, which becomes the position after the last one."""
+    loader = run.loaders["train"]
+    step = run.step
+    before_step = overrides(run.hooks, "before_step")
+    on_step_end = overrides(run.hooks, "on_step_end")
+    loader.set_epoch(run.position.order, run.position.samples)
+    run.strategy.train()
+    run.begin_epoch()
+    position = run.position
+    steps_done = -(-position.samples // loader.batch_size)
+    label = f"epoch {position.epoch}/{run.settings.epochs}"
+    with run.logger.bar(label, steps_done, len(loader)) as advance_bar:
+        batches = iter(step.batches(loader))
+        asked = time.perf_counter()
+        with telling("loading the first batch"):
+            batch = next(batches, None)
+        while batch is not None:
+            run.waited += time.perf_counter() - asked
+            count = batch if isinstance(batch, int) else batch.count
+            for change in before_step:
+                batch = change(batch)
+            step(batch)
+            position.samples += count
+            position.step += 1
+            position.lr = run.eager.lr
+            for react in on_step_end:
+                react(position)
+            if advance_bar is not None:
+                advance_bar()
+            asked = time.perf_counter()
+            batch = next(batches, None)
+    run.position = run.current()
 
-    def here() -> Progress:
-        """Return the position after the last step, with its sums. Collective; waits for the device."""
-        own = total(strategy, totals).tolist()
-        sums = [earlier + now for earlier, now in zip(before.sums or [0.0] * len(own), own, strict=True)]
-        meter.settle()
-        return replace(progress, sums=sums, recorded=meter.recorded, seconds=before.seconds + time.perf_counter() - start)
 
-    done = -(-before.samples // loader.batch_size)
-    batches = hooks.batches("training", meter.watch(step.batches(loader)), progress)
-    for batch in logger.progress(batches, f"epoch {before.epoch}/{parts.settings.epochs}", done, len(loader)):
-        step(batch)
-        progress.samples, progress.step, progress.lr = progress.samples + batch.count, progress.step + 1, parts.eager.lr
-        meter.after_step(progress)
-        hooks.after_step(progress, here)
-    return here()
+def require_something_learned(run: Run) -> None:
+    """Check that a sample of the epoch has counted.
+
+    Raises:
+        TrainingError: none has.
+    """
+    if run.position.sums[-1] != 0:
+        return
+    skipped = run.eager.running_sums.skip_not_finite
+    causes = "all targets are ignored"
+    if skipped:
+        causes = f"every batch was skipped (on_nan=skip): lower optimizer.lr; or {causes}"
+    kind = "not_finite" if skipped else "exception"
+    raise TrainingError(f"epoch {run.position.epoch} has nothing to learn from: {causes}", kind)
 
 
-def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict[str, Evaluation], Progress]:
+def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
     """Evaluate the sets that are due after an epoch. Collective.
 
     The validation set comes first, because it decides whether the epoch is the last one.
@@ -158,16 +102,45 @@ def evaluate_epoch(parts: Parts, hooks: Hooks, progress: Progress) -> tuple[dict
     Returns:
         The metrics by set, and the position at the beginning of the next epoch.
     """
-    evaluated: dict[str, Evaluation] = {}
-    strategy, loaders, settings = parts.eager.strategy, parts.loaders, parts.settings
-    if "val" in loaders:
-        evaluated["val"] = evaluate(strategy, hooks.evaluating(loaders["val"], progress), parts.task)
-    task = parts.task or strategy.task
-    following = progress.next_epoch(evaluated["val"].metrics("val") if evaluated else {}, task.lower_is_better)
-    if "test" in loaders and (settings.evaluate_test == "every_epoch" or why_over(following, settings)):
-        done = len(loaders["val"]) if evaluated else 0
-        evaluated["test"] = evaluate(strategy, hooks.evaluating(loaders["test"], progress, done), parts.task)
-    return evaluated, following
+    results: dict[str, Evaluation] = {}
+    batches = 0
+
+    def react() -> None:
+        """Call the hooks after a batch."""
+        nonlocal batches
+        batches += 1
+        for hook in run.hooks:
+            hook.on_evaluation_batch(run.position, batches)
+
+    if "val" in run.loaders:
+        results["val"] = evaluate(run.strategy, run.loaders["val"], run.task, react)
+    task = run.task or run.strategy.task
+    validation = results["val"].metrics("val") if results else {}
+    following = run.position.next_epoch(validation, task.lower_is_better)
+    is_due = run.settings.evaluate_test == "every_epoch" or why_over(following, run.settings)
+    if "test" in run.loaders and is_due:
+        results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react)
+    return results, following
+
+
+def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
+    """Log the metrics of an epoch, and which of them are not finite."""
+    position = run.position
+    for name, evaluation in results.items():
+        if not evaluation.is_finite:
+            run.note_not_finite(evaluation, name)
+    training = means(run.strategy.task, position.sums)
+    metrics = {f"train_{name}": value for name, value in training.items()}
+    for name, evaluation in results.items():
+        metrics |= evaluation.metrics(name)
+    run.logger.epoch(
+        position.epoch,
+        step=position.step,
+        **metrics,
+        lr=position.lr,
+        seconds=position.seconds,
+        samples_per_second=position.samples / position.seconds,
+    )
 
 
 def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import Batch, real_samples
+from ddp_lab.data.batch import Batch
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
@@ -35,24 +35,35 @@ class Evaluation:
     sums: dict[str, torch.Tensor]
     weight: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether a sample has counted, and all metrics are finite."""
+        return bool(self.weight) and all(map(math.isfinite, self.values.values()))
+
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
         return {f"{name}_{key}": value for key, value in self.values.items()}
 
 
 @torch.no_grad()
-def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = None) -> Evaluation:
+def evaluate(
+    strategy: Strategy,
+    batches: Iterable[Batch],
+    task: Task | None = None,
+    after_batch: Callable[[], object] = lambda: None,
+) -> Evaluation:
     """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end.
 
     Args:
         strategy: has the model, and the task with the loss.
         batches: with padding.
         task: whose metrics are computed, besides the loss; None: those of the strategy's task.
+        after_batch: called after each batch.
     """
     strategy.train(False)
     task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
-        real = real_samples(count, strategy.dp_rank, strategy.dp_size)
+        real = strategy.real_samples(count)
         outputs = strategy.predict(inputs)
         require_samples(outputs.shape, len(inputs))
         outputs, targets = in_float32(outputs[:real]), targets[:real]
@@ -61,6 +72,7 @@ def evaluate(strategy: Strategy, batches: Iterable[Batch], task: Task | None = N
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += count
+        after_batch()
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss, weight = sums.pop("loss").item(), sums.pop("weight").item()
     mean = loss / weight if weight else math.nan

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu
-from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.sharding import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -31,7 +30,7 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
             dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
             has both groups, which may be empty.
     """
-    parameters = list(trainable(parameters))
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     kinds = {hasattr(parameter, "to_local") for parameter in parameters}
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:

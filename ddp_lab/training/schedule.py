@@ -7,13 +7,10 @@ since the beginning of the run, with a fraction within an epoch.
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.config.build import construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Positive
 
@@ -38,27 +35,26 @@ def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> flo
     return gamma ** sum(epoch >= milestone for milestone in milestones)
 
 
-def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
-    """Construct the shape that `_target_` names, and try it at the beginning, the middle and the end of the run.
+def try_shape(shape: Callable[..., float], target: str, epochs: int) -> None:
+    """Try a shape at the beginning, the middle and the end of the run.
 
     Args:
-        node: the config group `scheduler`.
+        shape: maps `progress` or `epoch` to a factor.
+        target: its name in the config.
         epochs: epochs of the run.
 
     Raises:
-        ConfigError: the shape cannot be constructed, fails, or does not return a number.
+        ConfigError: the shape fails, or does not return a number.
     """
-    shape = construct("scheduler", node)
     name, end = ("epoch", epochs) if by_epoch(shape) else ("progress", 1)
     for position in (0.0, end / 2, float(end)):
         try:
             float(shape(position))
         except Exception as error:
             raise ConfigError(
-                f"scheduler._target_={node['_target_']}: failed for {name}={position:g}: {describe_error(error)}. It must "
+                f"scheduler._target_={target}: failed for {name}={position:g}: {describe_error(error)}. It must "
                 f"return a number, the factor of optimizer.lr, for each {name} from 0 to {end}"
             ) from None
-    return shape
 
 
 def by_epoch(shape: Callable[..., float]) -> bool:

@@ -4,28 +4,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
 
-from ddp_lab.data.augment import Mix, seed_of
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
-from ddp_lab.models.drop_path import drop_paths_of
-from ddp_lab.strategies.all_reduce import gradients_of
+from ddp_lab.data.seeds import seed_of
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
-from ddp_lab.training.ema import EMA
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
 
+if TYPE_CHECKING:
+    from ddp_lab.data.augment import Mix
+    from ddp_lab.models.drop_path import DropPath
+    from ddp_lab.training.ema import EMA
+
 
 class TrainStep(Protocol):
-    """The interface of a training step. `Step` and `GraphStep` compute a step; `Fault` and `Profiled` wrap another one."""
+    """The interface of a training step, that of `Step` and `GraphStep`."""
 
     def batches(self, loader: Loader) -> Iterable[Any]:
         """Return the argument of `__call__` for each remaining step of the epoch, in order."""
+        ...
+
+    def gather(self, batch: Any) -> Batch:
+        """Return the batch for an element of `batches`, which `__call__` then takes in its place."""
         ...
 
     def __call__(self, batch: Any) -> None:
@@ -47,7 +53,7 @@ class StepOptions:
     accumulate: int = 1
     max_grad_norm: float | None = None
     skip_not_finite: bool = False
-    mix: Mix | None = None
+    mix: "Mix | None" = None
     seed: int = 0
 
 
@@ -75,12 +81,16 @@ class Step:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         options: StepOptions,
-        ema: EMA | None,
+        ema: "EMA | None",
     ):
         self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
         self.options, self.ema = options, ema
         self.mix = options.mix and options.mix.to(strategy.device)
-        self.drop_paths = drop_paths_of(strategy.module.modules())
+        self.drop_paths: list[DropPath] = []
+        if any(getattr(module, "drops_by_step", False) for module in strategy.module.modules()):
+            from ddp_lab.models.drop_path import drop_paths_of
+
+            self.drop_paths = drop_paths_of(strategy.module.modules())
         self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
@@ -177,6 +187,8 @@ class Step:
             finite: bool, [].
             buffers: copies from before the batch.
         """
+        from ddp_lab.strategies.all_reduce import gradients_of
+
         for gradient in map(local, gradients_of(self.strategy.module.parameters())):
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):

@@ -20,6 +20,10 @@ import psutil
 
 # Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Of glibc's malloc.h.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+LARGEST = 32 * 2**20  # bytes; the most that every version of glibc accepts as MMAP_THRESHOLD
+NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -151,3 +155,20 @@ def default_timeout(seconds: float) -> Generator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next tensors. Return whether its C library supports that: glibc does.
+
+    By default glibc gives it back to the system, which has to clear and map every page again in the next step: 3,100 pages in
+    a step of LeNet with 64 images, which then took 32.5 ms of CPU time in place of 24.3 (2 CPU cores, not quiet, torch 2.15,
+    2026-11-26). The cost: what the process once had, it holds until its end.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    kept = mallopt(TRIM_THRESHOLD, NEVER)
+    in_heap = mallopt(MMAP_THRESHOLD, LARGEST)
+    return bool(kept and in_heap)

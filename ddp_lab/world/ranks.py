@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_lab.config.causes import from_record, to_record
 from ddp_lab.world.process import Place, env_int, launch_id
-from ddp_lab.world.store import DECISION_TIMEOUT, agree_on_attempt
 
+DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
 START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
 
 Answer = TypeVar("Answer", bound=str | list[Any] | float | None)
@@ -84,6 +83,8 @@ class Ranks:
     def _attempt(self, store: Store) -> str:
         """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
         if self.agent_keeps_store:
+            from ddp_lab.world.store import agree_on_attempt
+
             return agree_on_attempt(store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT))
         return "0"  # the store is rank 0's, and new at each start
 
@@ -134,6 +135,8 @@ class Ranks:
         self.store.wait([answer_key], DECISION_TIMEOUT)
         found = json.loads(self.store.get(answer_key))
         if "error" in found:
+            from ddp_lab.config.causes import from_record
+
             raise from_record(found)
         if found["question"] != name:
             other = found["question"]
@@ -142,6 +145,8 @@ class Ranks:
 
     def _pass_on(self, keys: list[str], error: BaseException) -> None:
         """Set some keys of the store to this rank's exception, unless the store is gone."""
+        from ddp_lab.config.causes import to_record
+
         record = json.dumps(to_record(error, self.rank))
         with suppress(Exception):
             for key in keys:
@@ -191,6 +196,8 @@ class Ranks:
         self.store.wait(outcomes, DECISION_TIMEOUT)
         for outcome in map(json.loads, self.store.multi_get(outcomes)):
             if "error" in outcome:
+                from ddp_lab.config.causes import from_record
+
                 raise from_record(outcome)
 
     def _check_nodes(self, answer_key: str, name: str) -> None:

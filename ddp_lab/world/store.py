@@ -14,7 +14,6 @@ from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateI
 
 from ddp_lab.config.errors import NodeError
 
-DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
 POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most within the first 10 s
 LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 % later
 LISTED = 8  # the most ranks that the message names

@@ -12,7 +12,7 @@ from ddp_lab.advise import fit
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
-from ddp_lab.run.job import build
+from ddp_lab.run.build import build
 from ddp_lab.world.planned import PlannedRuntime
 
 STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum

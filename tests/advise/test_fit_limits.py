@@ -8,7 +8,7 @@ from ddp_lab.advise import fit
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
-from ddp_lab.run.job import build
+from ddp_lab.run.build import build
 from ddp_lab.training.plan import Plan
 from ddp_lab.world.planned import PlannedRuntime
 

@@ -16,7 +16,7 @@ from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.launchers.command_line import compose_config
-from ddp_lab.run.job import build
+from ddp_lab.run.build import build
 from ddp_lab.strategies.sharding import local
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
@@ -72,10 +72,10 @@ def measure(runtime: Runtime, case: str) -> Real:
         noting = trainer.optimizer.register_step_pre_hook(
             lambda *_: gradients.append(nbytes(tensor.grad for tensor in parameters if tensor.grad is not None))
         )
-        trainer.train_step(batch)
+        trainer.eager_step(batch)
         noting.remove()
         # The least of several steps, because gloo's threads free at different times.
-        peak = min(growth(lambda: trainer.train_step(batch)) for _ in range(3))
+        peak = min(growth(lambda: trainer.eager_step(batch)) for _ in range(3))
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
         held = {
             "parameters": nbytes(parameters),
@@ -190,5 +190,5 @@ def allocated(cfg: DictConfig) -> int:
             batch = next(iter(job.loaders["train"]))
             for _ in range(3):
                 torch.cuda.reset_peak_memory_stats()
-                trainer.train_step(batch)
+                trainer.eager_step(batch)
             return torch.cuda.max_memory_allocated()

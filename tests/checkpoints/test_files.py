@@ -117,7 +117,7 @@ def test_checkpoint_of_the_same_step_is_replaced(form, tmp_path):
 def test_training_waits_for_the_copy_and_not_for_the_disk(form, tmp_path):
     checkpoints = tiny(tmp_path, None, form == "sharded")
     save_epochs(checkpoints, [1.0])  # the first save loads modules
-    checkpoints.before_write = lambda: time.sleep(0.5)
+    checkpoints.before_write = lambda path: time.sleep(0.5)
     module, seconds = checkpoints.state.strategy.module, []
     for number in (2, 3):
         step(checkpoints)

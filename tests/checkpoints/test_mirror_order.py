@@ -66,8 +66,7 @@ def upload_epochs(mirror: Mirror, losses: list[float], sharded: bool) -> None:
         mirror.upload(path)
         mirror.finish(60)
 
-    checkpoints.after_write = upload
-    save_epochs(checkpoints, losses)
+    save_epochs(checkpoints, losses, after_write=upload)
 
 
 @both_formats

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoints import names, resume
@@ -13,7 +14,6 @@ from ddp_lab.checkpoints import sharded
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 from ddp_lab.checkpoints.state import State
-from ddp_lab.resilience.fault_injection import fill_disk
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
@@ -35,7 +35,7 @@ def reset_high_water() -> int:
     return high_water()
 
 
-def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8) -> Checkpoints:
+def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8, **options: Any) -> Checkpoints:
     """Return the checkpoints of a model with layers of 1 MiB, after a training step."""
     strategy.input_shape = (512,)
     strategy.setup(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)))
@@ -46,7 +46,7 @@ def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8) ->
     shapes = {f"{i}.weight": (512, 512) for i in range(layers)}
     shapes |= {f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()}
     scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
-    return Checkpoints(folder, State(strategy, optimizer, scheduler, shapes), sharded=True)
+    return Checkpoints(folder, State(strategy, optimizer, scheduler, shapes), sharded=True, **options)
 
 
 def measure_memory(folder: Path) -> dict[str, int]:
@@ -73,11 +73,16 @@ def fail_in_turn(folder: Path) -> list[str | None]:
     """Save three times, and let rank 1 fail the second time. Return the problems."""
     with Runtime("cpu", timeout=60) as runtime:
         runtime.open_group()
-        checkpoints = wide(runtime, folder, DDP(runtime, "local", 25.0, find_unused_parameters=False), layers=1)
+
+        def write_fails(path: Path) -> None:
+            if (path.stem, runtime.rank) == ("step_00000002", 1):
+                Path("/dev/full").write_bytes(b"0")
+
+        strategy = DDP(runtime, "local", 25.0, find_unused_parameters=False)
+        checkpoints = wide(runtime, folder, strategy, layers=1, before_write=write_fails)
         checkpoints.state.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
-        nothing, problems = checkpoints.before_write, []
+        problems = []
         for number in (1, 2, 3):
-            checkpoints.before_write = fill_disk if (number, runtime.rank) == (2, 1) else nothing
             checkpoints.save(Progress(step=number))
             checkpoints.wait()
             problems.append(checkpoints.problem)

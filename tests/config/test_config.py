@@ -7,9 +7,8 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.sources import make_source
-from ddp_lab.models.make import build_model
-from ddp_lab.run.recorded_config import to_record
+from ddp_lab.launchers.recorded_config import to_record
+from ddp_lab.run.build import build_model, make_source
 from scripts import configuration
 
 OPTIMIZER = "optimizer._target_=torch.optim."

@@ -6,7 +6,7 @@ import pytest
 
 from ddp_lab.config.build import construct
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.schedule import build_shape
+from ddp_lab.run.build import build_shape
 
 
 class Wrong:

@@ -21,8 +21,9 @@ from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.folder import find_images
 from ddp_lab.data.images import decode, to_tensor
+from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.run.job import LOADERS, load_dataset
+from ddp_lab.run.build import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 SIZE, SHORT = 24, 28
@@ -203,7 +204,7 @@ def test_what_cannot_be_loaded_is_reported(tmp_path):
     root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
     found = dataset(root)
     with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by samples that are read one by one"):
-        LOADERS["device"](found.train, LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True))
+        DeviceLoader(found.train, LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True))
     os.truncate(root / names(found.test)[2], 50)
     with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded .*Remove it; `ddp-lab doctor`"):
         next(iter(loader(found.test, 4, shuffle=False)))

@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.dataset import Dataset, InMemory
-from ddp_lab.data.sources import check_same, make_source
-from ddp_lab.run.job import build, load_dataset
+from ddp_lab.data.dataset import Dataset, InMemory, require_same_digest
+from ddp_lab.run.build import build, load_dataset, make_source
 from ddp_lab.world.runtime import Runtime
 
 OPTIONS = ["data=own", "data.image_size=24", "data.resize=24", "data.num_workers=0"]
@@ -116,12 +115,12 @@ def test_map_style_dataset_needs_data_own():
 
 
 def test_ranks_with_other_files_are_refused():
-    check_same(["a", "a"])
+    require_same_digest(["a", "a"])
     own, less = load("Tokens", "data.num_classes=11"), load("Tokens", "data.num_classes=12")
     with pytest.raises(ConfigError, match=r"rank 1 has other files"):
-        check_same([own.digest, less.digest])
+        require_same_digest([own.digest, less.digest])
     with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
-        check_same(["a", "a", "b"])
+        require_same_digest(["a", "a", "b"])
     tokens = load("Tokens", "data.num_classes=11")
     assert (tokens.train.size, tokens.val.size, tokens.test) == (36, 4, None)
     assert tokens.model_shape() == {"input_shape": [8], "num_classes": 11, "vocabulary": 11, "context": 8}

@@ -1,6 +1,6 @@
 """Epochs are counted once, whether a loop or `fit` trains them: the position, the order of samples, and checkpoints."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -12,7 +12,8 @@ from training import full_weights
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.lab.trainer import Trainer
-from ddp_lab.training.loop import Hooks
+from ddp_lab.training.hooks import Hook, Run
+from ddp_lab.training.loop import fit as fit_run
 from ddp_lab.training.progress import Progress
 
 SIZE, BATCH = 20, 8  # three steps an epoch, the last one on a partial batch
@@ -61,14 +62,20 @@ class Left(Exception):
 def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
     """Call `fit`, and leave it after the step `stop` of the run."""
 
-    class Stop(Hooks):
-        def after_step(self, progress: Progress, here) -> None:
-            if progress.step == stop:
-                trainer.position = here()
+    class Stop(Hook):
+        def on_start(self, run: Run) -> None:
+            self.run = run
+
+        def on_step_end(self, position: Progress) -> None:
+            if position.step == stop:
+                trainer.position = self.run.current()
                 raise Left
 
+    def fit_with_stop(run: Run) -> Progress:
+        return fit_run(replace(run, hooks=[*run.hooks, Stop()]))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddp_lab.lab.trainer.Hooks", Stop)
+        patch.setattr("ddp_lab.lab.trainer.fit", fit_with_stop)
         if stop is None:
             trainer.fit(data(), data(), epochs=epochs)
         else:

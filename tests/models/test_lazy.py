@@ -8,12 +8,12 @@ from torch import nn
 from training import largest_difference
 from worlds import run_world
 
+from ddp_lab.advise.plan import model_to_plan
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.lab import Lab
 from ddp_lab.models.lazy import lazy_layers, materialise
-from ddp_lab.models.make import build_model, make_model, model_to_plan
 from ddp_lab.models.trial import Trial
-from ddp_lab.run.trained import open_run
+from ddp_lab.run.build import build_model, make_model, open_run
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}

@@ -7,10 +7,10 @@ from torchvision.models import resnet18 as torchvision_resnet18
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18
 from ddp_lab.models.lenet import lenet
-from ddp_lab.models.make import build_model
 from ddp_lab.models.partition import Partition, cut
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
+from ddp_lab.run.build import build_model
 
 
 def count(model) -> int:

@@ -16,9 +16,9 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import Trial, check_logits, freeze_unused, random_like
-from ddp_lab.run.job import build as build_job
+from ddp_lab.run.build import build as build_job
+from ddp_lab.run.build import build_model
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 

@@ -12,9 +12,9 @@ from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial
+from ddp_lab.run.build import build_model, make_model
 from ddp_lab.strategies.units import find_units
 from ddp_lab.world.runtime import Runtime
 

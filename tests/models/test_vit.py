@@ -13,8 +13,8 @@ from torchvision.models import VisionTransformer
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import build_model
 from ddp_lab.models.vit import vit
+from ddp_lab.run.build import build_model
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
 

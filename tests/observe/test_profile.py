@@ -7,8 +7,8 @@ import pytest
 from launches import SMALL, launch, main_in_world
 from worlds import run_world
 
-from ddp_lab.observe.profiler import RECORD
 from ddp_lab.observe.time_split import DATA, PARTS, STEP, compare, diagnose, read
+from ddp_lab.training.profiler import RECORD
 
 
 def step(**parts: float) -> dict[str, float]:

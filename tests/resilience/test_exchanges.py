@@ -1,24 +1,43 @@
 """How many steps lie between two exchanges: about half a second of them, and never more than losses are kept."""
 
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
+from torch import nn
 
-from ddp_lab.resilience import decisions
-from ddp_lab.resilience.decisions import PERIOD, Decisions
+from ddp_lab.config.types import Every
+from ddp_lab.resilience.guard import Guard
+from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import LONGEST, RunningSums
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.sync import PERIOD, Sync
 from ddp_lab.world.runtime import Runtime
+
+
+def begun(step: int, flags: Any = lambda: (), every: Every | None = None) -> tuple[Sync, RunningSums]:
+    """Return exchanges that begin after a step, and the sums of the next ones."""
+    strategy = Single(Runtime("cpu"))
+    strategy.task = Task()
+    strategy.setup(nn.Identity())
+    sums = RunningSums(strategy.task, torch.device("cpu"))
+    sync = Sync(strategy, sums, every or Every(), flags)
+    sync.begin(Progress(step=step))
+    sync.begin_epoch(Progress(step=step))
+    return sync, sums
 
 
 def next_exchange(monkeypatch, seconds_per_step: float, steps: int) -> int:
     """Return how many steps after an exchange the next one is, after `steps` steps of this duration."""
     now = [100.0]
-    monkeypatch.setattr(decisions.time, "monotonic", lambda: now[0])
-    found = Decisions(Runtime("cpu"))
-    found.begin(0, RunningSums(Task(), torch.device("cpu")))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    sync, _ = begun(0)
     now[0] += steps * seconds_per_step
-    found.exchange(steps, save_failed=False)
-    return next(step for step in range(steps + 1, steps + 10**6) if found.due(step)) - steps
+    sync.exchange(steps, Progress(step=steps))
+    return sync.next - steps
 
 
 @pytest.mark.parametrize(
@@ -32,9 +51,44 @@ def test_exchanges_lie_half_a_second_apart_and_no_loss_is_overwritten(monkeypatc
 
 def test_first_of_the_most_steps_between_two_exchanges_is_found():
     """Its loss is in the place that the next step would overwrite."""
-    found = Decisions(Runtime("cpu"))
-    sums = RunningSums(Task(), torch.device("cpu"))
-    found.begin(7, sums)
+    sync, sums = begun(7)
     for step in range(LONGEST):
         sums.add(torch.tensor([float("nan") if step == 0 else 1.0, 1.0], dtype=torch.float64))
-    assert found.exchange(7 + LONGEST, save_failed=False).not_finite == (8, 0)
+    assert sync.exchange(7 + LONGEST, Progress()).not_finite == (8, 0)
+
+
+def test_training_without_rows_and_flags_exchanges_nothing():
+    sync, _ = begun(0, flags=None)
+    assert sync.next > 10**9
+
+
+class NeverArriving:
+    """A copy to the host that takes long on this rank."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_rank_that_waits_for_the_sums_of_a_row_exchanges_at_the_same_steps_as_others():
+    sync, _ = begun(0, every=Every(steps=2))
+    sync._exchange_at = 7  # as rank 0 has said
+    sync.after_step(Progress(step=2), 0.0)
+    assert sync._pending is not None
+    sync._pending = sync._pending._replace(arrived=cast("Any", NeverArriving()))
+    assert sync.after_step(Progress(step=3), 0.0) is None
+    assert sync.next == 4, "it looks again after the next step"
+    assert not sync.is_due(4)
+    sync.settle()
+    assert [sync.is_due(step) for step in (6, 7)] == [False, True]
+
+
+def test_evaluation_exchanges_only_where_it_is_due_on_all_ranks():
+    sync = SimpleNamespace(next=1, is_due=lambda number: False)  # without the method `exchange`
+    heartbeat = SimpleNamespace(at=lambda *place: None)
+    guard = Guard(*cast("Any", (None, None, heartbeat)), 1, None, "stop", "stop", None, ())
+    loader = SimpleNamespace(data=SimpleNamespace(size=8))
+    guard.on_start(cast("Any", SimpleNamespace(sync=sync, position=Progress(), loaders={"train": loader})))
+    guard.on_evaluation_batch(Progress(step=1), 1)

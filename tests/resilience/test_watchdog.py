@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import heartbeats
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
-from ddp_lab.resilience.heartbeats import NodeLink, Table, least, suspicion
+from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
@@ -42,6 +42,7 @@ def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> W
     place = Place(rank, table.size, rank, table.size, 0, 1)
     made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
     made.table, made.leave = table, lambda grace: None
+    made.heartbeat = OwnHeartbeat(table, rank, made.own)
     return made
 
 
@@ -163,11 +164,11 @@ def test_step_that_takes_long_is_logged_by_rank_0(rank, said, table, tmp_path, m
     monkeypatch.setattr("ddp_lab.resilience.watchdog.SILENT", 2.0)
     caplog.set_level("INFO", "ddp_lab")
     watchdog = watch(tmp_path, table, rank)
-    watchdog.at("training", epoch=1, step=5)
+    watchdog.heartbeat.at("training", epoch=1, step=5)
     for _ in range(10):
         watchdog.look()
     assert caplog.messages == said
-    watchdog.at("training", epoch=1, step=6)
+    watchdog.heartbeat.at("training", epoch=1, step=6)
     for _ in range(4):
         watchdog.look()
     assert caplog.messages == said, "steps that take less time are logged"

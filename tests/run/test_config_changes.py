@@ -7,7 +7,8 @@ from launches import SMALL, main_in_world
 from omegaconf import OmegaConf
 from worlds import run_world
 
-from ddp_lab.run.config_changes import list_changes, record_config
+from ddp_lab.launchers.config_changes import list_changes, record_config
+from ddp_lab.launchers.recorded_config import to_record
 
 SECRET = "s3cr3t"
 
@@ -81,22 +82,22 @@ def config(**keys):
 def test_secrets_are_not_listed_and_references_are_listed_once(tmp_path):
     options = {"wandb": {"api_key": SECRET}}
     mirror = {"mirror": f"s3://me:{SECRET}@host/a"}
-    record_config(tmp_path, config(tracker_options=options, checkpoint=mirror), 2, None)
+    record_config(tmp_path, to_record(config(tracker_options=options, checkpoint=mirror)), 2, None)
     other = config(tracker_options={}, checkpoint={"mirror": f"s3://you:{SECRET}2@host/b"})
     other.data.root = "b"
-    lines = record_config(tmp_path, other, 2, tmp_path)
+    lines = record_config(tmp_path, to_record(other), 2, tmp_path)
     assert lines[1:] == ["data.root: a -> b", "checkpoint.mirror: s3://host/a -> s3://host/b"]
 
 
 def test_launch_that_was_killed_while_it_recorded_its_config_leaves_no_second_copy(tmp_path):
-    record_config(tmp_path, config(), 1, None)
+    record_config(tmp_path, to_record(config()), 1, None)
     before = (tmp_path / "config.yaml").read_text()
     (tmp_path / "config.1.yaml").write_text(before)  # kept, but the config of that launch was not written
-    lines = record_config(tmp_path, config(epochs=3), 1, tmp_path)
+    lines = record_config(tmp_path, to_record(config(epochs=3)), 1, tmp_path)
     assert lines[1:] == ["epochs: not set -> 3"]
     assert kept(tmp_path) == ["config.1.yaml"]
-    record_config(tmp_path, config(), 1, tmp_path)
-    record_config(tmp_path, config(epochs=3), 1, tmp_path)
+    record_config(tmp_path, to_record(config()), 1, tmp_path)
+    record_config(tmp_path, to_record(config(epochs=3)), 1, tmp_path)
     assert kept(tmp_path) == ["config.1.yaml", "config.2.yaml", "config.3.yaml"]
     assert (tmp_path / "config.3.yaml").read_text() == before
 

@@ -9,7 +9,7 @@ from launches import SMALL
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Synthetic
-from ddp_lab.run.checks import check_and_build
+from ddp_lab.run.build import prepare
 from ddp_lab.run.data_record import DataRecord, compare_data
 from ddp_lab.world.runtime import Runtime
 
@@ -37,10 +37,10 @@ def test_run_does_not_resume_with_other_classes_or_another_validation_set(resume
     cfg = config(*SMALL, "name=mine", f"runs_dir={tmp_path}", f"resume={resume.format(run=run)}")
     difference = r"number 2 of 10 was 3, in these data it is 2\. Use data with the same"
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
-        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)
+        prepare(cfg, Runtime("cpu"))
     (run / "data.json").write_text(json.dumps(asdict(replace(record, classes=[*"0123456789"], held_out=HELD_OUT))))
     with pytest.raises(
         ConfigError,
         match=f"{HELD_OUT}, and a run cannot be resumed with another validation set. Use the recorded values, or start",
     ):
-        check_and_build(cfg, Runtime("cpu"), lambda *_: "", lambda *_: None)
+        prepare(cfg, Runtime("cpu"))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_lab.commands import predict
 from ddp_lab.run.predict import generate
-from ddp_lab.run.trained import TrainedRun
+from ddp_lab.run.trained import InputFormat, TrainedRun
+from ddp_lab.tasks.tokens import Tokens
 from ddp_lab.world.runtime import Runtime
 
 
@@ -61,12 +61,10 @@ def test_temperature_divides_the_logits(temperature, share):
 
 
 def test_prompt_longer_than_the_context_is_continued_by_the_command(command, monkeypatch):
-    cfg = OmegaConf.create({"precision": "float32", "task": {"_target_": "ddp_lab.tasks.Tokens"}})
-
     class Data:
         shape = {"context": 3}
 
-    run = TrainedRun(cfg, Data(), Path("step_00000001.pt"), NextLetter())
-    monkeypatch.setattr("ddp_lab.run.trained.open_run", lambda folder, checkpoint: run)
+    run = TrainedRun(Data(), Path("step_00000001.pt"), NextLetter(), Tokens, InputFormat([0.0], [1.0], None))
+    monkeypatch.setattr("ddp_lab.run.build.open_run", lambda folder, checkpoint: run)
     line = ["runs/mine", "--prompt", "abcd", "--tokens", "3", "--temperature", "0", "--device", "cpu"]
     assert command(predict.main, *line)[:2] == (0, "abcdcde\n")

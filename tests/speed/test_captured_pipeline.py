@@ -14,7 +14,7 @@ from training import Outcome, config_of, make_model, reference_of, run_cases
 from worlds import run_world
 
 from ddp_lab.config.build import build as construct
-from ddp_lab.run.job import build
+from ddp_lab.run.build import build
 from ddp_lab.speed.cuda_graph import WARM_UP, GraphStep
 from ddp_lab.speed.waits import WAITS
 from ddp_lab.strategies.base import Strategy

@@ -26,8 +26,9 @@ from ddp_lab.config.build import build as build_config
 from ddp_lab.run.speed import refusals_of
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling, repeats
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
-from ddp_lab.speed.fastest import PerformanceOptions, build
+from ddp_lab.speed.fastest import build
 from ddp_lab.strategies.single import Single
+from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 

@@ -10,13 +10,13 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.models.vit import vit
 from ddp_lab.speed import fastest
 from ddp_lab.speed.fastest import (
-    PerformanceOptions,
     build_step,
     compile_pays_off,
     layers_to_compile,
     measure,
 )
 from ddp_lab.training.optimizer import FEW, configure_optimizer
+from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step
 from ddp_lab.world.runtime import Runtime
 from scripts.bench_models import MODELS

@@ -8,11 +8,12 @@ from configs import config
 
 from ddp_lab.config.build import build
 from ddp_lab.data.datasets import Synthetic
+from ddp_lab.models.channels_last import to_channels_last
 from ddp_lab.models.lenet import lenet
-from ddp_lab.run.job import build as build_job
+from ddp_lab.run.build import build as build_job
+from ddp_lab.run.build import what_is_wanted
 from ddp_lab.run.speed import find_options
-from ddp_lab.speed.convolution import to_channels_last
-from ddp_lab.speed.fastest import KEYS, PerformanceOptions, choose
+from ddp_lab.training.performance import KEYS, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
 
 LEFT = {"loader": "auto", "cuda_graph": "auto", "channels_last": "auto", "fused": None, "compile": "auto"}
@@ -82,7 +83,7 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
     strategy, model = build(cfg.strategy, Runtime("cpu")), model or lenet(1, 28, 10, None)
     strategy.partition(model, 8)
     strategy.device = torch.device("cuda")
-    return find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
+    return find_options(what_is_wanted(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
 
 
 SYNC = "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
@@ -122,7 +123,7 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
     cfg = config("strategy=single", *overrides)
     strategy = build(cfg.strategy, Runtime("cpu"))
     strategy.device, strategy.runtime = torch.device(device), None
-    assert values(find_options(cfg, strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
+    assert values(find_options(what_is_wanted(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
 
 
 def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
@@ -130,14 +131,16 @@ def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
     monkeypatch.setattr("ddp_lab.run.speed.choose", lambda *facts: facts)
     strategy = build(config("strategy=single").strategy, Runtime("cpu"))
     strategy.device, strategy.runtime = torch.device("cuda"), runtime
-    facts = find_options(config("speed=auto"), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))
+    facts = find_options(
+        what_is_wanted(config("speed=auto")), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None)
+    )
     assert facts[-1] == 7
 
 
 @pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])
 def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons, batch, monkeypatch):
     options = PerformanceOptions(cuda_graph=True, reasons=reasons)
-    monkeypatch.setattr("ddp_lab.run.job.find_options", lambda *_: options)
+    monkeypatch.setattr("ddp_lab.run.build.find_performance", lambda *_: options)
     job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
 

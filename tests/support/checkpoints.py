@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from launches import SMALL, main_in_world, newest
 from torch import nn
 from worlds import run_world
 
-from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
 from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.checkpoints.state import State
@@ -79,7 +80,11 @@ def step(checkpoints: Checkpoints) -> None:
 
 
 def save_epochs(
-    checkpoints: Checkpoints, losses: list[float], start: Progress | None = None, accuracies: list[float] | None = None
+    checkpoints: Checkpoints,
+    losses: list[float],
+    start: Progress | None = None,
+    accuracies: list[float] | None = None,
+    after_write: Callable[[Path], None] = ignore,
 ) -> Progress:
     """Save a checkpoint after each epoch, which has one step. The bias is the number of the epoch. Return the last progress."""
     progress = start or Progress()
@@ -88,7 +93,7 @@ def save_epochs(
         step(checkpoints)
         progress = replace(progress, step=progress.step + 1, samples=1)
         progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better)
-        checkpoints.save(progress)
+        checkpoints.save(progress, after_write)
     checkpoints.wait()
     assert checkpoints.problem is None
     return progress

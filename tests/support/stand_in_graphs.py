@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.batch import BatchSize
 from ddp_lab.speed import cuda_graph
 from ddp_lab.speed.cuda_graph import GraphStep
 
@@ -31,9 +30,9 @@ def replace_graphs(replace: Callable[[Any, str, Any], Any], events: list[str]) -
 
     compute = GraphStep.compute
 
-    def replay(step: GraphStep, size: BatchSize) -> None:
+    def replay(step: GraphStep, count: int) -> None:
         with step._rate_on_device():
-            compute(step, size)
+            compute(step, count)
 
     replace(torch.cuda, "graph_pool_handle", lambda: None)
     replace(torch.cuda, "set_sync_debug_mode", set_mode)

@@ -5,7 +5,7 @@ of the config, and names of PRESETS and MARKS. By default the last batch is part
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import collect, content_of, merge
+from ddp_lab.checkpoints.state import State, collect, content_of, merge
+from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.models.book_resnet import Residual, book_resnet18
 from ddp_lab.models.chain import Chain
@@ -31,14 +32,17 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.vit import vit
 from ddp_lab.observe.logger import Logger
-from ddp_lab.run.job import Job, build
+from ddp_lab.run.build import build
+from ddp_lab.run.job import Job
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import local
-from ddp_lab.training.loop import Hooks
+from ddp_lab.training.hooks import Hook, Run
+from ddp_lab.training.loop import fit
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step
+from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
 
 SEED = 7
@@ -324,7 +328,7 @@ class Watched(InitialWeights):
         return block
 
 
-class Recorder(Hooks, Logger):
+class Recorder(Hook, Logger):
     """Record what `fit` reports of each epoch, and save checkpoints of both formats in the folders `pt` and `sharded`."""
 
     def __init__(self, checkpoints: list[Checkpoints], save_at: list[int]):
@@ -332,18 +336,21 @@ class Recorder(Hooks, Logger):
         self.sums: list[list[float]] = []
         self.evaluations: list[dict[str, float]] = []
 
-    def check(self, progress: Progress) -> None:
-        self.sums.append(progress.sums)
+    def on_start(self, run: Run) -> None:
+        self.run = run
+
+    def on_evaluate(self, results: object) -> None:
+        self.sums.append(self.run.position.sums)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.evaluations.append({key: metrics[key] for key in metrics if key.startswith(("val_", "test_"))})
 
-    def after_step(self, progress: Progress, here: Callable[[], Progress]) -> None:
-        if progress.step in self.save_at:
-            self.save(here())
+    def on_step_end(self, position: Progress) -> None:
+        if position.step in self.save_at:
+            self.save(self.run.current())
 
-    def end_epoch(self, progress: Progress, last: bool) -> None:
-        self.save(progress)
+    def on_epoch_end(self, position: Progress) -> None:
+        self.save(position)
 
     def save(self, progress: Progress) -> None:
         for checkpoints in self.checkpoints:
@@ -379,16 +386,18 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     trainer = job.trainer()
     held, peak = held_bytes(job.model), weights.peak if weights else 0
     initial = hash_of(full_weights(strategy)) if by_block else ""
-    state, folder = trainer.state, cfg.get("save")
+    state, folder = State.of(trainer, job.shapes), cfg.get("save")
     if folder:
         Path(folder).mkdir(exist_ok=True)
     checkpoints = [Checkpoints(Path(folder, form), state, sharded=form == "sharded") for form in FORMS if folder]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
-    trainer.position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
+    position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
     steps_left = cfg.epochs * job.plan.steps_per_epoch
-    trainer.train_step = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+    step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
-    trainer.fit_loaders(job.loaders, job.fit_settings, recorder, recorder)
+    eager, settings = trainer.eager_step, job.fit_settings
+    sync = Sync(strategy, eager.running_sums, Every())
+    position = fit(Run(eager, step, job.loaders, settings, recorder, [recorder], sync, position))
     chosen = "test" if "test" in job.loaders else "val"
     with trainer.ema.in_use() if trainer.ema else nullcontext():
         tested = evaluate(strategy, job.loaders[chosen])
@@ -398,7 +407,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     if chosen == "test":
         assert tested.samples == confusion.sum() == TEST_SAMPLES
         assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
-    full, rests = collect(strategy, *state.part(trainer.position))
+    full, rests = collect(strategy, *state.part(position))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
     own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}

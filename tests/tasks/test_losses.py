@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from own_losses import Focal
 
 from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.run.build import build_loss
 from ddp_lab.tasks.base import Task, measure
-from ddp_lab.tasks.build import build_loss
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -18,11 +18,13 @@ from ddp_lab.observe.logger import Logger
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.base import Task
 from ddp_lab.training import meter
-from ddp_lab.training.loop import Hooks, Parts, fit
+from ddp_lab.training.hooks import Exchanges, Hook, Run
+from ddp_lab.training.loop import fit
+from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import RunningSums
-from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
 
 WAIT, STEP, EVALUATION = 0.5, 2.0, 100.0  # seconds; a step includes the wait for its batch
@@ -101,21 +103,24 @@ class Rows(Logger):
         self.of_epochs.append(metrics)
 
 
-class Positions(Hooks):
+class Positions(Hook):
     """Keeps the position after each step, as a checkpoint would."""
 
     def __init__(self):
         self.found = []
 
-    def after_step(self, progress, here):
-        self.found.append(here())
+    def on_start(self, run):
+        self.run = run
+
+    def on_step_end(self, position):
+        self.found.append(self.run.current())
 
 
 @pytest.fixture
 def run(monkeypatch):
     """Return a function that trains from a position and returns the rows and the positions after the steps."""
 
-    def train(progress: Progress, log_every: Every | None = None, hooks: Hooks | None = None) -> Rows:
+    def train(progress: Progress, log_every: Every | None = None, hook: Hook | None = None) -> Rows:
         clock = Clock()
         monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
         monkeypatch.setattr(meter, "peak_memory_bytes", lambda: HELD)
@@ -127,8 +132,10 @@ def run(monkeypatch):
         settings = FitSettings(EPOCHS, log_every=log_every or Every(steps=2), full_rate=FULL_RATE)
         loaders = {"train": Loading(clock), "val": Evaluating(clock)}
         step = Working(clock, sums)
-        parts = Parts(eager, step, loaders, settings, None, NotFiniteNotes(False))
-        fit(parts, rows, hooks or Hooks(), progress)
+        measured = Meter(strategy.task, settings, rows)
+        sync = Sync(strategy, sums, settings.log_every, read=measured.read)
+        hooks = [Exchanges(), measured, *([hook] if hook else [])]
+        fit(Run(eager, step, loaders, settings, rows, hooks, sync, progress))
         return rows
 
     return train
@@ -150,10 +157,10 @@ def test_seconds_and_rate_of_a_resumed_epoch_have_the_time_before(run):
 
 
 def test_position_after_a_step_has_the_seconds_of_the_epoch_so_far(run):
-    hooks = Positions()
-    run(Progress(epoch=EPOCHS, samples=3, step=13, sums=[3.0, 3.0], seconds=12.0), hooks=hooks)
-    assert [position.seconds for position in hooks.found] == [14.0, 16.0]
-    assert [position.sums for position in hooks.found] == [[4.0, 4.0], [5.0, 5.0]]
+    hook = Positions()
+    run(Progress(epoch=EPOCHS, samples=3, step=13, sums=[3.0, 3.0], seconds=12.0), hook=hook)
+    assert [position.seconds for position in hook.found] == [14.0, 16.0]
+    assert [position.sums for position in hook.found] == [[4.0, 4.0], [5.0, 5.0]]
 
 
 def test_rows_of_steps_have_the_rate_and_the_time_that_is_left(run):

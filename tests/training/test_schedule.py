@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.schedule import build_shape
+from ddp_lab.run.build import build_shape
 
 
 def own(name: str, **options):

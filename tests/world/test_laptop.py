@@ -15,11 +15,11 @@ from launches import ROOT, read_metrics
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.profiler import check_profile
 from ddp_lab.run.speed import refusals_of
-from ddp_lab.speed.fastest import choose
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.base import sum_dtype
+from ddp_lab.training.performance import choose
+from ddp_lab.training.profiler import check_profile
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time
 from ddp_lab.world.runtime import Runtime

@@ -12,12 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hydra.utils import get_object
-
 from ddp_lab.config.errors import describe_error
 from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
-from ddp_lab.observe.trackers.base import Media, Status, TrackedRun, Tracker
+from ddp_lab.observe.trackers.base import MakeTracker, Media, Status, TrackedRun, Tracker
 
 QUEUED = 10_000  # the most rows that wait for a tracker: some 10 MB
 WAIT = 60.0  # seconds that a finished run waits for its trackers: making MLflow's database took 34 on two busy cores
@@ -29,14 +27,14 @@ class Guarded:
 
     Args:
         name: as in `tracker=NAME`.
-        node: `_target_`, and the options.
+        make: constructs it.
         run: what it tracks.
     """
 
-    def __init__(self, name: str, node: Mapping[str, Any], run: TrackedRun):
+    def __init__(self, name: str, make: MakeTracker, run: TrackedRun):
         self.name, self._reported = name, False
         self._tracker: Tracker | None = None
-        self._open(node, run)
+        self._open(make, run)
 
     def call(self, method: str, *arguments: Any) -> bool:
         """Call a method of the tracker. Return whether it has returned without an error."""
@@ -45,11 +43,9 @@ class Guarded:
     def wait(self, deadline: float) -> None:
         """Wait until all calls have ended, up to a time as of time.monotonic."""
 
-    def _open(self, node: Mapping[str, Any], run: TrackedRun) -> None:
-        options = {key: value for key, value in node.items() if key != "_target_"}
-
+    def _open(self, make: MakeTracker, run: TrackedRun) -> None:
         def construct() -> None:
-            self._tracker = get_object(node["_target_"])(run, **options)
+            self._tracker = make(run)
 
         self._guard(construct)
 
@@ -75,14 +71,14 @@ class Background(Guarded):
     before this file was written.
     """
 
-    def __init__(self, name: str, node: Mapping[str, Any], run: TrackedRun):
+    def __init__(self, name: str, make: MakeTracker, run: TrackedRun):
         self._file = run.path / f"tracker.{name}.json"
         self._state: dict[str, Any] = {"id": uuid.uuid4().hex, "recorded": [-1, 0]}
         with suppress(OSError, ValueError):
             self._state |= json.loads(self._file.read_text())
         self._before = self._state["recorded"]
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED)
-        super().__init__(name, node, replace(run, id=self._state["id"]))
+        super().__init__(name, make, replace(run, id=self._state["id"]))
 
     def call(self, method: str, *arguments: Any) -> bool:
         if method == "log_metrics" and position(*arguments[1:]) <= self._before:
@@ -99,17 +95,17 @@ class Background(Guarded):
         if self._thread.is_alive():
             self._report("has not finished in time")
 
-    def _open(self, node: Mapping[str, Any], run: TrackedRun) -> None:
+    def _open(self, make: MakeTracker, run: TrackedRun) -> None:
         if self.name in EXTRAS:
             # Here, because DataLoader processes may be forked meanwhile, and would inherit the locks of half imported modules.
             self._guard(lambda: importlib.import_module(self.name))
-        self._thread = threading.Thread(target=self._work, args=(node, run), name=f"tracker={self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(make, run), name=f"tracker={self.name}", daemon=True)
         self._thread.start()
 
-    def _work(self, node: Mapping[str, Any], run: TrackedRun) -> None:
+    def _work(self, make: MakeTracker, run: TrackedRun) -> None:
         recorded = passed = self._before  # positions of rows
         self._guard(partial(self._save, recorded))
-        super()._open(node, run)
+        super()._open(make, run)
         while self._tracker is not None:
             method, arguments = self._queue.get()
             if super().call(method, *arguments) and method != "log_media":
@@ -138,15 +134,20 @@ class Trackers:
     """All trackers of a run, on rank 0.
 
     Args:
-        chosen: of each its name with `_target_` and the options, as from `chosen_trackers`.
+        chosen: what constructs each, by name.
         run: what they track; its id is replaced by one of each.
         patience: seconds that `finish` may take.
     """
 
-    def __init__(self, chosen: Mapping[str, Mapping[str, Any]], run: TrackedRun, patience: float = WAIT):
+    def __init__(self, chosen: Mapping[str, MakeTracker], run: TrackedRun, patience: float = WAIT):
         self._patience = patience
         kinds = {"tensorboard": Guarded}
-        self._trackers = [kinds.get(name, Background)(name, node, run) for name, node in chosen.items()]
+        self._trackers = [kinds.get(name, Background)(name, make, run) for name, make in chosen.items()]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a tracker."""
+        return bool(self._trackers)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
         """Record a row of metrics, as in `Tracker`."""

@@ -1,6 +1,6 @@
 """The interface of a tracker: a class of three methods, which is constructed with the run and its own options."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -62,3 +62,6 @@ class Tracker(Protocol):
             summary: of a finished run the result: epoch, checkpoint and metrics, such as result/test_loss. Else empty.
         """
         ...
+
+
+MakeTracker = Callable[[TrackedRun], Tracker]

@@ -1,4 +1,4 @@
-"""How a model is trained, and the model and its optimizer on the devices."""
+"""How a model is trained, and what trains it: its optimizer and its step, on the devices of a strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,14 +8,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.lab.log import LabLogger
-from ddp_lab.speed.convolution import to_channels_last
-from ddp_lab.speed.fastest import PerformanceOptions
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.parameter_hooks import take_hooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import configure_optimizer, param_groups
-from ddp_lab.training.step import StepOptions
+from ddp_lab.training.performance import PerformanceOptions
+from ddp_lab.training.step import Step, StepOptions
 
 
 @dataclass(frozen=True)
@@ -43,33 +41,57 @@ class Recipe:
     performance: PerformanceOptions = field(default_factory=PerformanceOptions)
 
 
-@dataclass(frozen=True)
-class TrainerOptions:
-    """What only a loop in a Lab needs of a trainer.
+class Trainer:
+    """A model that a strategy has placed on its devices, and what updates it. Collective.
+
+    Args:
+        strategy: after `partition`.
+        model: the complete model, as for `Strategy.setup`.
+        task: what it is trained for, with the loss.
+        recipe: how.
 
     Attributes:
-        logger: of the Lab.
-        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+        strategy: after `setup`.
+        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
+        eager_step: the training step in eager mode.
+        seed: of the run.
+
+    Raises:
+        ConfigError: the recipe's optimizer cannot be made.
     """
 
-    logger: LabLogger = field(default_factory=lambda: LabLogger(None, "none", {}, {}))
-    num_workers: int = 0
+    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe):
+        place(strategy, model, task, recipe.performance.channels_last)
+        self.strategy = strategy
+        self.seed = recipe.step.seed
+        self.optimizer = make_optimizer(recipe, strategy)
+        self.scheduler = recipe.scheduler(self.optimizer)
+        self.ema = None
+        if recipe.ema is not None:
+            from ddp_lab.training.ema import EMA
+
+            self.ema = EMA(strategy, recipe.ema, recipe.ema_warmup)
+        self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
 
 
-def place(strategy: Strategy, model: nn.Module, task: Task, performance: PerformanceOptions) -> None:
+def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool) -> None:
     """Connect the ranks, and place the model and the task on their devices. Collective.
 
     Args:
         strategy: after `partition`.
         model: as for `Strategy.setup`.
         task: with the loss.
-        performance: how a step is executed.
+        channels_last: whether its convolutions use this memory format.
     """
     if not strategy.one_process:
         strategy.runtime.open_group()
     strategy.task = task.to(strategy.device)
     strategy.parameter_hooks = take_hooks(model)
-    strategy.setup(to_channels_last(model) if performance.channels_last else model)
+    if channels_last:
+        from ddp_lab.models.channels_last import to_channels_last
+
+        model = to_channels_last(model)
+    strategy.setup(model)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 

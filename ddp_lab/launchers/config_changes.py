@@ -5,7 +5,6 @@ the config of before is kept as config.1.yaml, the next one as config.2.yaml. Th
 number of ranks, which is no key.
 """
 
-import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -14,18 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_lab.checkpoints.files import write_text
 from ddp_lab.config.build import leaves
-from ddp_lab.run.recorded_config import to_record, without_secrets
+from ddp_lab.launchers.recorded_config import CONFIG, RANKS, replace_text, text_of, without_secrets
 
-CONFIG = "config.yaml"
-RANKS = "number of ranks"
 # Keys that say where a run is, or what one launch does, and cannot change what is computed.
 OF_A_LAUNCH = {"name", "runs_dir", "resume", "inject", "profile"}
 NOT_SET = "not set"
 
 
-def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | None) -> list[str]:
+def record_config(run_dir: Path, config: str, ranks: int, resumed: Path | None) -> list[str]:
     """Write config.yaml, keep that of before if it differs, and return what a resume changes.
 
     Only one process may call it at a time: rank 0 of the launch that has locked the run directory.
@@ -33,7 +29,7 @@ def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | No
 
     Args:
         run_dir: the run directory.
-        cfg: the config of this launch.
+        config: the config of this launch, as from `to_record`.
         ranks: number of ranks.
         resumed: the directory of the run that this launch resumes, most often the same; None: it
             begins a run.
@@ -42,7 +38,7 @@ def record_config(run_dir: Path, cfg: DictConfig, ranks: int, resumed: Path | No
         Lines for the log.
     """
     path = run_dir / CONFIG
-    text = f"# {RANKS}: {ranks}\n{to_record(cfg)}"
+    text = text_of(config, ranks)
     before = None if resumed is None else read_text(resumed / CONFIG)
     changed = [] if before is None else list_changes(before, text)
     own = read_text(path)
@@ -75,13 +71,6 @@ def keep(path: Path) -> Path:
     kept = path.with_name(f"config.{newest + 1}.yaml")
     replace_text(kept, text)
     return kept
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file so that it is never there in part."""
-    temporary = path.with_name(f".{path.name}")
-    write_text(temporary, text)
-    os.replace(temporary, path)
 
 
 def list_changes(before: str, now: str) -> list[str]:

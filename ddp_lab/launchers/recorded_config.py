@@ -1,5 +1,6 @@
 """The config of a run as it is recorded in its directory, and as the commands after training read it."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_lab.checkpoints.files import is_sharded
+from ddp_lab.checkpoints.files import is_sharded, write_text
 from ddp_lab.config.check import check, validate
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
@@ -18,6 +19,8 @@ from ddp_lab.config.schema import RunConfig
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
 
+CONFIG = "config.yaml"
+RANKS = "number of ranks"
 PASSWORD = re.compile(r"(?<=://)[^/@]+@")  # and the user, in a URL
 REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
 # Keys of a launch that trains, with their values afterwards.
@@ -39,6 +42,23 @@ def to_record(cfg: DictConfig) -> str:
     """
     raw, resolved = OmegaConf.to_container(cfg), OmegaConf.to_container(cfg, resolve=True)
     return OmegaConf.to_yaml(OmegaConf.create(_keep_references(raw, resolved)))
+
+
+def text_of(config: str, ranks: int) -> str:
+    """Return the content of config.yaml: the number of ranks, which is no key, and a config as from `to_record`."""
+    return f"# {RANKS}: {ranks}\n{config}"
+
+
+def write_config(run_dir: Path, config: str, ranks: int) -> None:
+    """Write the config of a run that begins to its directory. Arguments as in `text_of`."""
+    replace_text(run_dir / CONFIG, text_of(config, ranks))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file so that it is never there in part."""
+    temporary = path.with_name(f".{path.name}")
+    write_text(temporary, text)
+    os.replace(temporary, path)
 
 
 def without_secrets(config: dict[str, Any]) -> dict[str, Any]:

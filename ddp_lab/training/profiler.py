@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.observe.logger import Logger
 from ddp_lab.observe.time_split import DATA, PARTS, STEP, compare, diagnose, read
+from ddp_lab.observe.trackers.base import Status
+from ddp_lab.training.hooks import Hook, Run
+from ddp_lab.training.progress import Progress
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
@@ -45,21 +47,28 @@ def check_profile(steps: int, device: torch.device) -> None:
         raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
 
 
-class Profiled:
-    """A `training.step.TrainStep` that wraps another one and profiles some of its steps.
+class Profiled(Hook):
+    """Profiles some steps, each of which is a range STEP in the trace. It is the first hook: what others do belongs to no step.
 
     Args:
-        step: the TrainStep to wrap, of which nothing is imported here.
         runtime: the process group.
         logger: gets the table and the diagnosis.
         folder: directory for summary.json and a trace of each rank for Perfetto or chrome://tracing.
         graph: whether the step replays a CUDA graph.
         bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
+
+    Attributes:
+        loading: must be the last hook.
     """
 
-    def __init__(self, step: Any, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
-        self.step, self.runtime, self.logger, self.folder = step, runtime, logger, folder
-        self.graph, self.bubble = graph, bubble
+    def __init__(self, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
+        self.runtime = runtime
+        self.logger = logger
+        self.folder = folder
+        self.graph = graph
+        self.bubble = bubble
+        self.loading = Loading()
+        self._is_closed = False
         if runtime.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs on every rank's stderr that there is no GPU
@@ -68,26 +77,21 @@ class Profiled:
         self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=plan, on_trace_ready=self._finish)
         self.profiler.start()
 
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of the wrapped step; each request is a range DATA in the trace."""
-        batches = iter(self.step.batches(loader))
-        while True:
-            with record_function(DATA):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+    def before_step(self, batch: Any) -> Any:
+        self.loading.end()
+        self._range = record_function(STEP)
+        self._range.__enter__()
+        return batch
 
-    def __call__(self, batch: Any) -> None:
-        """Take one step, which is a range STEP in the trace."""
-        with record_function(STEP):
-            self.step(batch)
+    def on_step_end(self, position: Progress) -> None:
+        self._range.__exit__(None, None, None)
         if self.profiler.step_num < NEEDED:
             self.profiler.step()
 
-    def end(self) -> None:
+    def close(self, status: Status) -> None:
         """Stop the profiler if this launch, finished or interrupted, ends before the profile is complete."""
-        if self.profiler.step_num < NEEDED:
+        if self.profiler.step_num < NEEDED and not self._is_closed:
+            self._is_closed = True
             self.profiler.stop()
             log.info(f"profile=true: this launch ended before its {NEEDED}th step; there is no profile")
 
@@ -114,6 +118,35 @@ class Profiled:
         for line in diagnosis:
             log.info(line)
         self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
+
+
+class Loading(Hook):
+    """Makes each request of a batch a range DATA in the trace of `Profiled`. It is the last hook, and begins the range."""
+
+    def __init__(self) -> None:
+        self._range: record_function | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._size = run.loaders["train"].data.size
+        self._begin()
+
+    def on_step_end(self, position: Progress) -> None:
+        if position.samples < self._size:
+            self._begin()
+
+    def on_epoch_end(self, position: Progress) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.end()  # of an epoch that was resumed at its end
+        self._range = record_function(DATA)
+        self._range.__enter__()
+
+    def end(self) -> None:
+        """End the range, because the batch has arrived."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,165 @@
+"""What happens besides the steps of a training: hooks, which the loop calls, and the training as they see it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_lab.data.loader import Loader
+from ddp_lab.observe.logger import Logger
+from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.tasks.base import Task
+from ddp_lab.training.metrics import Evaluation
+from ddp_lab.training.plan import FitSettings
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import Step, TrainStep
+from ddp_lab.training.sync import Sync
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.base import Status
+    from ddp_lab.training.not_finite import NotFiniteNotes
+
+
+class Hook:
+    """A part of a training besides its steps. Each method does nothing here; a subclass overrides some of them.
+
+    The loop calls the hooks in the order of their list, on all ranks at the same point. An exception that a
+    hook raises ends the training.
+    """
+
+    def on_start(self, run: "Run") -> None:
+        """Run before the first step, with `run.position` where the training begins or resumes."""
+
+    def before_step(self, batch: Any) -> Any:
+        """Return the batch to train on in place of `batch`, most often the same one.
+
+        A captured step gathers its batch by itself, as a part of its CUDA graph: it hands hooks the number of samples in place
+        of a batch. `run.step.gather` returns the batch of either.
+        """
+        return batch
+
+    def on_step_end(self, position: Progress) -> None:
+        """Run after every step.
+
+        Args:
+            position: after the step, except that `sums` and `seconds` are those at the start of the epoch or, in a resumed
+                epoch, at the start of this launch. `run.current` returns it with the present ones.
+        """
+
+    def on_evaluation_batch(self, position: Progress, number: int) -> None:
+        """Run after each batch of an evaluation.
+
+        Args:
+            position: after the last step of the epoch.
+            number: of the batch, from 1, among those of all sets that are evaluated after this epoch.
+        """
+
+    def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
+        """Run after the evaluation that follows an epoch, while the model still has the weights that were evaluated.
+
+        Args:
+            results: of each set that was evaluated, by its name, val or test. `run.position` is after the last step.
+        """
+
+    def on_checkpoint(self, path: Path) -> None:
+        """Run when a checkpoint is complete on the disk, on rank 0 alone and in the thread that has written it."""
+
+    def on_epoch_end(self, position: Progress) -> None:
+        """Run after the evaluation of an epoch, with `position` at the beginning of the next one."""
+
+    def close(self, status: "Status") -> None:
+        """Run after the training, unless it has ended by an error of which this rank knows no more than its traceback."""
+
+
+@dataclass(eq=False)
+class Run:
+    """A training as its hooks see it.
+
+    Attributes:
+        eager: the step in eager mode, with the strategy, the running sums and the learning rate, however steps are executed.
+            Its averages of the weights, if there are any, are evaluated in place of the weights.
+        step: computes one training step.
+        loaders: of the sets train, val and test; of the last two at least one.
+        settings: when training ends.
+        logger: gets a record of each epoch.
+        hooks: called between steps and epochs.
+        sync: what the ranks exchange between steps.
+        position: where the training is.
+        task: whose metrics are computed in an evaluation; None: those of the strategy's task.
+        notes: what was said before about metrics that are not finite; None: nothing.
+        waited: seconds in which this rank has waited for the batches of this epoch in this launch.
+    """
+
+    eager: Step
+    step: TrainStep
+    loaders: Mapping[str, Loader]
+    settings: FitSettings
+    logger: Logger
+    hooks: Sequence[Hook]
+    sync: Sync
+    position: Progress
+    task: Task | None = None
+    notes: "NotFiniteNotes | None" = None
+    waited: float = 0.0
+    _begun: Progress = field(init=False, repr=False)
+    _begun_at: float = field(init=False, repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, which has the model."""
+        return self.eager.strategy
+
+    def begin_epoch(self) -> None:
+        """Begin with the remaining steps of an epoch, at `position`."""
+        self.eager.running_sums.totals.zero_()
+        self._begun = self.position
+        self.position = replace(self.position)
+        self.waited = 0.0
+        self.sync.begin_epoch(self._begun)
+        self._begun_at = time.perf_counter()
+
+    def current(self) -> Progress:
+        """Return the position after the last step, with its sums and seconds. Collective; waits for the device."""
+        begun = self._begun
+        own = total(self.strategy, self.eager.running_sums.totals).tolist()
+        earlier = begun.sums or [0.0] * len(own)
+        sums = [before + now for before, now in zip(earlier, own, strict=True)]
+        self.sync.settle()
+        seconds = begun.seconds + time.perf_counter() - self._begun_at
+        return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
+
+    def note_not_finite(self, evaluation: Evaluation, name: str) -> None:
+        """Log which metrics of a set are not finite, each once."""
+        if self.notes is None:
+            from ddp_lab.training.not_finite import NotFiniteNotes
+
+            self.notes = NotFiniteNotes(self.strategy.runtime.rank == 0)
+        self.notes.check(evaluation, name, f" after epoch {self.position.epoch}")
+
+    def written(self, path: Path) -> None:
+        """Let the hooks know of a complete checkpoint."""
+        for hook in self.hooks:
+            hook.on_checkpoint(path)
+
+
+class Exchanges(Hook):
+    """Lets the ranks exchange what is due after a step, in a training whose exchanges decide nothing."""
+
+    def on_start(self, run: Run) -> None:
+        self.run = run
+
+    def on_step_end(self, position: Progress) -> None:
+        if position.step >= self.run.sync.next:
+            self.run.sync.after_step(position, self.run.waited)
+
+
+def overrides(hooks: Sequence[Hook], method: str) -> list[Callable[..., Any]]:
+    """Return a method of the hooks that override it: the calls that do nothing would be made in every step."""
+    return [getattr(hook, method) for hook in hooks if getattr(type(hook), method) is not getattr(Hook, method)]
+
+
+def close_all(hooks: Sequence[Hook], status: "Status") -> None:
+    """Close hooks, in the order of their list."""
+    for hook in hooks:
+        hook.close(status)

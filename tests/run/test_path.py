@@ -1,0 +1,80 @@
+"""How far it is from the command to what it is about: files that are loaded, and files that calls pass through.
+
+The numbers are those of LeNet on one device. A change that exceeds one adds a detour to every reader's way: find a shorter one
+before raising it.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from launches import ROOT, SMALL, SUPPORT, main_in_world
+from paths import after_each, calls, files_on_stack
+from torch.nn.parallel import DistributedDataParallel
+from worlds import run_world
+
+MOST_TO_DDP = 8  # files from the start to the constructor of torch's class, with train.py
+MOST_IN_STEP, MOST_CHANGES = 11, 16  # files, and changes from one file to another, between two backward passes
+MOST_LOADED = 75  # files that a plain run loads, the pictures at its end included
+LENET = ["model=lenet", "data=digits", "strategy=single", "device=cpu", "tracker=none", "epochs=1", "batch_size=64"]
+
+
+def way_to_ddp(folder: Path) -> list[str]:
+    """Train with strategy=ddp; return the files on the way to torch's class."""
+    found: list[list[str]] = []
+    after_each(DistributedDataParallel, "__init__", lambda: found.append(files_on_stack()))
+    main_in_world(*SMALL, "strategy=ddp", "epochs=1", f"runs_dir={folder}", "name=run")
+    return found[0]
+
+
+def test_way_to_distributed_data_parallel_is_short(tmp_path):
+    way = run_world(2, way_to_ddp, tmp_path)[0]
+    assert way[-1] == "strategies/ddp.py"
+    assert not [name for name in way if name.startswith(("lab/", "advise/"))]
+    assert len(["train.py", *way]) <= MOST_TO_DDP, way
+
+
+def files_of_steps(folder: Path) -> list[list[str]]:
+    """Train LeNet; return the files of the calls between each two backward passes, in order."""
+    marks: list[int] = []
+    with calls() as found:
+        after_each(torch.Tensor, "backward", lambda: marks.append(len(found)))
+        main_in_world(*LENET, f"runs_dir={folder}", "name=run")
+    return [found[first:second] for first, second in pairwise(marks)]
+
+
+def changes_in(files: list[str]) -> int:
+    """Return how often two calls in succession are of different files."""
+    return sum(first != second for first, second in pairwise(files))
+
+
+def test_step_passes_through_few_files(tmp_path):
+    steps = run_world(1, files_of_steps, tmp_path)[0]
+    assert len(steps) > 10
+    usual = statistics.mode(map(tuple, steps))  # between two exchanges of the ranks
+    assert len(set(usual)) <= MOST_IN_STEP, sorted(set(usual))
+    assert changes_in(list(usual)) <= MOST_CHANGES, usual
+
+
+def loaded_by(folder: Path, *overrides: str) -> list[str]:
+    """Train in a process of its own, and return the files of ddp_lab that it has loaded."""
+    code = "import json, sys; from ddp_lab.commands.train import main_of_rank; main_of_rank(sys.argv[1:])\n"
+    code += "from paths import loaded_files; print(json.dumps(loaded_files()))"
+    command = [sys.executable, "-c", code, *LENET, *overrides, f"runs_dir={folder}", "name=run"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_plain_run_loads_few_files(tmp_path):
+    loaded = loaded_by(tmp_path)
+    assert len(loaded) <= MOST_LOADED, loaded
+    folders = {name.partition("/")[0] for name in loaded}
+    assert not folders & {"advise", "lab", "speed", "exercises"}
+    assert not [name for name in loaded if name.startswith("observe/trackers/")]
