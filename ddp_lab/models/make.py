@@ -10,7 +10,6 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -166,12 +165,17 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     One with hooks stays as it is, too: they would be lost.
     """
     kind = type(model)
+    plain = (nn.Sequential.forward, nn.Sequential.train)
+    if not isinstance(model, nn.Sequential) or (kind.forward, kind.train) != plain:
+        return model
+    from ddp_lab.models.module_hooks import hook_of
+
     if hook_of(model):
         return model
-    if isinstance(model, nn.Sequential) and (kind.forward, kind.train) == (nn.Sequential.forward, nn.Sequential.train):
-        blocks = {name: child for name, child in model.named_modules(remove_duplicate=False) if name and "." not in name}
-        with suppress(ConfigError):
-            return Chain(input_shape, **blocks)
+    modules = model.named_modules(remove_duplicate=False)
+    blocks = {name: child for name, child in modules if name and "." not in name}
+    with suppress(ConfigError):
+        return Chain(input_shape, **blocks)
     return model
 
 
@@ -186,6 +190,8 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
         ConfigError: the model is no chain, or has a hook.
     """
     if isinstance(model, nn.Sequential):
+        from ddp_lab.models.module_hooks import require_no_hook
+
         require_no_hook(model, strategy)
     if not isinstance(model, Chain):
         raise ConfigError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.sharding import has_hooks
 
 
 class Later:
@@ -56,12 +57,6 @@ def take_hooks(model: nn.Module) -> list[Hooked]:
                     hooks[key] = hook if isinstance(hook, Later) else Later(hook)  # of another trainer of the model
             taken.append(Hooked(module, name, *kinds))
     return taken
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has hooks."""
-    private: Any = parameter
-    return bool(private._backward_hooks or private._post_accumulate_grad_hooks)
 
 
 @torch.no_grad()

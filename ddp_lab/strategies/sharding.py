@@ -171,3 +171,9 @@ def forget_layouts() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # pyright: ignore
     torch._C._clear_DTensor_sharding_propagator_cache()  # pyright: ignore
     _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has hooks."""
+    private: Any = parameter
+    return bool(private._backward_hooks or private._post_accumulate_grad_hooks)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ddp_lab.data.batch import Batch
-from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
 
@@ -65,7 +64,10 @@ def evaluate(
     for inputs, targets, count in batches:
         real = strategy.real_samples(count)
         outputs = strategy.predict(inputs)
-        require_samples(outputs.shape, len(inputs))
+        if outputs.shape[:1] != (len(inputs),):
+            from ddp_lab.models.outputs import require_samples
+
+            require_samples(outputs.shape, len(inputs))
         outputs, targets = in_float32(outputs[:real]), targets[:real]
         loss, weight = strategy.task.loss_sum(outputs, targets)
         for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameter_hooks import take_hooks
+from ddp_lab.strategies.sharding import has_hooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import configure_optimizer, param_groups
 from ddp_lab.training.performance import PerformanceOptions
@@ -86,7 +86,10 @@ def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool)
     if not strategy.one_process:
         strategy.runtime.open_group()
     strategy.task = task.to(strategy.device)
-    strategy.parameter_hooks = take_hooks(model)
+    if any(map(has_hooks, model.parameters())):
+        from ddp_lab.strategies.parameter_hooks import take_hooks
+
+        strategy.parameter_hooks = take_hooks(model)
     if channels_last:
         from ddp_lab.models.channels_last import to_channels_last
 
