@@ -17,10 +17,11 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.command import refuse_tasks
 from ddp_lab.launchers.start_ranks import (
     OWN_STORE,
+    is_large,
     read_options,
-    refuse_tasks,
     report_failure,
     start_ranks,
 )
@@ -158,7 +159,7 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
         monkeypatch.setenv(*variable.split("="))
     error = ConfigError if isinstance(refused, str) else refused
     with pytest.raises(error) if error else nullcontext() as raised:
-        refuse_tasks(Namespace(nnodes=nnodes))
+        refuse_tasks(is_large(Namespace(nnodes=nnodes)))
     if error is ConfigError:
         assert re.match(rf"{refused} started (\d) tasks \(.*\), which are not ranks\. .*train --nproc \1 ", str(raised.value))
 
