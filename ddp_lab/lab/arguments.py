@@ -92,12 +92,21 @@ def as_task(loss: LossFunction | Task) -> Task:
     """Return the task that a loss is or makes.
 
     Raises:
-        ConfigError: it is neither a function nor a task.
+        ConfigError: it is neither a function nor a task, or has parameters that no optimizer gets.
     """
     if isinstance(loss, type) or not callable(loss):
         raise ConfigError(
             f"loss={loss}: must be a function of (outputs, targets), or a task such as tasks.Segmentation(); a class must be "
             "called first"
+        )
+    trained: list[str] = []
+    if isinstance(loss, nn.Module):
+        named = loss.named_parameters()
+        trained = [name for name, parameter in named if parameter.requires_grad]
+    if trained:
+        raise ConfigError(
+            f"loss={type(loss).__name__}: has the parameter {trained[0]}, which no optimizer would train. Make it a "
+            "part of the model, whose outputs the loss gets, or freeze it by requires_grad_(False)"
         )
     return loss if isinstance(loss, Task) else Task(loss)
 

@@ -160,6 +160,10 @@ class Strategy(ABC):
             self._require_constant_buffers(model, self.input_shape)
         if self.batch_norm == "local" and self.one_process:
             return  # a batch is never divided between processes
+        if self.runtime.world_size > 1:
+            from ddp_lab.models.written import require_no_max_norm
+
+            require_no_max_norm(model, self.name)
         from ddp_lab.strategies.batch_norm import require_no_others, require_supported
 
         require_supported(model, self.batch_norm, self.one_process)

@@ -197,6 +197,17 @@ def step(criterion=loss, data=None, samples: int = BATCH, **options):
     return use
 
 
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs, targets):
+        return self.scale * loss(outputs, targets)
+
+
 def made(**options):
     given = {"model": net(), "loss": loss, "optimizer": SGD, "batch_size": BATCH} | options
     return lambda lab: lab.trainer(**given)
@@ -231,6 +242,16 @@ MESSAGES = [
     ({}, made(batch_size=0), "batch_size=0: must be an integer of at least 1"),
     ({}, made(ema=0.5, ema_warmup="no"), "ema_warmup=no: must be true or false"),
     ({}, made(loss=nn.MSELoss), "must be a function of (outputs, targets), or a task such as tasks.Segmentation()"),
+    (
+        {},
+        made(loss=tasks.Regression(Scaled())),
+        "loss=Regression: has the parameter loss.scale, which no optimizer would train.",
+    ),
+    (
+        {},
+        made(loss=Scaled()),
+        "loss=Scaled: has the parameter scale, which no optimizer would train. Make it a part of the model",
+    ),
     ({}, made(optimizer=SGD(net().parameters())), "for example partial(torch.optim.AdamW, lr=1e-3), got SGD"),
     ({}, made(optimizer=partial(torch.optim.SGD, lr=-1)), "optimizer: ValueError: Invalid learning rate: -1"),
     ({}, made(example=3), "example: must be a sample of tensors, for example dataset[0], got int"),
