@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.config.errors import TrainingError, describe_error
 from ddp_lab.config.types import Positive
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
 from ddp_lab.strategies.sharding import to_device
-from ddp_lab.strategies.unused import allow_unused, refuse_unused, unused_error
+from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
 
 # Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that no gradient-accumulation
@@ -91,7 +90,7 @@ class DDP(Strategy):
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
             if len(inputs) == 0 and self.find_unused_parameters:
-                raise empty_error(self.runtime.rank, error) from None
+                raise empty_error(self, error) from None
             raise
 
     def reduce_gradients(self) -> None:
@@ -104,16 +103,6 @@ class DDP(Strategy):
         number = re.search(r"did not receive grad for rank \d+: (\d+)", error)
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         return names[int(number[1])] if number else names[-1]
-
-
-def empty_error(rank: int, error: Exception) -> TrainingError:
-    """Return the error about a model that does not support an empty batch, with the error of its forward pass."""
-    return TrainingError(
-        f"strategy=ddp: strategy.find_unused_parameters=true needs a model that supports empty batches, and rank {rank} has no "
-        f"sample of this batch: {describe_error(error)}. Use strategy=scratch, which does not call the model then, or a "
-        "batch_size with which each rank has a sample of the last batch of an epoch",
-        rank=rank,
-    )
 
 
 class BucketsOnly(DistributedDataParallel):

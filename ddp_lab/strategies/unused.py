@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.strategies.all_reduce import in_memory_order, trainable
 from ddp_lab.strategies.base import Strategy
 
@@ -142,5 +142,17 @@ def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
         f"strategy={strategy.name}: the parameter {name} got no gradient in a step on rank {rank}. "
         f"If only some steps use it, {remedy}. If none does, freeze it by requires_grad_(False); a Lab "
         "does this for you if it gets a sample: lab.trainer(..., example=dataset[0])",
+        rank=rank,
+    )
+
+
+def empty_error(strategy: Strategy, error: Exception) -> TrainingError:
+    """Return the error about a model that does not train on an empty batch, with the error that it raised."""
+    rank = strategy.runtime.rank
+    return TrainingError(
+        f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains on empty "
+        f"batches, and rank {rank} has no sample of this batch or gradient-accumulation step: "
+        f"{describe_error(error)}. Use strategy=scratch, which does not call the model then, or a batch_size and "
+        "accumulate with which each rank has a sample in each step of the last batch of an epoch",
         rank=rank,
     )

@@ -156,9 +156,31 @@ def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(fo
     assert first["scratch empty"] == second["scratch empty"]
     assert len(first["scratch empty"]) == 2
     message = second["ddp empty"]
-    assert message.startswith("strategy=ddp: strategy.find_unused_parameters=true needs a model that supports empty batches")
-    assert "rank 1 has no sample of this batch: RuntimeError: max(): Expected reduction dim" in message
+    assert message.startswith("strategy=ddp: strategy.find_unused_parameters=true needs a model that trains on empty batches")
+    cause = "RuntimeError: max(): Expected reduction dim"
+    assert f"rank 1 has no sample of this batch or gradient-accumulation step: {cause}" in message
     assert "Use strategy=scratch" in message
+
+
+class NonEmpty(Branch):
+    """Uses its layers only for a batch that has samples."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) if len(inputs) > 0 else torch.zeros(0, 2)
+
+
+def message_of_an_empty_batch() -> str:
+    with Lab("fsdp", device="cpu", timeout=30, **KEY) as lab:
+        trainer = lab.trainer(NonEmpty(4), tasks.Regression(), torch.optim.SGD, batch_size=8)
+        with pytest.raises(TrainingError) as error:
+            trainer.strategy.add_gradient(torch.zeros(0, 4), torch.zeros(0, 2), real=0, divisor=1)
+        return str(error.value)
+
+
+def test_empty_batch_that_uses_no_parameter_is_one_message_under_fsdp():
+    (message,) = run_world(1, message_of_an_empty_batch)
+    assert message.startswith("strategy=fsdp: strategy.find_unused_parameters=true needs a model that trains on empty batches")
+    assert "rank 0 has no sample of this batch or gradient-accumulation step: RuntimeError: element 0" in message
 
 
 @pytest.mark.parametrize("make", [partial(Scratch, algorithm="flat", bucket_mb=1.0), partial(DDP, bucket_cap_mb=1.0)])
