@@ -48,7 +48,8 @@ class Record:
     """Rows of a JSON-lines file, which is written row by row."""
 
     def __init__(self, path: Path):
-        self.path, self.lock = path, Lock()
+        self.path = path
+        self.lock = Lock()
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         # The last row may have been interrupted.
         complete = [line for line in lines if line.endswith("\n")]
@@ -128,7 +129,8 @@ def chosen(mutant: Mutant, tests: list[Covered], options: argparse.Namespace) ->
 
     covering = [test for test in tests if test.passes and covers(test)]
     covering.sort(key=nearness(mutant.place.file))
-    result, seconds = covering[:1], 0.0
+    result = covering[:1]
+    seconds = 0.0
     for test in covering[1:]:
         seconds += test.seconds
         if seconds > options.seconds or len(result) >= options.files:
@@ -139,7 +141,9 @@ def chosen(mutant: Mutant, tests: list[Covered], options: argparse.Namespace) ->
 
 def meet(mutant: Mutant, tests: list[Covered], tree: Path) -> dict[str, Any]:
     """Run test files against a mutant in a copy of a tree, and return its row of the results."""
-    status, by, seconds = "survived", "", 0.0
+    status = "survived"
+    by = ""
+    seconds = 0.0
     met: list[str] = []
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copied = Path(folder).resolve() / "tree"
@@ -208,7 +212,8 @@ def table(results: list[tuple[Mutant, str]]) -> str:
 
 def main(given: list[str] | None = None) -> int:
     options = arguments(given)
-    options.root, options.results = options.root.resolve(), options.results.resolve()
+    options.root = options.root.resolve()
+    options.results = options.results.resolve()
     tree = options.results / "tree"
     if not tree.exists():
         partial = options.results / f"tree.{os.getpid()}"

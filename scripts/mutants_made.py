@@ -152,7 +152,8 @@ def unmutated(node: ast.AST) -> Sequence[Located]:
 def places(root: Path, file: str) -> Iterator[Place]:
     """Yield the places of a file that can be mutated, by operator and position."""
     text = (root / file).read_text()
-    outline, all_operators = Outline(text), operators()
+    outline = Outline(text)
+    all_operators = operators()
     counts = dict.fromkeys(all_operators, -1)
     for node in ast_nodes(get_ast(text)):
         if is_never_mutated(node):

@@ -57,7 +57,8 @@ def advisor_of(cfg: Config, dataset: Dataset, model: nn.Module, runtime: Runtime
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import Devices
 
-    alone, here = find_target("strategy._target_", cfg.strategy["_target_"]).one_process, runtime.local_world_size
+    alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
+    here = runtime.local_world_size
     devices = Devices("", len(runtime.devices) if alone else here, runtime.world_size // here, memory, kind=runtime.device.type)
     return Advisor(cfg, dataset, model, devices, runtime.free_memory() if devices.kind == "cuda" else 0, ["..."])
 

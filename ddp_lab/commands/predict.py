@@ -65,7 +65,8 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.world.runtime import Runtime
 
     run = open_run(given.run, given.checkpoint)
-    runtime, shape = Runtime(given.device, run.precision), run.data.shape
+    runtime = Runtime(given.device, run.precision)
+    shape = run.data.shape
     kind = run.task
     if not issubclass(kind, Tokens if given.prompt else Classification):
         needs = (

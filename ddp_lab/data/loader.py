@@ -63,7 +63,8 @@ class Loader(ABC):
         if augments:  # here, because the methods may be compiled
             from ddp_lab.data.augment import augment, draw_offsets
 
-            self._augment, self._draw_offsets = augment, draw_offsets
+            self._augment = augment
+            self._draw_offsets = draw_offsets
         self._compute: Callable[[int], Tensors] = self._compute_eagerly
 
     def __len__(self) -> int:

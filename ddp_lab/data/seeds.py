@@ -29,7 +29,9 @@ def seed_of(what: str, bits: int = 32, **place: int) -> int:
 @contextmanager
 def seeded(what: str, **place: int) -> Generator[None]:
     """Seed the global generators of torch, NumPy and Python, from which datasets draw, by `seed_of`; restore them then."""
-    seed, of_python, of_numpy = seed_of(what, **place), random.getstate(), np.random.get_state()
+    seed = seed_of(what, **place)
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
         random.seed(seed)

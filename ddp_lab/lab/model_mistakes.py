@@ -116,7 +116,8 @@ def call_of(error: BaseException, strategy: Strategy) -> Call | None:
     names = {module: name for name, module in strategy.module.named_modules()}
     found: Call | None = None
     for step in steps_of(error.__traceback__):
-        code, values = step.tb_frame.f_code, step.tb_frame.f_locals
+        code = step.tb_frame.f_code
+        values = step.tb_frame.f_locals
         module = values.get("self")
         if isinstance(module, nn.Module) and module in names and code.co_argcount > 1:
             found = Call(names[module], module, values.get(code.co_varnames[1]))
@@ -145,7 +146,8 @@ def steps_of(first: TracebackType | None) -> Iterator[TracebackType]:
 
 def describe_problem(call: Call, error: BaseException) -> str | None:
     """Return what is wrong with the argument of a module, and what to do; None if the error has another reason."""
-    given, module = call.given, call.module
+    given = call.given
+    module = call.module
     if isinstance(given, torch.Tensor):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and "index out of range" in str(error):
             last = module.num_embeddings - 1

@@ -60,7 +60,8 @@ class Watchdog:
         self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
         self.before_exit = before_exit
         self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
-        self._main, self._unchanged = threading.get_ident(), Unchanged()
+        self._main = threading.get_ident()
+        self._unchanged = Unchanged()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

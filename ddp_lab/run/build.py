@@ -97,7 +97,8 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
 
 def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     """Return the dataset in host memory. Collective: the first rank of each machine loads it first, and may download it."""
-    data, loaded = cfg.data, list[Dataset]()
+    data = cfg.data
+    loaded: list[Dataset] = []
     source = make_source(plain(data), cfg.seed)
     # The log begins with the run directory.
     slow = telling("preparing the data: downloading or reading", partial(print, flush=True))
@@ -150,7 +151,8 @@ def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
 def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
     """Return the batch sizes, steps per epoch and learning rate."""
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
-    values, world_size = {key: cfg[key] for key in keys}, strategy.runtime.world_size
+    values = {key: cfg[key] for key in keys}
+    world_size = strategy.runtime.world_size
     return Plan.make(values, cfg.optimizer.lr, world_size, strategy.replicas, dataset.train.size)
 
 
@@ -311,7 +313,8 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    mix, shape = None, dataset.model_shape()
+    mix = None
+    shape = dataset.model_shape()
     if cfg.mixup > 0 or cfg.cutmix > 0:
         from ddp_lab.data.augment import Mix
 
@@ -325,7 +328,8 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         steps_per_epoch=steps,
         warmup_steps=round(cfg.warmup_epochs * steps),
     )
-    optimizer, model = partial(instantiate(cfg.optimizer), lr=plan.lr), built.model
+    optimizer = partial(instantiate(cfg.optimizer), lr=plan.lr)
+    model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
     if strategy.needs_chain:
@@ -335,7 +339,8 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
-    batch_size, decay = plan.global_batch_size, cfg.decay_norms_and_biases
+    batch_size = plan.global_batch_size
+    decay = cfg.decay_norms_and_biases
     return Job(
         strategy=strategy,
         dataset=dataset,
@@ -389,7 +394,8 @@ def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> i
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     """Return the loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
-    data, strategy = cfg.data, job.strategy
+    data = cfg.data
+    strategy = job.strategy
     make = loader_class(job.options.loader)
     training = LoaderOptions(
         batch_size=job.plan.global_batch_size,

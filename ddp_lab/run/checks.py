@@ -32,7 +32,8 @@ def check_job(job: Job, settings: RunSettings) -> None:
     Raises:
         ConfigError: it may not, or a machine cannot take part in it.
     """
-    runtime, source = job.runtime, settings.source
+    runtime = job.runtime
+    source = settings.source
     if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
         settings.findings.append(warning("dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:

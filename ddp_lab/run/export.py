@@ -38,7 +38,8 @@ def describe_input(run: TrainedRun) -> str:
     if "image_size" not in run.data.shape:
         return shape
     classes = f"; {len(run.data.classes)} classes" if run.data.classes else ""
-    mean, std = run.inputs.mean, run.inputs.std
+    mean = run.inputs.mean
+    std = run.inputs.std
     return f"{shape}, (pixels / 255 - {mean}) / {std}{classes}"
 
 

@@ -54,7 +54,9 @@ class Predictor:
     """
 
     def __init__(self, run: TrainedRun, runtime: Runtime, top: int):
-        shape, inputs, self.classes = run.data.shape, run.inputs, run.data.classes
+        shape = run.data.shape
+        inputs = run.inputs
+        self.classes = run.data.classes
         self.model, self.runtime = run.model.to(runtime.device), runtime
         self.top = min(top, len(self.classes))
         self.transform = transform(inputs.images, shape["in_channels"], shape["image_size"])

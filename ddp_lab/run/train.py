@@ -56,7 +56,8 @@ def train(job: Job) -> tuple[Outcome, Path]:
     setup_logging(run_dir.path, runtime.rank)
     log_beginning(job, settings, run_dir)
     before_exit = ExitStack()
-    matmul, flags = float32_matmul(settings.float32_matmul), job.options.backend_flags(runtime)
+    matmul = float32_matmul(settings.float32_matmul)
+    flags = job.options.backend_flags(runtime)
     with matmul, flags, Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
         launch = Launch(run_dir, watchdog, requests, before_exit)
         return train_guarded(job, settings, launch), run_dir.path
@@ -99,11 +100,14 @@ class Launch:
 
 def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     """Resume, train, record the outcome in the run directory, and return it."""
-    runtime, run_dir, watchdog = job.runtime, launch.run_dir, launch.watchdog
+    runtime = job.runtime
+    run_dir = launch.run_dir
+    watchdog = launch.watchdog
     fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
     trainer = job.trainer()
     log.info(job.strategy.describe())
-    kept, source = settings.checkpoint, settings.source
+    kept = settings.checkpoint
+    source = settings.source
     sharded = is_sharded_format(kept.format, runtime.world_size, job.checkpoint_bytes)
     hooks: list[Hook] = []
     before_write = ignore

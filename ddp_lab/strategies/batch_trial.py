@@ -57,7 +57,8 @@ def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     """
     modules = dict(model.named_modules())
     layers = {name for name, module in modules.items() if isinstance(module, _BatchNorm)}
-    recorder, results = Functional(layers), list[Mapping[str, torch.Tensor]]()
+    recorder = Functional(layers)
+    results = list[Mapping[str, torch.Tensor]]()
     modes = {module: module.training for module in modules.values()}
     try:
         for draw in range(2):  # from the same buffers and random state

@@ -44,7 +44,8 @@ class Hooked(NamedTuple):
 
 def take_hooks(model: nn.Module) -> list[Hooked]:
     """Let autograd leave out the hooks of a model's parameters, and return them. A strategy may then add its own."""
-    taken, seen = list[Hooked](), set[nn.Parameter]()
+    taken = list[Hooked]()
+    seen = set[nn.Parameter]()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in seen or not has_hooks(parameter):

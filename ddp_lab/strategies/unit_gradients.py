@@ -40,7 +40,8 @@ class UnitGradients:
     """
 
     def __init__(self, model: nn.Module, is_divided: bool):
-        self.is_divided, self.has_samples = is_divided, True
+        self.is_divided = is_divided
+        self.has_samples = True
         # fully_shard replaces a parameter, but not the place where its module keeps it.
         self._places: list[tuple[nn.Module, str]] = []
         self._originals: dict[nn.Parameter, int] = {}

@@ -31,7 +31,9 @@ class UnitHooks(UnitGradients):
 
     def __init__(self, model: nn.Module, order: UnitOrder):
         super().__init__(model, order.is_active)
-        self.model, self.order, self.is_last = model, order, True
+        self.model = model
+        self.order = order
+        self.is_last = True
         self._names = {module: name or WHOLE for name, module in model.named_modules()}
         self._in_forward, self._in_backward = False, False
 

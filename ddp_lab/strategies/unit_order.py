@@ -46,7 +46,9 @@ class UnitOrder:
     """
 
     def __init__(self, ranks: Ranks, strategy: str, advice: Advice | None, group: Sequence[int] | None = None):
-        self.ranks, self.strategy, self.advice = ranks, strategy, advice
+        self.ranks = ranks
+        self.strategy = strategy
+        self.advice = advice
         self.group = range(ranks.world_size) if group is None else group
         self.without_gradient = set[str]()
         self.is_active = len(self.group) > 1 and dist.get_backend() != "fake"

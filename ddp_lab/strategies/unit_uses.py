@@ -26,7 +26,8 @@ class Uses:
     """
 
     def __init__(self, model: nn.Module, advice: Advice, tried: bool):
-        self.advice, self.tried = advice, tried
+        self.advice = advice
+        self.tried = tried
         self._copy: nn.Module | None = None
         with suppress(Exception):  # some models cannot be copied
             self._copy = meta_copy(model)

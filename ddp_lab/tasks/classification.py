@@ -87,7 +87,8 @@ class Classification(Task):
                 f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), and "
                 "targets.flatten() where each row has one"
             )
-        labels, classes = self.labels, outputs.size(1)
+        labels = self.labels
+        classes = outputs.size(1)
         if not (labels.is_complete and labels.low >= 0 and labels.high < classes):
             labels.require(targets, classes)
 

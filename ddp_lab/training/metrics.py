@@ -68,7 +68,8 @@ def evaluate(
             from ddp_lab.models.outputs import require_samples
 
             require_samples(outputs.shape, len(inputs))
-        outputs, targets = in_float32(outputs[:real]), targets[:real]
+        outputs = in_float32(outputs[:real])
+        targets = targets[:real]
         loss, weight = strategy.task.loss_sum(outputs, targets)
         for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():
             value = value.to(sum_dtype(strategy.device))

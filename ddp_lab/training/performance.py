@@ -126,7 +126,8 @@ def choose(
     chosen = {name: value for name, value in wanted.items() if value not in (AUTO, None)}
     reasons: dict[str, str] = {}
     if "loader" not in chosen and automatic:
-        chosen["loader"], reasons["loader"] = "workers", "the images are read one by one"
+        chosen["loader"] = "workers"
+        reasons["loader"] = "the images are read one by one"
         if data_bytes is not None:
             chosen["loader"] = "device" if data_bytes <= DATA_SHARE * free_bytes else "workers"
             reasons["loader"] = f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"

@@ -21,7 +21,8 @@ import psutil
 # Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Of glibc's malloc.h.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
 LARGEST = 32 * 2**20  # bytes; the most that every version of glibc accepts as MMAP_THRESHOLD
 NEVER = 2**31 - 1
 
