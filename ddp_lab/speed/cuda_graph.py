@@ -150,7 +150,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         with step.strategy.no_sync():
             first = chunk(inputs, accumulate)[0], chunk(targets, accumulate)[0]
             real = min(step.strategy.real_samples(count), len(first[0]))
-            step.strategy.add_gradient(*first, real, count / step.strategy.averaged)  # another would compile the loss again
+            step.strategy.add_gradient(*first, real, float(count))  # another divisor would compile the loss again
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())

@@ -63,8 +63,6 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
-        averaged: number of replicas over which a wrapper of the model averages the gradients, as DDP does; 1: they are summed.
-            A loss is divided by the size of the GLOBAL batch / `averaged`.
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights, and after `setup`.
         autocast: returns the context of the forward pass.
@@ -113,7 +111,8 @@ class Strategy(ABC):
         self.axes = {"dp": self.dp_size, **inner}
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
-        self.is_metric_rank, self.pp_rank, self.averaged = True, 0, 1
+        self.is_metric_rank = True
+        self.pp_rank = 0
         self.batch_norm: BatchNorm = batch_norm
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
@@ -244,7 +243,7 @@ class Strategy(ABC):
             elif self.batch_norm == "sync":
                 kept = slice(max(real, 1))
             micro_batches.append((own[kept], expected[kept], real))
-        divisor = count / self.averaged
+        divisor = float(count)
         *early, last = micro_batches
         with self.no_sync():
             results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]

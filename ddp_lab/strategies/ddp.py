@@ -38,7 +38,6 @@ class DDP(Strategy):
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool = False):
         super().__init__(runtime, batch_norm=batch_norm)
-        self.averaged = self.dp_size
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
             allow_unused(self)
@@ -55,6 +54,8 @@ class DDP(Strategy):
             find_unused_parameters=bool(self.find_unused_parameters),
             gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
         )
+        if not is_fake:
+            self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
         if not self.find_unused_parameters:  # with which DDP keeps its first buckets
             self._rebuild_buckets(model)
@@ -103,6 +104,22 @@ class DDP(Strategy):
         number = re.search(r"did not receive grad for rank \d+: (\d+)", error)
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         return names[int(number[1])] if number else names[-1]
+
+
+def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, which DDP without a hook averages.
+
+    The loss is divided by the size of the global batch already. To make up for an average it would be multiplied by the number
+    of ranks, and so would every gradient that hooks on activations and backward passes of the user's own see.
+    """
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None  # None is for ranks outside of the group
+    return work.get_future().then(first_of)
+
+
+def first_of(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """Return the only tensor of a collective."""
+    return future.value()[0]
 
 
 class BucketsOnly(DistributedDataParallel):

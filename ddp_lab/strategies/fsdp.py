@@ -65,7 +65,6 @@ class FSDP(FullyShard):
             allow_unused(self)
         self.reshard_after_forward = reshard_after_forward
         self.keep_whole = [str(pattern) for pattern in keep_whole or []]
-        self.averaged = self.dp_size
         self.units: list[nn.Module] = []
 
     def partition(self, model: nn.Module, samples: int) -> None:

@@ -82,6 +82,9 @@ class FullyShard(Strategy):
         for part in parts:
             part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
             self.shard_unit(part, mesh, reshard_after_forward, policy)
+        for part in sharded_in(parts[-1]):
+            part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
 
     def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
         """Shard the parameters of a module that are not sharded yet, in place. The arguments are as above."""

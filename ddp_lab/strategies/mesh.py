@@ -36,7 +36,7 @@ from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
-from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order, sharded_in
+from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.sharding import fill, local, require_one_place
@@ -166,9 +166,6 @@ class Mesh(FullyShard):
         self.gradients.append(BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers())))
         along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
-        for part in sharded_in(stage):
-            part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
         self.checkpoint_blocks(stage)

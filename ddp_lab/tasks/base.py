@@ -251,7 +251,7 @@ def measure(
     Args:
         outputs, targets: of a micro-batch, [b, ...], with padding at the end.
         real: number of samples without padding.
-        divisor: size of the GLOBAL batch; where gradients are averaged over replicas, divided by their number.
+        divisor: size of the GLOBAL batch.
     """
     if real < len(outputs):  # a slice of all rows would copy their gradient
         outputs, targets = outputs[:real], targets[:real]

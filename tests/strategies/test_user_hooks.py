@@ -46,6 +46,36 @@ def clip(parameter: torch.Tensor) -> None:
     parameter.grad.clamp_(-LIMIT, LIMIT)
 
 
+def clipped_activation(gradient: torch.Tensor) -> torch.Tensor:
+    limit = 1e-3 / BATCH
+    return gradient.clamp(-limit, limit)
+
+
+def clip_each_input(layer: nn.Module, inputs: tuple, outputs: tuple) -> tuple:
+    return tuple(map(clipped_activation, inputs))
+
+
+def clip_each_output(layer: nn.Module, outputs: tuple) -> tuple:
+    return tuple(map(clipped_activation, outputs))
+
+
+def hook_output(layer: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(clipped_activation)
+
+
+class Clipped(torch.autograd.Function):
+    """A backward pass of the user's own, which is not linear."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return clipped_activation(gradient)
+
+
 def removed(model: nn.Module) -> Callable[[], None]:
     """Register a hook; return what removes it."""
     return model.second.weight.register_hook(torch.zeros_like).remove
@@ -64,6 +94,12 @@ ON_MODULES = {
     "weight_norm": lambda model: parametrizations.weight_norm(model.second),
     "orthogonal": lambda model: parametrizations.orthogonal(model.second),
 }
+ON_ACTIVATIONS = {
+    "register_full_backward_hook": lambda model: model.second.register_full_backward_hook(clip_each_input),
+    "register_full_backward_pre_hook": lambda model: model.second.register_full_backward_pre_hook(clip_each_output),
+    "Tensor.register_hook": lambda model: model.second.register_forward_hook(hook_output),
+    "autograd.Function": lambda model: model.second.register_forward_hook(lambda *a: Clipped.apply(a[2])),
+}
 ON_MODEL = {
     "register_forward_hook": lambda model: model.register_forward_hook(lambda *a: a[2] * 1.5),
     "register_forward_pre_hook": lambda model: model.register_forward_pre_hook(lambda *a: a[1][0] * 1.5),
@@ -76,6 +112,7 @@ SPECTRAL = {
 KINDS = {
     **{f"parameter {name}": hook for name, hook in ON_PARAMETERS.items()},
     **{f"module {name}": hook for name, hook in ON_MODULES.items()},
+    **{f"activation {name}": hook for name, hook in ON_ACTIVATIONS.items()},
     **{f"model {name}": hook for name, hook in ON_MODEL.items()},
     **SPECTRAL,
 }
@@ -139,7 +176,12 @@ def refusal_of(kind: str, strategy: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [*(f"parameter {name}" for name in list(ON_PARAMETERS)[:2]), *(f"model {name}" for name in ON_MODEL)]
+    "kind",
+    [
+        *(f"parameter {name}" for name in list(ON_PARAMETERS)[:2]),
+        *(f"activation {name}" for name in ON_ACTIVATIONS),
+        *(f"model {name}" for name in ON_MODEL),
+    ],
 )
 def test_hooks_change_what_single_trains(kind):
     assert difference(trained("single")[kind], trained("single")["none"]) > 1e-4
