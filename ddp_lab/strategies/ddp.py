@@ -106,7 +106,10 @@ class DDP(Strategy):
         return names[int(number[1])] if number else names[-1]
 
 
-def sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_bucket(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, which DDP without a hook averages.
 
     The loss is divided by the size of the global batch already. To make up for an average it would be multiplied by the number
