@@ -9,6 +9,7 @@ from torch import nn
 
 from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
 from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, dataset_sizes, model_to_plan, plan_rank, ranks_to_plan
+from ddp_lab.advise.tp_prediction import predict
 from ddp_lab.config.build import Config, construct, find_target
 from ddp_lab.config.change import remove
 from ddp_lab.config.check import check
@@ -16,11 +17,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.partition import Partition
 from ddp_lab.run.build import load_dataset, make_plan, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
-from ddp_lab.strategies.tensor_parallel import plan_of
-from ddp_lab.strategies.tp_prediction import predict
 from ddp_lab.world.planned import PlannedRuntime
 
 REMEDY = "Use more or larger GPUs, a smaller batch_size, or accumulate=N"
@@ -157,11 +155,10 @@ class Advisor:
         images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
-        tp = getattr(strategy, "axes", {}).get("tp", 1)
-        if tp > 1 and devices.card is not None and isinstance(self.model, Chain) and any(map(plan_of, self.model)):
-            parts = Partition(self.model, 1)
-            prediction = predict(self.model, parts, tp, sizes.samples_at_once, cfg.precision, devices.card)
-            self.notes.append(f"{name_of(overrides)}: {prediction}")
+        if devices.card is not None:
+            prediction = predict(self.model, strategy, sizes.samples_at_once, cfg.precision, devices.card)
+            if prediction is not None:
+                self.notes.append(f"{name_of(overrides)}: {prediction}")
         return Row(
             overrides,
             plans,

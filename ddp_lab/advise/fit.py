@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from ddp_lab.advise.tp_prediction import predict_here
 from ddp_lab.checkpoints.find import run_of
 from ddp_lab.config.build import Config, construct, find_target
 from ddp_lab.config.change import as_config, changed, read_config, with_references
@@ -89,6 +90,9 @@ def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
         note = choose_batch(cfg, runtime, run_of(source) if source else None)
     job = prepare(cfg, runtime, [note] if note else [])
     check_memory(cfg, job)
+    prediction = predict_here(job)
+    if prediction is not None:
+        job.notes.append(str(prediction))
     return job
 
 

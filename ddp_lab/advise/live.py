@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.run.job import Job
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.trainer import Trainer
 
 HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")

@@ -10,12 +10,13 @@ import math
 import re
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.advise.fake import FakeDDP, FakeWeights
 from ddp_lab.advise.live import HELD, Collective, Live
 from ddp_lab.config.build import Config, construct, for_cpu
 from ddp_lab.config.change import resolved
@@ -28,7 +29,8 @@ from ddp_lab.run.build import arrange, build_model, make_model, make_plan, make_
 from ddp_lab.run.job import Job
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import ShapesOnly, forget_layouts
+from ddp_lab.strategies.ddp import DDP
+from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.training.performance import AUTO
 from ddp_lab.world.planned import PlannedRuntime
@@ -146,7 +148,8 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy: Any = construct("strategy", cfg.strategy, runtime)
-    built = BuiltModel(meta_copy(model), cast("Any", ShapesOnly(fake)), [])  # a copy, because the strategy changes it
+    use_fake_wrapper(strategy)
+    built = BuiltModel(meta_copy(model), FakeWeights(fake), [])  # a copy, because the strategy changes it
     job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset))
     if strategy.name == "dp":
         raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
@@ -176,6 +179,12 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_layouts()
+
+
+def use_fake_wrapper(strategy: Strategy) -> None:
+    """Let a strategy that wraps the model in DistributedDataParallel use what works on fake tensors."""
+    if isinstance(strategy, DDP):
+        strategy.wrapper_class = FakeDDP
 
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ddp_lab.checkpoints.copy_full import copy_full
 from ddp_lab.checkpoints.files import SHARDED, delete, forget_best, link_best, remove, remove_old, step_of, steps_in
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
-from ddp_lab.checkpoints.state import State, Write
+from ddp_lab.checkpoints.state import State, Write, copy_full
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 

@@ -1,10 +1,10 @@
-"""A checkpoint of one file, written by torch.save (copy_full.py) and read weights-only."""
+"""A checkpoint of one file, written by torch.save (copy_full in state.py) and read weights-only."""
 
 import torch
 
 from ddp_lab.checkpoints.saved import SavedCheckpoint, require_keys
 from ddp_lab.checkpoints.state import KEYS
-from ddp_lab.strategies.sharding import local, shard_like
+from ddp_lab.strategies.dtensor import local, shard_like
 
 
 class FullCheckpoint(SavedCheckpoint):

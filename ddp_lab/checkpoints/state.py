@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from ddp_lab.checkpoints.files import write_file
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import full_tensor
+from ddp_lab.strategies.dtensor import full_tensor
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.trainer import Trainer
 
@@ -138,3 +139,19 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
             parts[part][name] = tensor
     averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}  # frozen weights are no averages
     return rest | {"model": parts["model"], **averages, "optimizer": {**optimizer, "state": state}}
+
+
+def copy_full(state: State, progress: Progress) -> Write | None:
+    """Collect a copy of the full state on rank 0, and return there what writes it as a checkpoint of one file. Collective.
+
+    The other ranks get None.
+    """
+    full, rests = collect(state.strategy, *state.part(progress))
+    if not rests:
+        return None
+
+    def write(path: Path, before: Callable[[], None]) -> None:
+        before()
+        write_file(path, content_of(full, merge(rests)))
+
+    return write

@@ -29,7 +29,7 @@ from ddp_lab.lab.report import wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import forget_layouts
+from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
 from ddp_lab.training.step import StepOptions

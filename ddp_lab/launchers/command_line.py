@@ -27,13 +27,7 @@ def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def compose_config(overrides: list[str], config_dir: str | None, with_choices: bool = False) -> DictConfig:
-    """Return the config of a command line: conf/, the groups in `config_dir`, and the overrides.
-
-    Args:
-        overrides: Hydra overrides.
-        config_dir: The directory of the user's own yaml, if there is one.
-        with_choices: Whether the key `hydra` is kept, of which `runtime.choices` has the chosen
-            option of each group.
+    """Return the config of a command line. The arguments are those of `compose`.
 
     Raises:
         ConfigError: An override is not allowed, or there is no such directory.

@@ -7,8 +7,8 @@ them, therefore has exactly the weights that one device would have, and no rank 
 import copy
 import hashlib
 import math
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,26 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 
 
-class InitialWeights:
+class Weights(Protocol):
+    """The initial weights of a model that is on the meta device."""
+
+    def fill(
+        self,
+        blocks: nn.Module,
+        device: torch.device,
+        put: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Allocate blocks on a device, and give them their weights.
+
+        Args:
+            blocks: Its children are blocks of the model under their names.
+            device: Where to allocate them.
+            put: Copies a full tensor into a tensor of a block, which may be sharded.
+        """
+        ...
+
+
+class InitialWeights(Weights):
     """The initial weights of a chain, one block at a time: drawn by name, or given, for example by a file.
 
     Args:
@@ -54,6 +73,20 @@ class InitialWeights:
     def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""
         self.given = state
+
+    @torch.no_grad()
+    def fill(
+        self,
+        blocks: nn.Module,
+        device: torch.device,
+        put: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Allocate blocks, of which only one complete block at a time is in host memory."""
+        for name, block in blocks.named_children():
+            block.to_empty(device=device)
+            full = self.of(name)
+            for key, tensor in tensors_of(block).items():
+                put(full.pop(key), tensor)
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a block, on the CPU, by their names within the block.

@@ -13,7 +13,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
-    from ddp_lab.models.initial_weights import InitialWeights
+    from ddp_lab.models.initial_weights import InitialWeights, Weights
     from ddp_lab.models.trial import Trial
 
 
@@ -61,7 +61,7 @@ class BuiltModel(NamedTuple):
     """
 
     model: nn.Module
-    initial_weights: "InitialWeights | None"
+    initial_weights: "Weights | None"
     notes: list[str]
 
 

@@ -11,7 +11,7 @@ from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log
 from ddp_lab.resilience.heartbeats import OwnHeartbeat
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import why_over
 from ddp_lab.training.progress import Progress

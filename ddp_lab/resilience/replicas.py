@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,13 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BatchNorm
-from ddp_lab.strategies.sharding import Weights, local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
+    from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.parameter_hooks import Hooked
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})

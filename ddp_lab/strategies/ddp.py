@@ -2,8 +2,6 @@
 
 import re
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +12,8 @@ from ddp_lab.config.types import Positive
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
-from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.buckets import MiB
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
 
@@ -35,6 +33,7 @@ class DDP(Strategy):
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
+    wrapper_class = DistributedDataParallel  # another one, if the step is only planned
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool = False):
         super().__init__(runtime, batch_norm=batch_norm)
@@ -46,16 +45,14 @@ class DDP(Strategy):
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.trained = [*trainable(self.module.parameters())]
-        is_fake = any(type(parameter.data).__name__ == "FakeTensor" for parameter in self.module.parameters())
-        self.forward = self.wrapper = (BucketsOnly if is_fake else DistributedDataParallel)(
+        self.forward = self.wrapper = self.wrapper_class(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=bool(self.find_unused_parameters),
             gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
         )
-        if not is_fake:
-            self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
+        self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
         self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
         if not self.find_unused_parameters:  # with which DDP keeps its first buckets
             self._rebuild_buckets(model)
@@ -123,30 +120,3 @@ def sum_bucket(
 def first_of(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     """Return the only tensor of a collective."""
     return future.value()[0]
-
-
-class BucketsOnly(DistributedDataParallel):
-    """What DDP allocates and sends, on the fake tensors of a plan: DDP's reducer reads and writes by pointers."""
-
-    def __init__(self, module: nn.Module, bucket_cap_mb: float, **options: Any):
-        nn.Module.__init__(self)
-        self.module = module
-        self.require_backward_grad_sync = True
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for bucket in map(Bucket, fill_buckets(trained, bucket_cap_mb * MiB)):
-            flat = bucket.parameters[0].detach().new_empty(sum(parameter.numel() for parameter in bucket.parameters))
-            views = flat.split([parameter.numel() for parameter in bucket.parameters])
-            for parameter, view in zip(bucket.parameters, views, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(self._arrive, bucket, flat, view))
-
-    def _arrive(self, bucket: Bucket, flat: torch.Tensor, view: torch.Tensor, parameter: nn.Parameter) -> None:
-        if not self.require_backward_grad_sync:
-            return
-        parameter.grad = view.view_as(parameter)
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            bucket.missing = len(bucket.parameters)
-            dist.all_reduce(flat)
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.module(*inputs, **options)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_lab.config.types import DeviceName
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 

@@ -26,7 +26,7 @@ from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
-from ddp_lab.strategies.sharding import fill, make_contiguous
+from ddp_lab.strategies.parameters import fill, make_contiguous
 from ddp_lab.strategies.unit_advice import Advice
 from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder

@@ -16,8 +16,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
+from ddp_lab.strategies.dtensor import reshard
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
-from ddp_lab.strategies.sharding import reshard
 from ddp_lab.world.runtime import Runtime
 
 Checkpointing = Literal["none", "block"]

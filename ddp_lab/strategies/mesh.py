@@ -36,14 +36,14 @@ from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order
+from ddp_lab.strategies.parameters import fill, require_one_place
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
-from ddp_lab.strategies.sharding import fill, local, require_one_place
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
-from ddp_lab.strategies.tp_prediction import Prediction, predict_here
 from ddp_lab.strategies.unit_gradients import eager
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.world.runtime import Runtime
@@ -117,10 +117,7 @@ class Mesh(FullyShard):
             self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
-        self.prediction: Prediction | None = None
         self.peer_sums: PeerSums | None = None
-        if self.device.type == "cuda" and pp == 1:
-            self.prediction = predict_here(model, self.plan.parts, tp, samples, self.runtime.precision)
         self.tokens = token_layouts(model, tokens_too)
         self.forms = None
         if pp > 1 or tokens_too:
@@ -194,8 +191,6 @@ class Mesh(FullyShard):
             ends = [(parts.names[part[0]], parts.names[part[-1]]) for part in parts.parts[stage::pp]]
             blocks = " and ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
             lines.append(f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}")
-        if self.prediction is not None:
-            lines.append(f"  {self.prediction}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.sharding import has_hooks
+from ddp_lab.strategies.parameters import has_hooks
 
 
 class Later:

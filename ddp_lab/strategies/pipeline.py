@@ -18,8 +18,8 @@ from torch import nn
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
-from ddp_lab.strategies.sharding import to_device
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime

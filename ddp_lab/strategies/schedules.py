@@ -16,7 +16,7 @@ from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import is_batch_norm
-from ddp_lab.strategies.sharding import require_one_place
+from ddp_lab.strategies.parameters import require_one_place
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
 # them: "can't steal_bwd_input if this stage doesn't have backward".

@@ -26,7 +26,7 @@ from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, find_algorithm,
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
-from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, every_gradient
 from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime

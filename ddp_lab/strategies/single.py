@@ -3,7 +3,7 @@
 from torch import nn
 
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
-from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.world.runtime import Runtime
 
 

@@ -23,7 +23,7 @@ from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import require_one_place, to_device
+from ddp_lab.strategies.parameters import require_one_place, to_device
 from ddp_lab.tasks.base import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime

@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.config.types import Count
-from ddp_lab.models.chain import Chain, tied_parameters
+from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
@@ -35,11 +35,11 @@ from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import all_gradients_of, flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
+from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.peer_sums import PeerSums
-from ddp_lab.strategies.sharding import local, to_device
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
-from ddp_lab.strategies.tp_prediction import Prediction, predict_here
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
@@ -152,7 +152,6 @@ class TP(Strategy):
         require_no_hooks(model, self.name)
         self.plans, self.why_layers = plans_for(model, self.axes["tp"])
         self.peer_sums: PeerSums | None = None
-        self.prediction: Prediction | None = None
         if self.plans:
             self.layers = {
                 f"{name}.{path}": model.get_submodule(f"{name}.{path}")
@@ -161,8 +160,6 @@ class TP(Strategy):
                 if word in ("column", "heads", "row")
             }
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
-            if self.device.type == "cuda" and isinstance(model, Chain):
-                self.prediction = predict_here(model, None, self.axes["tp"], samples, self.runtime.precision)
         else:
             self._choose_layers(model)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
@@ -236,7 +233,7 @@ class TP(Strategy):
         layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
         if self.plans:
             blocks = f"{len(self.plans)} blocks sharded in pairs of layers, {some(self.replicated) or 'no block'} replicated"
-            return f"{layout}; {blocks}" + (f"\n{self.prediction}" if self.prediction else "")
+            return f"{layout}; {blocks}"
         return (
             f"{layout}; {self.why_layers}, so {len(self.layers)} layers are sharded by output "
             f"channels and units, {some(self.replicated) or 'no layer'} replicated"

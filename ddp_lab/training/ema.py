@@ -7,7 +7,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import local, reshard, sharded_as
+from ddp_lab.strategies.dtensor import local, reshard, sharded_as
 from ddp_lab.training.ema_warmup import WarmedUpAverages
 
 

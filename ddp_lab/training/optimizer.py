@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu
-from ddp_lab.strategies.sharding import local, sharded_as
+from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 FEW = 1_000_000  # elements of an optimizer

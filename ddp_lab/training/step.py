@@ -13,7 +13,7 @@ from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
 from ddp_lab.data.seeds import seed_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import has_hooks
+from ddp_lab.strategies.parameters import has_hooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import configure_optimizer, param_groups
 from ddp_lab.training.performance import PerformanceOptions

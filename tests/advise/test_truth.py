@@ -17,7 +17,7 @@ from ddp_lab.advise.devices import find_devices
 from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 

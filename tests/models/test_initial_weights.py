@@ -10,7 +10,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
 from ddp_lab.models.trial import Trial
 from ddp_lab.run.build import make_model
-from ddp_lab.strategies.sharding import fill
+from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
 

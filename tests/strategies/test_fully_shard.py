@@ -15,8 +15,8 @@ from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.fully_shard import FullyShard
-from ddp_lab.strategies.sharding import local
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.world.runtime import Runtime
 

@@ -13,14 +13,17 @@ from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import find_devices
+from ddp_lab.advise.tp_prediction import Prediction, predict_here
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.lenet import lenet
 from ddp_lab.models.vit import Block
+from ddp_lab.run.build import build
 from ddp_lab.strategies import peer_sums
 from ddp_lab.strategies.linear_pairs import ColumnLinear, RowLinear
 from ddp_lab.strategies.tensor_parallel import plans_for
 from ddp_lab.strategies.tp import TP
-from ddp_lab.strategies.tp_prediction import Prediction
+from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 TINY = ["model=vit", "model.depth=2", "data=synthetic", "data.dataset.image_size=28", "speed=off"]
@@ -228,6 +231,16 @@ def test_prediction_names_the_times_of_the_faster_strategies():
     text = str(made)
     assert "tp=2 is not faster than one GPU, " in text
     assert " ms for 4 ms on one GPU, with 2 GB to send at 100 GB/s; strategy=ddp would be faster, with 2 ms" in text
+
+
+@pytest.mark.parametrize(("strategy", "is_predicted"), [("tp", True), ("mesh strategy.tp=2", True), ("ddp", False)])
+def test_log_of_a_run_on_gpus_predicts_what_tensor_parallelism_gains(strategy, is_predicted, monkeypatch):
+    cfg = compose_config([*TINY, "batch_size=8", *f"strategy={strategy}".split()], None)
+    job = build(cfg, PlannedRuntime(2, 2, "bf16", kind="cpu"))
+    assert predict_here(job) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert (predict_here(job) is not None) == is_predicted
 
 
 def test_advise_predicts_what_tensor_parallelism_gains():

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import to_device
+from ddp_lab.strategies.parameters import to_device
 
 
 class Mine(Strategy):

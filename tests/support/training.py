@@ -36,7 +36,7 @@ from ddp_lab.run.build import build
 from ddp_lab.run.job import Job
 from ddp_lab.speed.fastest import build_step
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.sharding import local
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.metrics import evaluate

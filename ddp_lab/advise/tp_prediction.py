@@ -11,10 +11,13 @@ gradients of the column layers' weights hide it, a third of the FLOPs of the div
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.tensor_parallel import plan_of
+from ddp_lab.run.job import Job
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.tensor_parallel import plan_of, plans_for
 from ddp_lab.world.device import CARDS, card_of, peak_flops
 
 # Shares of the data sheet's numbers that a step reaches: compiled ViT-L/16 trains with 41 % of the FLOP/s, and an all-reduce of
@@ -76,22 +79,25 @@ class Prediction:
         )
 
 
-def predict(model: Chain, parts: Partition, tp: int, samples: int, precision: str, card: str) -> Prediction | None:
-    """Return the prediction for a model of which some blocks have a plan; None if nothing is known of a card's FLOP/s.
+def predict(model: nn.Module, strategy: Strategy, samples: int, precision: str, card: str) -> Prediction | None:
+    """Return the prediction for a strategy; None without tensor parallelism, or for a card of unknown FLOP/s.
 
     Args:
-        model: the complete model.
-        parts: of the model.
-        tp: number of ranks that share the blocks.
-        samples: of a local batch.
+        model: The complete model, before `strategy.setup`.
+        strategy: It may have an axis tp.
+        samples: Of a local batch.
         precision: float32 or bf16.
-        card: of CARDS.
+        card: Of CARDS.
     """
+    tp = strategy.axes.get("tp", 1)
     peak = peak_flops(card, precision)
-    if peak is None:
+    is_cut = strategy.axes.get("pp", 1) > 1
+    if tp == 1 or is_cut or peak is None or not isinstance(model, Chain) or not plans_for(model, tp)[0]:
         return None
+    parts = Partition(model, 1)
     item = 2 if precision == "bf16" else torch.get_default_dtype().itemsize
-    divided, sums = 0.0, 0.0
+    divided = 0.0
+    sums = 0.0
     for block, flops, shape in zip(model, parts.flops, parts.shapes, strict=False):
         rows = list((plan_of(block) or {}).values()).count("row")
         divided += 3 * samples * flops if rows else 0
@@ -101,9 +107,9 @@ def predict(model: Chain, parts: Partition, tp: int, samples: int, precision: st
     return Prediction(tp, 3 * samples * sum(parts.flops), divided, sums, gradients, COMPUTED * peak, link)
 
 
-def predict_here(model: Chain, parts: Partition | None, tp: int, samples: int, precision: str) -> Prediction | None:
-    """Return the prediction for the GPUs that are here; None on CPUs and unknown cards. The arguments are as in `predict`."""
+def predict_here(job: Job) -> Prediction | None:
+    """Return the prediction for a run on the GPUs of this machine; None on CPUs and unknown cards."""
     card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    if card is None or tp == 1:
+    if card is None:
         return None
-    return predict(model, parts or Partition(model, 1), tp, samples, precision, card)
+    return predict(job.model, job.strategy, job.plan.samples_at_once, job.runtime.precision, card)
