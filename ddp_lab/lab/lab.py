@@ -24,8 +24,9 @@ from ddp_lab.lab.arguments import (
     name_of_target,
     require_same,
 )
+from ddp_lab.lab.calls import Calls
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.report import wait_for_reporter
+from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
@@ -91,6 +92,8 @@ class Lab:
         if Lab._open is not None:
             raise ConfigError("Lab: another one is open in this process; leave its `with` block first, or use its methods")
         self._runtime = Runtime(*self._keys)
+        self._calls = Calls(self._runtime)
+        self._calls.start()
         self._log.is_main = self.is_main
         Lab._open = self
         torch.manual_seed(self.seed)
@@ -101,9 +104,12 @@ class Lab:
         for trainer in list(self._trainers):
             trainer.close()
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        wait_for_reporter(error, runtime)
-        runtime.__exit__(kind, error, traceback)
-        forget_layouts()
+        try:
+            leave(self._calls, error)
+        finally:
+            wait_for_reporter(error, runtime)
+            runtime.__exit__(kind, error, traceback)
+            forget_layouts()
 
     @property
     def runtime(self) -> Runtime:
@@ -217,6 +223,7 @@ class Lab:
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
         others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
         validate(TrainerKeys, {**sizes, **averaging, **others})
+        self._calls.begin("called lab.trainer", {**sizes, **averaging, **others})
         strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
@@ -236,7 +243,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = LoopOptions(shapes, self._log, num_workers)
+        options = LoopOptions(shapes, self._log, self._calls, num_workers)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer
