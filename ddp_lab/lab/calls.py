@@ -118,7 +118,7 @@ class Calls:
         Args:
             what: how it leaves, for example "left the `with` block of its Lab".
         """
-        self._end_thread()
+        self.close()
         if self._others:
             with suppress(RuntimeError):  # the rank that keeps the store has exited
                 self._say(what, {}, waits=False)
@@ -130,7 +130,7 @@ class Calls:
         Raises:
             ConfigError: another rank has left, makes other calls, or has exited.
         """
-        self._end_thread()
+        self.close()
         if not self._others:
             return
         store = self._store
@@ -143,8 +143,10 @@ class Calls:
             raise ConfigError(difference)
 
     def close(self) -> None:
-        """End the thread, after an error that another part reports."""
-        self._end_thread()
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
 
     @property
     def _store(self) -> Store:
@@ -162,11 +164,6 @@ class Calls:
 
     def _place(self) -> str:
         return f"step {self._step} (epoch {self._epoch})"
-
-    def _end_thread(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
 
     def _keep_store(self) -> None:
         """Let the others read why this rank has left, if the store closes with its process."""

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
+from ddp_lab.data.lost_worker import find_lost_worker
 from ddp_lab.lab.arguments import (
     LabKeys,
     TrainerKeys,
@@ -104,10 +105,14 @@ class Lab:
         for trainer in list(self._trainers):
             trainer.close()
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
+        explained = find_lost_worker(error)
         try:
+            if explained is not None:
+                raise explained from None
             leave(self._calls, error)
         finally:
-            wait_for_reporter(error, runtime)
+            self._calls.close()
+            wait_for_reporter(explained or error, runtime)
             runtime.__exit__(kind, error, traceback)
             forget_layouts()
 

@@ -24,8 +24,6 @@ def leave(calls: Calls, error: BaseException | None) -> None:
         calls.leave(f"called sys.exit({'' if error.code is None else error.code}){place_of(error)}")
     elif isinstance(error, Exception) and is_secondary(error):
         calls.report()
-    else:
-        calls.close()
 
 
 def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:

@@ -4,6 +4,7 @@ torch's fused SGD does not support DTensors, and a learning rate on the device, 
 Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -38,6 +40,47 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() <= 1]
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
+
+
+def construct_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the optimizer of some groups of parameters. One group is passed as a list of parameters, as loops do.
+
+    A function of the user's may then iterate over the parameters, and make groups of its own. Where this rank has no
+    parameter the group is passed, because torch's optimizers refuse an empty list.
+
+    Args:
+        make: the user's function of parameters.
+        groups: from `param_groups`.
+
+    Raises:
+        ConfigError: its step needs a closure.
+    """
+    first = groups[0]
+    is_list = len(groups) == 1 and bool(first["params"])
+    optimizer = make(first["params"] if is_list else groups)
+    if is_list:
+        options = {key: value for key, value in first.items() if key != "params"}
+        for group in optimizer.param_groups:
+            group |= {key: value for key, value in options.items() if key in group}
+    require_no_closure(optimizer)
+    return optimizer
+
+
+def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer's step can be called without arguments.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if needed:
+        raise ConfigError(
+            f"optimizer: the step of {type(optimizer).__name__} needs the argument {needed[0]}, by which it would compute "
+            "the loss several times in a step. Here a step computes the gradient once, over the ranks and micro-batches of "
+            "the global batch. Use an optimizer whose step needs no argument, for example torch.optim.AdamW"
+        )
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:
@@ -142,9 +185,13 @@ def state_copies(make_optimizer: MakeOptimizer) -> int:
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
+
+    Raises:
+        ConfigError: its step needs a closure.
     """
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     optimizer = for_cpu(make_optimizer([probe]))
+    require_no_closure(optimizer)
     optimizer.step()
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())
