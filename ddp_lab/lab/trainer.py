@@ -273,7 +273,7 @@ class Trainer(training.Trainer):
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
             found = evaluate(self.strategy, loader, self._on_device(task))
-        self._notes.check(found, "")
+        self._notes.check({"": found})
         return found.values
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ torch's fused SGD does not support DTensors, and a learning rate on the device, 
 Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from ddp_lab.config.build import for_cpu
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.build import for_cpu, require_no_closure
 from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -64,23 +62,6 @@ def construct_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list
             group |= {key: value for key, value in options.items() if key in group}
     require_no_closure(optimizer)
     return optimizer
-
-
-def require_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer's step can be called without arguments.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
-    if needed:
-        raise ConfigError(
-            f"optimizer: the step of {type(optimizer).__name__} needs the argument {needed[0]}, by which it would compute "
-            "the loss several times in a step. Here a step computes the gradient once, over the ranks and micro-batches of "
-            "the global batch. Use an optimizer whose step needs no argument, for example torch.optim.AdamW"
-        )
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:
