@@ -25,6 +25,7 @@ from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training import trainer as training
 from ddp_lab.training.hooks import Exchanges, Hook, Run
@@ -91,6 +92,7 @@ class Trainer(training.Trainer):
         self._batches = LocalBatches(strategy, recipe.batch_size, self.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
+        self._late_hooks = LateHooks(strategy)
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
         # What the model's `training` was after the last switch to training; None: an evaluation or the beginning of a loop
         # came after it.
@@ -168,6 +170,7 @@ class Trainer(training.Trainer):
         if strategy.task.labels is not None:
             strategy.task.labels.add_from(targets)  # of a loop's own batches, which no loader has read
         if strategy.module.training is not self._training:
+            self._late_hooks.take()
             strategy.train()
             self._training = strategy.module.training
         with mistakes_reported(strategy):
@@ -245,6 +248,7 @@ class Trainer(training.Trainer):
             task=self._on_device(task),
         )
         self._training = None
+        self._late_hooks.take()
         with mistakes_reported(self.strategy):
             self.position = fit(run)
         step.seed_alike()
