@@ -31,6 +31,7 @@ from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
@@ -240,6 +241,8 @@ class Lab:
             self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
+        if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
+            self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
         if note := check_lab_loss(division, model, task, example, loss_over_batch):

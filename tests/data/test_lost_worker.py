@@ -82,9 +82,18 @@ def test_killed_worker_process_of_the_command_is_one_message(tmp_path, monkeypat
     assert "RuntimeError" not in printed
 
 
+def test_loader_that_reads_a_batch_explains_a_lost_worker_process():
+    with Lab(device="cpu") as lab:
+        make = partial(torch.optim.SGD, lr=0.1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=4, num_workers=1)
+        with pytest.raises(SampleError, match=KILLED):
+            list(trainer.batches(Kills(), 0))
+
+
 ENDS = {
     "(pid 7) is killed by signal: Killed. ": f"(pid 7) {KILLED}",
-    "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most likely because shared memory is full",
+    "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most likely because shared",
     "(pid 7) is killed by signal: Segmentation fault. ": "was killed by SIGSEGV, most likely in a compiled library",
     "(pid 7) exited unexpectedly with exit code 3. Details are lost": "(pid 7) has exited: it was killed, most likely because",
     "(pid(s) 7, 8) exited unexpectedly": "(pid 7, 8) has exited: it was killed, most likely because memory",

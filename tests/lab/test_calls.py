@@ -121,21 +121,26 @@ def test_script_of_torchrun_ends_with_the_message(tmp_path):
     assert "Connection" not in done.stderr
 
 
+def make_a_call(lab: Lab, case: str) -> None:
+    """Call a method with an argument that differs between the ranks."""
+    other = numbers(SIZE - 16 * lab.rank)
+    batch_size = BATCH * (1 + lab.rank) if case == "batch_size" else BATCH
+    make = partial(torch.optim.SGD, lr=0.1)
+    trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size)
+    if case == "loop":
+        next(trainer.batches(other, 0))
+    elif case == "train":
+        trainer.fit(other, numbers(), epochs=1)
+    else:
+        trainer.evaluate(other)
+
+
 def refuse_other_arguments() -> list[str]:
-    """Return the messages about arguments that differ between the ranks, each of another method."""
     messages: list[str] = []
     for case in ("batch_size", "loop", "train", "evaluate"):
         with Lab("scratch", device="cpu", timeout=20) as lab:
-            trainer_of = partial(lab.trainer, nn.Linear(4, 1), tasks.Regression(), partial(torch.optim.SGD, lr=0.1))
-            other = numbers(SIZE - 16 * lab.rank)
             with pytest.raises(ConfigError) as error:
-                trainer = trainer_of(BATCH * (1 + (case == "batch_size" and lab.rank)))
-                if case == "loop":
-                    next(trainer.batches(other, 0))
-                elif case == "train":
-                    trainer.fit(other, numbers(), epochs=1)
-                else:
-                    trainer.evaluate(other)
+                make_a_call(lab, case)
             messages.append(str(error.value))
     return messages
 

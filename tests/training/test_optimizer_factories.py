@@ -69,7 +69,9 @@ def test_optimizer_whose_step_needs_an_argument_is_refused_before_training(make,
 
 
 def test_command_refuses_an_optimizer_whose_step_needs_a_closure(tmp_path):
-    code, printed = refusal_in_world(" ".join([*SMALL, "optimizer._target_=torch.optim.LBFGS", *REMOVED, f"runs_dir={tmp_path}"]))
+    code, printed = refusal_in_world(
+        " ".join([*SMALL, "optimizer._target_=torch.optim.LBFGS", *REMOVED, f"runs_dir={tmp_path}"])
+    )
     assert code == 2
     assert printed.startswith(f"error: {NEEDS.format('LBFGS', 'closure')}"), printed
     assert len(printed.splitlines()) == 1
@@ -81,7 +83,10 @@ def fails(parameters):
 
 
 def test_function_that_fails_is_one_message():
-    with Lab(device="cpu") as lab, pytest.raises(ConfigError, match=r"optimizer: AttributeError: .*dims.*test_optimizer_factories"):
+    with (
+        Lab(device="cpu") as lab,
+        pytest.raises(ConfigError, match=r"optimizer: AttributeError: .*dims.*test_optimizer_factories"),
+    ):
         lab.trainer(nn.Linear(4, 1), tasks.Regression(), fails, batch_size=8)
     with pytest.raises(AttributeError):
         construct_optimizer(decayed_by_dimension, [{"params": []}, {"params": []}])
