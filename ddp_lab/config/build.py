@@ -84,6 +84,23 @@ def for_cpu(optimizer: Any) -> Any:
     return optimizer
 
 
+def require_no_closure(optimizer: Any) -> None:
+    """Check that the optimizer's step can be called without arguments.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if needed:
+        raise ConfigError(
+            f"optimizer: the step of {type(optimizer).__name__} needs the argument {needed[0]}, by which it would compute "
+            "the loss several times in a step. Here a step computes the gradient once, over the ranks and micro-batches of "
+            "the global batch. Use an optimizer whose step needs no argument, for example torch.optim.AdamW"
+        )
+
+
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
     """Return whether the constructor has the option `fused` of a config group, if it is null there; else True."""
     return node.get("fused", False) is not None or "fused" in inspect.signature(get_object(node["_target_"])).parameters

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
-from ddp_lab.config.build import GROUPS, build, find_target, for_cpu, options, takes_fused, tracker_nodes
+from ddp_lab.config.build import GROUPS, build, find_target, for_cpu, options, require_no_closure, takes_fused, tracker_nodes
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
@@ -107,7 +107,11 @@ def check_optimizer(node: dict[str, Any]) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     try:
-        for_cpu(build(node)(parameters)).step()
+        optimizer = for_cpu(build(node)(parameters))
+        require_no_closure(optimizer)
+        optimizer.step()
+    except ConfigError:
+        raise
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
         given = ", ".join(f"{key}={value}" for key, value in node.items() if not key.startswith("_"))
         raise ConfigError(f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given {given}") from None

@@ -222,13 +222,26 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     )
 
 
-def require_same_digest(digests: list[str]) -> None:
-    """Check that all ranks have the same dataset: `digests` has the `Dataset.digest` of each.
+def require_same_data(found: list[tuple[str, dict[str, int]]]) -> None:
+    """Check that all ranks have the same dataset.
+
+    Args:
+        found: of each rank the `Dataset.digest`, and the number of samples of each set.
 
     Raises:
         ConfigError: they differ.
     """
-    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+    first_digest, first_sizes = found[0]
+    for rank, (_, sizes) in enumerate(found):
+        for name in sorted(sizes | first_sizes):
+            own, first = sizes.get(name, 0), first_sizes.get(name, 0)
+            if own != first:
+                raise ConfigError(
+                    f"the dataset: the {name} set has {own:,} samples on rank {rank}, but {first:,} on rank 0. Load the "
+                    "complete set on every rank, from the same files: each rank reads its own part of it by itself"
+                )
+    digests = [digest for digest, _ in found]
+    if different := [rank for rank, digest in enumerate(digests) if digest != first_digest]:
         raise ConfigError(
             f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
             "have the same files, of which the same can be decoded, and so the same classes and samples"

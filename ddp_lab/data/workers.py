@@ -139,6 +139,13 @@ class WorkerLoader(Loader):
             inputs, targets, found = next(self._stream)
         except SampleError as error:  # of a worker process, the text is a traceback that ends with the message
             raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
+        except (RuntimeError, OSError, EOFError) as error:
+            from ddp_lab.data.lost_worker import find_ended
+
+            workers: Any = getattr(self._stream, "_workers", [])  # torch has no public name for them
+            if lost := find_ended(error, workers):
+                raise lost from None
+            raise
         if self.options.labels is not None:
             self.options.labels.add(*found)
         inputs = inputs.to(self.device, non_blocking=True)

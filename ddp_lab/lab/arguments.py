@@ -177,8 +177,8 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
     Raises:
         ConfigError: their weights differ.
     """
-    tensors = model.state_dict().values()
-    own = [tensor.double().sum().item() for tensor in tensors if not tensor.is_meta]
+    tensors = (as_real(tensor) for tensor in model.state_dict().values() if not tensor.is_meta)
+    own = [tensor.double().sum().item() for tensor in tensors]
 
     def compare(found: list[list[float]]) -> None:
         if other := [rank for rank, values in enumerate(found) if values != found[0]]:
@@ -188,6 +188,13 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
             )
 
     runtime.conclude("weights", own, compare)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as real numbers, [..., 2], of which the imaginary ones weigh double; others as they are."""
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.resolve_conj()) * torch.tensor([1.0, 2.0], device=tensor.device)
 
 
 def require_same_form(inputs: torch.Tensor, strategy: Strategy) -> None:

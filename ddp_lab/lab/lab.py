@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
+from ddp_lab.data.lost_worker import find_lost_worker
 from ddp_lab.lab.arguments import (
     LabKeys,
     TrainerKeys,
@@ -24,11 +25,13 @@ from ddp_lab.lab.arguments import (
     name_of_target,
     require_same,
 )
+from ddp_lab.lab.calls import Calls
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.report import wait_for_reporter
+from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
@@ -91,6 +94,8 @@ class Lab:
         if Lab._open is not None:
             raise ConfigError("Lab: another one is open in this process; leave its `with` block first, or use its methods")
         self._runtime = Runtime(*self._keys)
+        self._calls = Calls(self._runtime)
+        self._calls.start()
         self._log.is_main = self.is_main
         Lab._open = self
         torch.manual_seed(self.seed)
@@ -101,9 +106,16 @@ class Lab:
         for trainer in list(self._trainers):
             trainer.close()
         self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
-        wait_for_reporter(error, runtime)
-        runtime.__exit__(kind, error, traceback)
-        forget_layouts()
+        explained = find_lost_worker(error)
+        try:
+            if explained is not None:
+                raise explained from None
+            leave(self._calls, error)
+        finally:
+            self._calls.close()
+            wait_for_reporter(explained or error, runtime)
+            runtime.__exit__(kind, error, traceback)
+            forget_layouts()
 
     @property
     def runtime(self) -> Runtime:
@@ -217,6 +229,7 @@ class Lab:
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
         others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
         validate(TrainerKeys, {**sizes, **averaging, **others})
+        self._calls.begin("called lab.trainer", {**sizes, **averaging, **others})
         strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
@@ -228,6 +241,8 @@ class Lab:
             self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
+        if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
+            self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
         if note := check_lab_loss(division, model, task, example, loss_over_batch):
@@ -236,7 +251,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = LoopOptions(shapes, self._log, num_workers)
+        options = LoopOptions(shapes, self._log, self._calls, num_workers)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

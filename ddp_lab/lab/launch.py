@@ -1,5 +1,6 @@
 """Start ranks from a script or a notebook: a function, forked once for each rank by torch.multiprocessing."""
 
+import json
 import logging
 import os
 import pickle
@@ -8,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import Process
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +19,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, place_of
 
 Result = TypeVar("Result")
 HOST = "127.0.0.1"
+EXIT_GRACE = 3.0  # seconds
+RETURN = "Let the function return on all ranks, at its end"
 KILLED = 5.0  # seconds to wait for a rank that was killed, which a driver may delay
 
 
@@ -47,7 +51,7 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
         ConfigError: this process is a rank itself, or has used CUDA; or `nproc` is not an integer
             of at least 1.
         RankError: the function raised an exception on a rank, pickle does not support the result,
-            or a rank was ended. The message names the rank, and has its traceback.
+            a rank was ended, or called sys.exit. The message names the rank, and has its traceback.
     """
     refuse(nproc)
     logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # torch warns about each rank that it ends
@@ -61,10 +65,11 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
             # Not before: a rank that is forked while the store's thread holds a lock would wait for it forever.
             _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
             while not ranks.join():
-                pass
+                require_returned(ranks.processes, Path(folder))
+            require_returned(ranks.processes, Path(folder))
             return pickle.loads(file.read_bytes())
         except (ProcessExitedException, ProcessRaisedException) as error:
-            raise RankError(describe(error)) from None
+            raise RankError(describe(error, Path(folder))) from None
         finally:
             end_ranks(ranks.processes)
 
@@ -104,16 +109,23 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
     os.environ |= {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(file.with_name(f"error{rank}"))
     try:
         result = function(*args)
+    except SystemExit as error:
+        if error.code:
+            raise
+        time.sleep(EXIT_GRACE)  # in which a rank that needs this one can report where both are
+        called = f"sys.exit({'' if error.code is None else error.code}){place_of(error)}"
+        raise ConfigError(f"launch: the function called {called}. {RETURN}") from None
     except Exception as error:
         if is_secondary(error):  # the error that has caused it is found meanwhile, and ends this rank
             time.sleep(WAIT_FOR_CAUSE)
         raise
-    if rank:
-        return
     try:
-        file.write_bytes(pickle.dumps(result))
+        file.with_name(f"returned{rank}").touch()
+        if rank == 0:
+            file.write_bytes(pickle.dumps(result))
     except Exception as error:  # pickle raises several kinds
         raise ConfigError(
             f"launch: a {type(result).__name__} cannot be returned to the process that started the ranks ({error}). Return "
@@ -121,9 +133,33 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
         ) from None
 
 
-def describe(error: ProcessExitedException | ProcessRaisedException) -> str:
-    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a user's mistake without."""
+def require_returned(processes: Sequence[Process], folder: Path) -> None:
+    """Check that the ranks which have ended with code 0 have returned from the function.
+
+    Args:
+        processes: of the ranks, in order.
+        folder: where each rank leaves a file when it returns.
+
+    Raises:
+        RankError: a rank has not.
+    """
+    for rank, process in enumerate(processes):
+        if process.exitcode == 0 and not (folder / f"returned{rank}").exists():
+            raise RankError(f"rank {rank} ended with exit code 0 in the function, for example by os._exit(0). {RETURN}")
+
+
+def describe(error: ProcessExitedException | ProcessRaisedException, folder: Path) -> str:
+    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a user's mistake without.
+
+    Args:
+        error: of the first rank that has failed.
+        folder: where a thread of a rank leaves why it has ended its process.
+    """
     if isinstance(error, ProcessExitedException):
+        with suppress(OSError):
+            record = json.loads((folder / f"error{error.error_index}").read_text())
+            message = record["message"]["message"].removeprefix("error: ")
+            return f"rank {error.error_index} raised:\n\n{ConfigError.__name__}: {message}"
         how = f"was ended by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}"
     raised = str(error).partition("error:\n")[2].rstrip()

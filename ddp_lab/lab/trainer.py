@@ -18,12 +18,14 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.trees import pad
 from ddp_lab.lab.arguments import FitKeys, require_same_form
+from ddp_lab.lab.calls import Calls, CountedSteps
 from ddp_lab.lab.local_batches import LocalBatches
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training import trainer as training
 from ddp_lab.training.hooks import Exchanges, Hook, Run
@@ -44,11 +46,13 @@ class LoopOptions:
     Attributes:
         shapes: the shape of each tensor of the complete model, by name.
         logger: the logger of the Lab.
+        calls: of this rank.
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
     """
 
     shapes: Shapes
     logger: LabLogger
+    calls: Calls
     num_workers: int = 0
 
 
@@ -84,9 +88,11 @@ class Trainer(training.Trainer):
         self.state = State.of(self, options.shapes)
         self.position = Progress(first_order=0)
         self.logger = options.logger
+        self._calls = options.calls
         self._batches = LocalBatches(strategy, recipe.batch_size, self.seed, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
+        self._late_hooks = LateHooks(strategy)
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
         # What the model's `training` was after the last switch to training; None: an evaluation or the beginning of a loop
         # came after it.
@@ -133,6 +139,7 @@ class Trainer(training.Trainer):
         start = self.position.samples if self._resumed and order == self.position.order else 0
         self._resumed, self._training = False, None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
+        self._calls.begin("called batches", {"epoch": epoch, "shuffle": shuffle, "the length of the dataset": loader.data.size})
         yield from self._batches.iterate(loader, order, start)
         if self.position.order == order and self.position.samples == loader.data.size:
             self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
@@ -157,10 +164,13 @@ class Trainer(training.Trainer):
             SampleError: the targets of this rank are not what the task needs.
         """
         batch, handed = self._batches.padded(inputs, targets)
+        epochs_ahead = handed.order - self.position.order if handed else 0
+        self._calls.begin_step(self.position.step + 1, self.progress.epoch + 1 + epochs_ahead)
         strategy = self.strategy
         if strategy.task.labels is not None:
             strategy.task.labels.add_from(targets)  # of a loop's own batches, which no loader has read
         if strategy.module.training is not self._training:
+            self._late_hooks.take()
             strategy.train()
             self._training = strategy.module.training
         with mistakes_reported(strategy):
@@ -168,7 +178,7 @@ class Trainer(training.Trainer):
         self.eager_step.seed_alike()
         self.position.step += 1
         if handed:
-            self.position.epoch += handed.order - self.position.order
+            self.position.epoch += epochs_ahead
             self.position.samples = handed.samples
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
@@ -205,16 +215,25 @@ class Trainer(training.Trainer):
             "train": self._batches.loader(train, "shuffled"),
             "val": self._batches.loader(validation, "evaluation"),
         }
+        self._calls.begin(
+            "called fit",
+            {
+                "epochs": epochs,
+                "log_every": log_every,
+                "the length of the training dataset": loaders["train"].data.size,
+                "the length of the validation dataset": loaders["val"].data.size,
+            },
+        )
         self._resumed = False
         self._first_order(1)
         self.logger.last_epoch = {}
         step = self.eager_step
-        hooks: list[Hook] = []
+        hooks: list[Hook] = [CountedSteps(self._calls)]
         read = None
         if settings.log_every != Every():
             meter = Meter(self.strategy.task, settings, self.logger)
             read = meter.read
-            hooks = [Exchanges(), meter]
+            hooks += [Exchanges(), meter]
         sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
         run = Run(
             eager=step,
@@ -229,6 +248,7 @@ class Trainer(training.Trainer):
             task=self._on_device(task),
         )
         self._training = None
+        self._late_hooks.take()
         with mistakes_reported(self.strategy):
             self.position = fit(run)
         step.seed_alike()
@@ -253,9 +273,11 @@ class Trainer(training.Trainer):
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         self._training = None
+        loader = self._batches.loader(dataset, "evaluation")
+        self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
-            found = evaluate(self.strategy, self._batches.loader(dataset, "evaluation"), self._on_device(task))
-        self._notes.check(found, "")
+            found = evaluate(self.strategy, loader, self._on_device(task))
+        self._notes.check({"": found})
         return found.values
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -274,6 +296,8 @@ class Trainer(training.Trainer):
         """
         inputs = inputs.to(self.strategy.device)
         self._training = None
+        if communicates(self.strategy):
+            self._calls.begin("called predict")
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
@@ -294,6 +318,7 @@ class Trainer(training.Trainer):
         Raises:
             ConfigError: the file cannot be written.
         """
+        self._calls.begin("called save")
         full, _ = collect(self.strategy, self.state.weights())
         weights = {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes} if full else {}
         path = Path(path)
@@ -317,6 +342,7 @@ class Trainer(training.Trainer):
         Raises:
             ConfigError: the file cannot be written.
         """
+        self._calls.begin("called checkpoint")
         folder = Path(folder)
         self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
@@ -340,6 +366,7 @@ class Trainer(training.Trainer):
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
+        self._calls.begin("called resume")
         checkpoints = self._checkpoints_in(Path(folder))
         progress = checkpoints.resume(checkpoints.folder, lambda found: found.step)
         self.position = progress if progress.step else Progress(first_order=0)
@@ -386,3 +413,13 @@ class Trainer(training.Trainer):
 
     def _on_device(self, task: Task | None) -> Task | None:
         return task if task is None else task.to(self.strategy.device)
+
+
+def communicates(strategy: Strategy) -> bool:
+    """Return whether the ranks need each other to predict: for parts of the model, or for its buffers.
+
+    Args:
+        strategy: after `setup`.
+    """
+    is_divided = strategy.sharded or strategy.dp_size < strategy.runtime.world_size
+    return is_divided or any(True for _ in strategy.module.buffers())

@@ -1,5 +1,6 @@
 """Weights from a file, read without executing code and matched by name with those of the model, and to a file."""
 
+import json
 import pickle
 import socket
 import zipfile
@@ -13,6 +14,8 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.trial import some
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where checkpoints of other programs, and of ddp_lab, hold the weights
+PAIRS = (torch.complex128, torch.complex32)  # which safetensors has not
+COMPLEX = "complex"  # in the metadata: the names of those that are stored as pairs of real numbers, as JSON
 PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
 
 
@@ -77,12 +80,10 @@ def read(path: str) -> dict[str, torch.Tensor]:
         NodeError: the file is missing or cannot be read on this machine.
         ConfigError: it has no weights, or its pickle could run code.
     """
-    from safetensors.torch import load_file
-
     key = f"model.weights={path}"
     try:
         if path.endswith(".safetensors"):
-            state: Any = load_file(path)
+            state: Any = read_safetensors(path)
         else:  # where the format allows, tensors are read when they are used
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
@@ -103,12 +104,43 @@ def read(path: str) -> dict[str, torch.Tensor]:
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file.
+
+    The format has no complex128 and no complex32. Such a tensor becomes real numbers, [..., 2], and the
+    metadata have its name under COMPLEX, from which `read` makes it complex again.
+
+    Raises:
+        ConfigError: the format has no such dtype.
+    """
     from safetensors.torch import save_file
 
     # Copies, because tensors that share memory (tied weights) are not allowed in the file.
     copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, path, {"format": "pt", **metadata})
+    as_pairs = [name for name, tensor in copies.items() if tensor.dtype in PAIRS]
+    for name in as_pairs:
+        copies[name] = torch.view_as_real(copies[name].resolve_conj()).contiguous()
+    described = {"format": "pt", **metadata}
+    if as_pairs:
+        described[COMPLEX] = json.dumps(as_pairs)
+    try:
+        save_file(copies, path, described)
+    except KeyError as error:  # the dtype that safetensors does not know
+        name = next(name for name, tensor in copies.items() if tensor.dtype in error.args)
+        dtype = str(copies[name].dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{path}: safetensors cannot store {name}, which is {dtype}. Convert it in the model, for example to float32, "
+            "or save it by a checkpoint"
+        ) from None
+
+
+def read_safetensors(path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of `write_weights`, or of another program."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        as_pairs = json.loads((file.metadata() or {}).get(COMPLEX, "[]"))
+    return tensors | {name: torch.view_as_complex(tensors[name]) for name in as_pairs}
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:

@@ -181,7 +181,9 @@ class Watchdog:
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
         from ddp_lab.config.causes import is_secondary
+        from ddp_lab.data.lost_worker import find_lost_worker
 
+        error = find_lost_worker(error) or error
         text = "".join(traceback.format_exception(error))
         secondary = is_secondary(error) or getattr(error, "rank", self.rank) != self.rank
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)

@@ -25,7 +25,7 @@ from ddp_lab.config.build import chosen_trackers, construct
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.types import Every
 from ddp_lab.data.batch import LoaderOptions
-from ddp_lab.data.dataset import Dataset, InMemory, hold_out, require_same_digest
+from ddp_lab.data.dataset import Dataset, InMemory, hold_out, require_same_data
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.models import make as models
@@ -105,8 +105,8 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     with slow if runtime.rank == 0 else nullcontext():
         runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
-    if dataset.digest:
-        runtime.conclude("same dataset", dataset.digest, require_same_digest)
+    sizes = {name: samples.size for name, samples in dataset.sets.items()}
+    runtime.conclude("same dataset", [dataset.digest, sizes], require_same_data)
     return dataset
 
 

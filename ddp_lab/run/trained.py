@@ -121,7 +121,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
-    NotFiniteNotes(runtime.rank == 0).check(metrics, split)
+    NotFiniteNotes(runtime.rank == 0).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
     epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part
     found = {"checkpoint": str(path), "epoch": epoch, "step": progress.step, "samples": metrics.samples}

@@ -77,6 +77,7 @@ class Strategy(ABC):
             number of ranks is not divisible by an inner axis.
     """
 
+    replaces_parameters: ClassVar[bool] = False  # by shards, so that hooks on those of the user's model would be lost
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
@@ -240,7 +241,8 @@ class Strategy(ABC):
             # models fail for none. Their number must be the same on every rank.
             kept = slice(None)
             if self.find_unused_parameters:
-                kept = slice(real)
+                # A rank of shards must make the collectives of a pass; it lets a sample that does not count use nothing.
+                kept = slice(max(real, 1) if self.sharded else real)
             elif self.batch_norm == "sync":
                 kept = slice(max(real, 1))
             micro_batches.append((own[kept], expected[kept], real))

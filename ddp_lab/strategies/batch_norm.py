@@ -23,6 +23,11 @@ from ddp_lab.config.types import BatchNorm
 from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
 from ddp_lab.strategies.batch_trial import other_statistics
 
+# Said at the beginning, because the model is another function than that of strategy=single.
+OF_MICRO_BATCHES = (
+    "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches"
+)
+
 Model = TypeVar("Model", bound=nn.Module)
 
 

@@ -32,7 +32,7 @@ from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.unit_uses import Uses
 from ddp_lab.strategies.units import find_units, require_one_dtype
-from ddp_lab.strategies.unused import allow_unused, empty_error
+from ddp_lab.strategies.unused import allow_unused
 from ddp_lab.world.runtime import Runtime
 
 
@@ -117,12 +117,7 @@ class FSDP(FullyShard):
     def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         self.hooks.has_samples = real > 0
         with self.uses.reported(self.runtime.rank, inputs):
-            try:
-                return super().add_gradient(inputs, targets, real, divisor)
-            except RuntimeError as error:
-                if len(inputs) == 0 and "does not require grad" in str(error):
-                    raise empty_error(self, error) from None
-                raise
+            return super().add_gradient(inputs, targets, real, divisor)
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         with self.uses.reported(self.runtime.rank, inputs):

@@ -32,6 +32,7 @@ class FullyShard(Strategy):
     """
 
     compiled_by_block = True
+    replaces_parameters = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):

@@ -6,14 +6,18 @@ its gradient would then depend on the strategy. They are therefore called at the
 instead, with the gradient of the GLOBAL batch.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Set
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.parameters import has_hooks
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.base import Strategy
 
 
 class Later:
@@ -42,8 +46,16 @@ class Hooked(NamedTuple):
     on_parameter: dict[int, Any]
 
 
-def take_hooks(model: nn.Module) -> list[Hooked]:
-    """Let autograd leave out the hooks of a model's parameters, and return them. A strategy may then add its own."""
+Key = tuple[int, int, int]  # of a hook: its parameter, its kind, and its number in the dict of torch
+
+
+def take_hooks(model: nn.Module, known: Set[Key] = frozenset()) -> list[Hooked]:
+    """Let autograd leave out the hooks of a model's parameters, and return them. A strategy may then add its own.
+
+    Args:
+        model: of the user, or what the strategy has made of it.
+        known: hooks of the strategy, which autograd calls.
+    """
     taken = list[Hooked]()
     seen = set[nn.Parameter]()
     for module in model.modules():
@@ -53,9 +65,10 @@ def take_hooks(model: nn.Module) -> list[Hooked]:
             seen.add(parameter)
             private: Any = parameter
             kinds = private._backward_hooks or {}, private._post_accumulate_grad_hooks or {}
-            for hooks in kinds:
+            for kind, hooks in enumerate(kinds):
                 for key, hook in hooks.items():
-                    hooks[key] = hook if isinstance(hook, Later) else Later(hook)  # of another trainer of the model
+                    if (id(parameter), kind, key) not in known and not isinstance(hook, Later):  # of another trainer
+                        hooks[key] = Later(hook)
             taken.append(Hooked(module, name, *kinds))
     return taken
 
@@ -80,6 +93,57 @@ def later(hooks: dict[int, Any]) -> list[Callable[[torch.Tensor], torch.Tensor |
     return [each.hook for each in hooks.values() if isinstance(each, Later)]
 
 
+class LateHooks:
+    """Finds hooks that are registered after a strategy has placed the model, and moves them to the end of a step, too.
+
+    Args:
+        strategy: after `setup`.
+    """
+
+    def __init__(self, strategy: "Strategy"):
+        self.strategy = strategy
+        self._of_strategy = keys_of(strategy.module, is_later=False)
+        self._seen = keys_of(strategy.module)
+
+    def take(self) -> None:
+        """Take what was registered since the last call. Collective; call it before steps are taken.
+
+        Raises:
+            ConfigError: the strategy has replaced the parameters by shards; on all ranks.
+        """
+        module = self.strategy.module
+        present = keys_of(module)
+        late = {parameter for parameter, _, _ in present - self._seen}
+        self._seen |= present
+        if self.strategy.replaces_parameters:
+            names = [name for name, parameter in module.named_parameters() if id(parameter) in late]
+            self.strategy.runtime.conclude("late hooks", names, self._refuse)
+        elif late:
+            self.strategy.parameter_hooks = take_hooks(module, self._of_strategy)
+
+    def _refuse(self, names_of_ranks: list[list[str]]) -> None:
+        """Raise the error about the first parameter of all ranks, if there is one."""
+        for name in chain.from_iterable(names_of_ranks):
+            raise hook_error(name, self.strategy.name)
+
+
+def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
+    """Return the hooks of a model's parameters.
+
+    Args:
+        module: the model.
+        is_later: whether those count that autograd leaves out.
+    """
+    found: set[Key] = set()
+    for parameter in module.parameters():
+        private: Any = parameter
+        for kind, hooks in enumerate((private._backward_hooks, private._post_accumulate_grad_hooks)):
+            for key, hook in (hooks or {}).items():
+                if is_later or not isinstance(hook, Later):
+                    found.add((id(parameter), kind, key))
+    return found
+
+
 def require_no_hooks(model: nn.Module, strategy: str) -> None:
     """Check that no parameter has a hook on its gradient.
 
@@ -92,8 +156,13 @@ def require_no_hooks(model: nn.Module, strategy: str) -> None:
     """
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
-            raise ConfigError(
-                f"strategy={strategy}: shards the parameter {name}, which has a hook (register_hook or "
-                "register_post_accumulate_grad_hook) that would be lost. Remove the hook, or use a strategy "
-                "that keeps it, for example ddp or pipeline"
-            )
+            raise hook_error(name, strategy)
+
+
+def hook_error(name: str, strategy: str) -> ConfigError:
+    """Return the error about a hook on the parameter of this name."""
+    return ConfigError(
+        f"strategy={strategy}: shards the parameter {name}, which has a hook (register_hook or "
+        "register_post_accumulate_grad_hook) that would be lost. Remove the hook, or use a strategy "
+        "that keeps it, for example ddp or pipeline"
+    )

@@ -15,7 +15,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.parameters import require_one_place
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
@@ -109,9 +109,7 @@ class PipelinePlan:
             + (f", v={v} stages a rank" if v > 1 else ""),
         ]
         if self.has_batch_norm and m > 1:
-            lines.append(
-                "BatchNorm normalises each micro-batch separately: losses differ from single's, most with small micro-batches"
-            )
+            lines.append(OF_MICRO_BATCHES)
         return "\n".join(lines)
 
 

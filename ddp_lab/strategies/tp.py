@@ -141,6 +141,7 @@ class TP(Strategy):
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.
     """
 
+    replaces_parameters = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):

@@ -152,7 +152,8 @@ def empty_error(strategy: Strategy, error: Exception) -> TrainingError:
     return TrainingError(
         f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains on empty "
         f"batches, and rank {rank} has no sample of this batch or gradient-accumulation step: "
-        f"{describe_error(error)}. Use strategy=scratch, which does not call the model then, or a batch_size and "
-        "accumulate with which each rank has a sample in each step of the last batch of an epoch",
+        f"{describe_error(error)}. Use strategy=scratch, which does not call the model then, or strategy=fsdp, "
+        "which calls it with a sample that does not count; or a batch_size and accumulate with which each rank has "
+        "a sample in each step of the last batch of an epoch",
         rank=rank,
     )

@@ -129,13 +129,13 @@ class Run:
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
 
-    def note_not_finite(self, evaluation: Evaluation, name: str) -> None:
-        """Log which metrics of a set are not finite, each once."""
+    def note_not_finite(self, evaluations: Mapping[str, Evaluation]) -> None:
+        """Log which metrics of some sets are not finite, each once."""
         if self.notes is None:
             from ddp_lab.training.not_finite import NotFiniteNotes
 
             self.notes = NotFiniteNotes(self.strategy.runtime.rank == 0)
-        self.notes.check(evaluation, name, f" after epoch {self.position.epoch}")
+        self.notes.check(evaluations, f" after epoch {self.position.epoch}")
 
     def written(self, path: Path) -> None:
         """Let the hooks know of a complete checkpoint."""

@@ -126,9 +126,8 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
 def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     """Log the metrics of an epoch, and which of them are not finite."""
     position = run.position
-    for name, evaluation in results.items():
-        if not evaluation.is_finite:
-            run.note_not_finite(evaluation, name)
+    if not all(evaluation.is_finite for evaluation in results.values()):
+        run.note_not_finite(results)
     training = means(run.strategy.task, position.sums)
     metrics = {f"train_{name}": value for name, value in training.items()}
     for name, evaluation in results.items():

@@ -1,6 +1,7 @@
-"""What is said about metrics of an evaluation that are not finite, once for each."""
+"""What is said about metrics of evaluations that are not finite: one message for all of them, and each metric once."""
 
 import math
+from collections.abc import Mapping
 
 from ddp_lab.observe.log import log
 from ddp_lab.training.metrics import Evaluation
@@ -9,8 +10,8 @@ from ddp_lab.training.metrics import Evaluation
 class NotFiniteNotes:
     """Logs which metrics of evaluations are not finite, each once.
 
-    A set whose targets are all ignored has no metrics: one line is about the set. Its numbers are null in metrics.jsonl, as all
-    that are not finite.
+    A set whose targets are all ignored has no metrics: the message is about the set. Its numbers are null in metrics.jsonl, as
+    all that are not finite.
 
     Args:
         is_main: whether this rank logs.
@@ -20,29 +21,42 @@ class NotFiniteNotes:
         self.is_main = is_main
         self._said: set[str] = set()
 
-    def check(self, evaluation: Evaluation, name: str, when: str = "") -> None:
-        """Log what is not finite in an evaluation and was finite, or not there, in those before.
+    def check(self, evaluations: Mapping[str, Evaluation], when: str = "") -> None:
+        """Log what is not finite in evaluations and was finite, or not there, in those before.
 
         Args:
-            evaluation: of a set.
-            name: of the set, val or test; empty if it has none.
-            when: the end of "is not finite", for example " after epoch 3".
+            evaluations: by the name of the set, val or test; empty if it has none.
+            when: the end of "not finite", for example " after epoch 3".
         """
-        if not evaluation.weight:
-            about = f"{name} set" if name else "set that was evaluated"
-            self._say(
-                about,
-                f"the {about} has no weight: all its targets are ignored, so that it has no loss, and its metrics mean "
-                "nothing. Use a set with targets that count",
-            )
-            return
-        values = evaluation.metrics(name) if name else evaluation.values
-        never_best = ": such a value is never the best one" if name == "val" else ""
-        for metric, value in values.items():
-            if not math.isfinite(value):
-                self._say(metric, f"{metric} is not finite ({value}){when}{never_best}")
+        sets: list[str] = []
+        metrics: dict[str, float] = {}
+        for name, evaluation in evaluations.items():
+            if not evaluation.weight:
+                sets.append(f"{name} set" if name else "set that was evaluated")
+                continue
+            values = evaluation.metrics(name) if name else evaluation.values
+            metrics |= {metric: value for metric, value in values.items() if not math.isfinite(value)}
+        messages = [describe_sets([each for each in sets if each not in self._said])]
+        messages.append(describe_metrics({each: metrics[each] for each in metrics if each not in self._said}, when))
+        if self.is_main and any(messages):
+            log.warning(". ".join(filter(None, messages)))
+        self._said.update(sets, metrics)
 
-    def _say(self, what: str, line: str) -> None:
-        if self.is_main and what not in self._said:
-            log.warning(line)
-        self._said.add(what)
+
+def describe_sets(names: list[str]) -> str:
+    """Return the message about sets without weight; "" if there is none."""
+    if not names:
+        return ""
+    return (
+        f"the {' and the '.join(names)} {'has' if len(names) == 1 else 'have'} no weight: all targets are ignored, so that "
+        "there is no loss, and the metrics mean nothing. Use a set with targets that count"
+    )
+
+
+def describe_metrics(values: Mapping[str, float], when: str) -> str:
+    """Return the message about metrics that are not finite; "" if there is none. `when` is as in `NotFiniteNotes.check`."""
+    if not values:
+        return ""
+    listed = ", ".join(f"{name} ({value})" for name, value in values.items())
+    never_best = "; such a value is never the best one" if any(name.startswith("val_") for name in values) else ""
+    return f"not finite{when}: {listed}{never_best}"

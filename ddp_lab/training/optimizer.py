@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from ddp_lab.config.build import for_cpu
+from ddp_lab.config.build import for_cpu, require_no_closure
 from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -38,6 +38,30 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() <= 1]
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
+
+
+def construct_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return the optimizer of some groups of parameters. One group is passed as a list of parameters, as loops do.
+
+    A function of the user's may then iterate over the parameters, and make groups of its own. Where this rank has no
+    parameter the group is passed, because torch's optimizers refuse an empty list.
+
+    Args:
+        make: the user's function of parameters.
+        groups: from `param_groups`.
+
+    Raises:
+        ConfigError: its step needs a closure.
+    """
+    first = groups[0]
+    is_list = len(groups) == 1 and bool(first["params"])
+    optimizer = make(first["params"] if is_list else groups)
+    if is_list:
+        options = {key: value for key, value in first.items() if key != "params"}
+        for group in optimizer.param_groups:
+            group |= {key: value for key, value in options.items() if key in group}
+    require_no_closure(optimizer)
+    return optimizer
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:
@@ -142,9 +166,13 @@ def state_copies(make_optimizer: MakeOptimizer) -> int:
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
+
+    Raises:
+        ConfigError: its step needs a closure.
     """
     probe = nn.Parameter(torch.zeros(2))
     probe.grad = torch.zeros(2)
     optimizer = for_cpu(make_optimizer([probe]))
+    require_no_closure(optimizer)
     optimizer.step()
     return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())

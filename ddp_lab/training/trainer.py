@@ -11,9 +11,11 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.parameters import has_hooks
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.optimizer import configure_optimizer, param_groups
+from ddp_lab.training.optimizer import configure_optimizer, construct_optimizer, param_groups
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
+
+GROUPS = "groups, dicts with the key params, because decay_norms_and_biases=false"
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,11 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
             "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
             f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
         )
+    groups = param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases)
     try:
-        optimizer = make(param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+        optimizer = construct_optimizer(make, groups)
+    except (TypeError, ValueError, AttributeError) as error:
+        given = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
+        raise ConfigError(f"optimizer: {describe_error(error)}{given}") from None
     how = recipe.performance
     return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)

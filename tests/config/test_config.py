@@ -106,10 +106,13 @@ def test_help_names_every_strategy():
                 f"{OPTIMIZER}{name}: {why}",
             )
             for name, more, why in (
-                ("LBFGS", " ~optimizer.weight_decay", "TypeError: "),
                 ("SparseAdam", " ~optimizer.weight_decay", "RuntimeError: SparseAdam does not support dense gradients"),
                 ("Muon", "", "ValueError: Muon only supports 2D parameters"),
             )
+        ),
+        (
+            f"{OPTIMIZER}LBFGS ~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay",
+            "optimizer: the step of LBFGS needs the argument closure, by which it would compute the loss several times",
         ),
         ("loss=own loss._target_=own_losses.scaled +loss.scale=big", "loss.scale=big: must be a number"),
         ("loss=own loss._target_=own_losses.Focal +loss.reduction=sum", "loss.reduction=sum: there is no such key"),

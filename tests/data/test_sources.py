@@ -1,5 +1,6 @@
 """`data=own`: map-style datasets of users; and `data=hf`: datasets of the package `datasets` on disk. Nothing is downloaded."""
 
+import os
 import sys
 
 import datasets
@@ -10,10 +11,11 @@ from configs import config
 from hf_datasets import make_hf
 from image_folders import write_folder
 from omegaconf import DictConfig, OmegaConf
+from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.data.dataset import Dataset, InMemory, require_same_digest
+from ddp_lab.data.dataset import Dataset, InMemory, require_same_data
 from ddp_lab.run.build import build, load_dataset, make_source
 from ddp_lab.world.runtime import Runtime
 
@@ -115,15 +117,46 @@ def test_map_style_dataset_needs_data_own():
 
 
 def test_ranks_with_other_files_are_refused():
-    require_same_digest(["a", "a"])
+    sizes = {"train": 3}
+    require_same_data([("a", sizes), ("a", sizes)])
     own, less = load("Tokens", "data.num_classes=11"), load("Tokens", "data.num_classes=12")
     with pytest.raises(ConfigError, match=r"rank 1 has other files"):
-        require_same_digest([own.digest, less.digest])
+        require_same_data([(own.digest, sizes), (less.digest, sizes)])
     with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
-        require_same_digest(["a", "a", "b"])
+        require_same_data([("a", sizes), ("a", sizes), ("b", sizes)])
+    for name in ("train", "val"):
+        message = f"the {name} set has 2 samples on rank 1, but 3 on rank 0. Load the complete set on every rank"
+        full = {"train": 3, "val": 3}
+        with pytest.raises(ConfigError, match=message):
+            require_same_data([("a", full), ("a", full | {name: 2})])
     tokens = load("Tokens", "data.num_classes=11")
     assert (tokens.train.size, tokens.val.size, tokens.test) == (36, 4, None)
     assert tokens.model_shape() == {"input_shape": [8], "num_classes": 11, "vocabulary": 11, "context": 8}
+
+
+class PartOfRank:
+    """A source that returns only a part of the samples on rank 1, without a digest."""
+
+    def __init__(self, **options):
+        pass
+
+    def load(self) -> Dataset:
+        size = 20 - 4 * int(os.environ["RANK"])
+        samples = InMemory(torch.zeros(size, 1, 8, 8, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64))
+        return Dataset(samples, None, samples, ["a", "b"])
+
+
+def refuse_part_of_rank() -> str:
+    cfg = config("data=synthetic", "data.dataset._target_=test_sources.PartOfRank")
+    with pytest.raises(ConfigError) as error:
+        load_dataset(cfg, Runtime("cpu"))
+    return str(error.value)
+
+
+def test_ranks_with_parts_of_a_dataset_are_refused():
+    first, second = run_world(2, refuse_part_of_rank, timeout=60)
+    assert first == second
+    assert first.startswith("the dataset: the train set has 16 samples on rank 1, but 20 on rank 0. ")
 
 
 IMAGES = ["data=hf", "data.image_size=16", "data.num_workers=0", "data.test_split=test"]

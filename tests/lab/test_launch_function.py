@@ -41,6 +41,12 @@ def is_killed():
     time.sleep(60)
 
 
+def exits_with_code_0():
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    time.sleep(60)
+
+
 def makes_a_mistake():
     Lab("dpp")
 
@@ -50,11 +56,13 @@ def makes_a_mistake():
     [
         (raises, r"rank 1 raised:\n\nTraceback .*, in raises\n.*\nValueError: no such thing"),
         (is_killed, "rank 1 was ended by SIGKILL"),
+        (exits_with_code_0, r"rank 1 ended with exit code 0 in the function, for example by os\._exit\(0\)"),
+        (sys.exit, r"rank . raised:\n\nConfigError: launch: the function called sys\.exit\(\)"),
         (makes_a_mistake, "rank . raised:\n\nConfigError: strategy=dpp: there is no such option"),
         (lambda: launch(raises), "ConfigError: launch: this process is a rank already, started by torchrun or by launch"),
         (lambda: lambda: 0, "cannot be returned"),
     ],
-    ids=["exception", "kill", "mistake", "nested", "result"],
+    ids=["exception", "kill", "code_0", "sys.exit", "mistake", "nested", "result"],
 )
 def test_error_of_a_rank_arrives_once_in_the_caller(function, text, capfd):
     start = time.monotonic()

@@ -2,17 +2,21 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from launches import SMALL, launch, refusal_in_world
 from torch import nn
+from torch.utils.data import TensorDataset
 from training import BatchNormAct
 from worlds import run_world
 
+from ddp_lab import Lab, tasks
+from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.batch_norm import SyncBatchNorm, padding_ignored, set_batch_norm
+from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, SyncBatchNorm, padding_ignored, set_batch_norm
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
@@ -280,3 +284,34 @@ def test_layer_is_refused_before_a_process_group_opens():
 def with_instance_norm(in_channels, image_size, num_classes):
     norm = nn.InstanceNorm2d(in_channels, track_running_stats=True)
     return nn.Sequential(norm, nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+
+def statistics(strategy: str, options: dict, momentum: float | None, accumulate: int = 1) -> dict[str, torch.Tensor]:
+    """Return the statistics of a layer after three steps, whose batches are equal in size, without an update of weights."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(*(torch.randn(24, width, generator=generator).double() for width in (4, 1)))
+    with Lab(strategy, device="cpu", timeout=30, **options) as lab:
+        layers = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh(), nn.Linear(4, 1)
+        model, make = nn.Sequential(*layers).double(), partial(torch.optim.SGD, lr=0.0)
+        trainer = lab.trainer(model, tasks.Regression(), make, batch_size=8, accumulate=accumulate, example=data[0])
+        for batch in trainer.batches(data, 0):
+            trainer.step(*batch)
+        weights, _ = collect(trainer.strategy, trainer.state.weights())
+        return {name.removeprefix("model.1."): tensor for name, tensor in weights.items() if name.startswith("model.1.")}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("strategy", ["split", "pipeline"])
+def test_statistics_of_micro_batches_are_as_the_documents_say(strategy, momentum, capfd):
+    single = statistics("single", {}, momentum)
+    assert OF_MICRO_BATCHES not in capfd.readouterr().out
+    accumulated = statistics("single", {}, momentum, accumulate=2)
+    options = {"num_microbatches": 2} | ({"devices": ["cpu", "cpu"]} if strategy == "split" else {})
+    found = run_world(3 - len(options), statistics, strategy, options, momentum, timeout=60)[0]
+    assert capfd.readouterr().out.count(OF_MICRO_BATCHES) == 1
+    assert (single["num_batches_tracked"], found["num_batches_tracked"]) == (3, 6)
+    for name, expected in accumulated.items():
+        assert (found[name] - expected).abs().max() < 1e-12, name
+    same_mean = (found["running_mean"] - single["running_mean"]).abs().max() < 1e-12
+    assert same_mean == (momentum is None)
+    assert (found["running_var"] - single["running_var"]).abs().max() > 1e-3

@@ -105,6 +105,7 @@ ON_MODEL = {
     "register_forward_pre_hook": lambda model: model.register_forward_pre_hook(lambda *a: a[1][0] * 1.5),
     "register_full_backward_pre_hook": lambda model: model.register_full_backward_pre_hook(lambda *a: (a[1][0] / 2,)),
 }
+LATE = {f"late {name}": hook for name, hook in list(ON_PARAMETERS.items())[:2]}  # registered after `lab.trainer`
 SPECTRAL = {
     "spectral_norm": lambda model: parametrizations.spectral_norm(model.second),
     "spectral_norm of old": lambda model: spectral_norm(model.second),
@@ -138,13 +139,18 @@ def train(kind: str, strategy: str, options: dict, accumulate: int = 1) -> dict[
             return str(error)
         if kind == "parameter removed":
             remove()
-        for batch in trainer.batches(data, 0):
-            trainer.step(*batch)
+        if kind in LATE:
+            LATE[kind](model)
+        try:
+            for batch in trainer.batches(data, 0):
+                trainer.step(*batch)
+        except ConfigError as error:
+            return str(error)
         return collect(trainer.strategy, trainer.state.weights())[0]
 
 
 def train_all(strategy: str, options: dict) -> dict[str, dict[str, torch.Tensor] | str]:
-    return {kind: train(kind, strategy, options) for kind in ["none", *KINDS]}
+    return {kind: train(kind, strategy, options) for kind in ["none", *KINDS, *LATE]}
 
 
 @once
@@ -165,7 +171,7 @@ def difference(found: dict[str, torch.Tensor] | str, expected: dict[str, torch.T
 def refusal_of(kind: str, strategy: str) -> str:
     """Return the pattern of the message with which a strategy refuses hooks; "" if it keeps them."""
     what, _, method = kind.partition(" ")
-    if what == "parameter" and strategy in SHARDING:
+    if what in ("parameter", "late") and strategy in SHARDING:
         weight = "first.bias" if "accumulate" in method else "second.weight"
         return rf"strategy={strategy}: shards the parameter {weight}, which has a hook .* for example ddp or pipeline$"
     if what == "model" and strategy in CUTTING:
@@ -187,14 +193,29 @@ def test_hooks_change_what_single_trains(kind):
     assert difference(trained("single")[kind], trained("single")["none"]) > 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *LATE])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
     found, message = trained(strategy)[kind], refusal_of(kind, strategy)
     if message:
         assert re.match(message, str(found)), found
     else:
-        assert difference(found, trained("single")[kind]) < 1e-12
+        assert difference(found, trained("single")[kind.replace("late ", "parameter ")]) < 1e-12
+
+
+def test_hooks_that_are_registered_between_epochs_are_moved_and_those_of_the_strategy_stay():
+    data = TensorDataset(torch.randn(BATCH, 4), torch.randn(BATCH, 2))
+    seen: list[float] = []
+    with Lab("single", device="cpu") as lab:
+        model = net()
+        trainer = lab.trainer(model, tasks.Regression(), SGD, BATCH, accumulate=4)
+        trainer.fit(data, data, epochs=1)
+        handle = model.first.weight.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+        trainer.fit(data, data, epochs=2)
+        assert len(seen) == 1
+        handle.remove()
+        trainer.fit(data, data, epochs=3)
+        assert len(seen) == 1
 
 
 def test_handle_of_a_hook_that_waits_for_the_end_of_the_step_removes_it():

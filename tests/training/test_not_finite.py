@@ -15,11 +15,13 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.commands import evaluate
 from ddp_lab.training.loop import why_over
+from ddp_lab.training.metrics import Evaluation
+from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 
 NAN, INF = math.nan, math.inf
-NO_WEIGHT = "set has no weight: all its targets are ignored, so that it has no loss, and its metrics mean nothing. "
+NO_WEIGHT = "no weight: all targets are ignored, so that there is no loss, and the metrics mean nothing. "
 
 
 def position(*epochs: dict[str, float]) -> Progress:
@@ -102,8 +104,8 @@ def test_run_with_a_metric_that_is_not_finite_keeps_its_best_checkpoint(folder):
     state = torch.load(folder / "constant" / "checkpoints" / "best.pt", weights_only=True)
     assert state["progress"]["best"]["val_loss"] == pytest.approx(best["val_loss"])
     assert f"result: epoch {best['epoch']} (best val_loss)" in log
-    assert log.count("WARNING val_r2 is not finite (-inf) after epoch 1: such a value is never the best one") == 1
-    assert log.count("is not finite") == 1
+    assert log.count("WARNING not finite after epoch 1: val_r2 (-inf); such a value is never the best one") == 1
+    assert log.count("not finite after") == 1
 
 
 def test_best_by_a_metric_that_is_never_finite_is_the_last_epoch_which_is_said(folder):
@@ -116,14 +118,14 @@ def test_best_by_a_metric_that_is_never_finite_is_the_last_epoch_which_is_said(f
 
 def test_set_without_weight_is_said_once(folder, command, tmp_path, caplog):
     log = (folder / "ignored" / "train.log").read_text()
-    for name in ("val", "test"):
-        assert log.count(f"WARNING the {name} {NO_WEIGHT}") == 1
-    assert "is not finite" not in log
+    assert log.count(f"WARNING the val set and the test set have {NO_WEIGHT}") == 1
+    assert log.count(NO_WEIGHT) == 1
+    assert "not finite after" not in log
     assert [row["val_loss"] for row in rows_without_nan(folder / "ignored")] == [None] * 3
     file = tmp_path / "found.json"
     code, output, errors = command(evaluate.main, folder / "ignored", "split=test", "--json", file)
     assert code == 0, output + errors
-    assert caplog.text.count(f"the test {NO_WEIGHT}") == 1
+    assert caplog.text.count(f"the test set has {NO_WEIGHT}") == 1
     assert "NaN" not in file.read_text()
     assert json.loads(file.read_text())["test_loss"] is None
 
@@ -137,13 +139,27 @@ def test_lab_says_once_what_is_not_finite(caplog):
         for _ in range(2):
             assert trainer.evaluate(validation)["r2"] == -INF
         assert trainer.progress.best_epochs["val_mae"] == 2
-        assert caplog.text.count("val_r2 is not finite (-inf) after epoch 1: such") == 1
-        assert caplog.text.count(" r2 is not finite (-inf)\n") == 1
+        assert caplog.text.count("not finite after epoch 1: val_r2 (-inf); such") == 1
+        assert caplog.text.count("not finite: r2 (-inf)\n") == 1
         weightless = lab.trainer(nn.Linear(3, 1), without_weight, partial(torch.optim.SGD, lr=0.1), batch_size=10)
         for _ in range(2):
             assert math.isnan(weightless.evaluate(train)["loss"])
         assert caplog.text.count("the set that was evaluated has no weight") == 1
-    assert caplog.text.count("is not finite") == 2
+    assert caplog.text.count("not finite") == 2
+
+
+def test_metrics_that_are_not_finite_are_one_message(caplog):
+    notes = NotFiniteNotes(is_main=True)
+    val = Evaluation({"loss": NAN, "mae": 1.0, "r2": -INF}, 3, {}, 3.0)
+    test = Evaluation({"loss": INF, "mae": NAN, "r2": 1.0}, 3, {}, 3.0)
+    notes.check({"val": val, "test": test}, " after epoch 2")
+    listed = "not finite after epoch 2: val_loss (nan), val_r2 (-inf), test_loss (inf), test_mae (nan); such a value"
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith(listed)
+    notes.check({"val": val, "test": test}, " after epoch 3")
+    assert len(caplog.records) == 1
+    notes.check({"val": Evaluation({"loss": NAN, "mae": NAN}, 3, {}, 3.0)}, " after epoch 4")
+    assert caplog.records[1].message.startswith("not finite after epoch 4: val_mae (nan);")
 
 
 def without_weight(outputs, targets):

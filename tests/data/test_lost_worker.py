@@ -1,0 +1,120 @@
+"""A worker process of a loader that is killed: one message with the signal, the likely reason and what to do."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import launches
+import pytest
+import torch
+from launches import ROOT, SUPPORT
+from torch import nn
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import SampleError
+from ddp_lab.data.lost_worker import find_ended, find_lost_worker
+from ddp_lab.lab.launch import RankError, launch
+
+SIZE, BAD = 40, 21
+KILLED = "was killed by SIGKILL, most likely by the system because the memory of the machine or of the container was used up"
+FEWER = "Use fewer worker processes (data.num_workers, in a Lab num_workers) or a smaller batch_size"
+
+
+class Kills:
+    """Images, one of which ends the process that reads it, as the system does when memory is used up."""
+
+    def __init__(self, split: str = "train"):
+        self.parent = os.getpid()
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if index == BAD and os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(1, 8, 8), 0
+
+
+def train() -> None:
+    with Lab("ddp", device="cpu") as lab:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        make = partial(torch.optim.SGD, lr=0.1)
+        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=4, num_workers=2)
+        data = Kills()
+        trainer.fit(data, data, epochs=1)
+
+
+def print_outcome() -> None:
+    try:
+        launch(train)
+    except RankError as error:
+        print(error)
+
+
+def test_killed_worker_process_under_launch_is_one_message():
+    search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", "import test_lost_worker; test_lost_worker.print_outcome()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    first, empty, line = done.stdout.splitlines()
+    assert first in ("rank 0 raised:", "rank 1 raised:")
+    assert empty == ""
+    assert line.startswith("SampleError: a worker process that reads the dataset (pid "), line
+    assert KILLED in line
+    assert FEWER in line
+    assert done.stderr == ""
+
+
+def test_killed_worker_process_of_the_command_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    options = ["data=own", "data.dataset._target_=test_lost_worker.Kills", "data.num_classes=2", "data.image_size=8"]
+    options += ["data.num_workers=2", "data.mean=[0]", "data.std=[1]", "model=simple_cnn"]
+    options += ["epochs=9", "batch_size=4", f"runs_dir={tmp_path}"]
+    code, printed = launches.launch("ddp-lab train --nproc 1", *options)
+    assert code != 0
+    assert printed.count(KILLED) == 1, printed
+    assert "Traceback" not in printed
+    assert "RuntimeError" not in printed
+
+
+def test_loader_that_reads_a_batch_explains_a_lost_worker_process():
+    with Lab(device="cpu") as lab:
+        make = partial(torch.optim.SGD, lr=0.1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=4, num_workers=1)
+        with pytest.raises(SampleError, match=KILLED):
+            list(trainer.batches(Kills(), 0))
+
+
+ENDS = {
+    "(pid 7) is killed by signal: Killed. ": f"(pid 7) {KILLED}",
+    "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most likely because shared",
+    "(pid 7) is killed by signal: Segmentation fault. ": "was killed by SIGSEGV, most likely in a compiled library",
+    "(pid 7) exited unexpectedly with exit code 3. Details are lost": "(pid 7) has exited: it was killed, most likely because",
+    "(pid(s) 7, 8) exited unexpectedly": "(pid 7, 8) has exited: it was killed, most likely because memory",
+}
+
+
+def test_worker_process_that_breaks_the_connection_of_a_batch_is_lost():
+    context = multiprocessing.get_context("fork")
+    killed, running = context.Process(target=time.sleep, args=(60,)), context.Process(target=time.sleep, args=(60,))
+    for process in (killed, running):
+        process.start()
+    error = ConnectionResetError(104, "Connection reset by peer")
+    assert find_ended(error, [running, killed]) is None
+    killed.kill()
+    assert f"(pid {killed.pid}) {KILLED}" in str(find_ended(error, [running, killed]))
+    running.kill()
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_what_torch_says_of_a_lost_worker_is_explained(text):
+    lost = find_lost_worker(RuntimeError(f"DataLoader worker {text}"))
+    assert isinstance(lost, SampleError)
+    assert ENDS[text] in str(lost)
+    assert find_lost_worker(RuntimeError("Connection closed by peer")) is None
