@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import require_tensor
 from ddp_lab.world.runtime import Runtime
 
@@ -59,7 +60,7 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
-        model: the complete model. Its device, buffers and modes, and torch's random state, are restored.
+        model: the complete model. All of its state, that of the loss in the trial, and random states are restored.
         trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
@@ -93,15 +94,15 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         # A model that reads values cannot run on the meta device, which computes shapes only.
-        with suppress(Exception), torch.random.fork_rng([]):
+        with suppress(Exception), state_kept(model, trial.check, weights=False):
             return without_gradient(meta_copy(model), trial, "meta")
-    device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
-    before = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
+    device = runtime.device
     try:
         if on_meta:
-            return without_gradient(meta_copy(model), trial, "meta")
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
+            with state_kept(model, trial.check):
+                return without_gradient(meta_copy(model), trial, "meta")
+        cuda = [device] if device.type == "cuda" else []
+        with state_kept(model, trial.check), torch.random.fork_rng(cuda), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
     except LossError:
         raise
@@ -116,12 +117,6 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
-    finally:
-        model.to(before).zero_grad()
-        for module, training in modes.items():
-            module.training = training
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
 
 
 def describe(inputs: torch.Tensor) -> str:

@@ -70,6 +70,10 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
+        written: by the name of a parameter that a forward pass changes, the name of the module that does so; None: not
+            known. Set by `partition`.
+        check_first: gets the inputs of the first micro-batch that is computed, of which the shapes were not known before;
+            None: nothing is left to be checked.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
@@ -84,6 +88,7 @@ class Strategy(ABC):
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
+    copies_weights: bool = False  # a forward pass computes with copies of the parameters, as those that fsdp gathers
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
@@ -121,6 +126,8 @@ class Strategy(ABC):
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
+        self.written: Mapping[str, str] | None = {}
+        self.check_first: Callable[[torch.Tensor], object] | None = None
 
     @property
     def name(self) -> str:
@@ -157,6 +164,10 @@ class Strategy(ABC):
             require_no_hook(model, self.name)
         if self.num_microbatches > 1 and self.input_shape is not None:
             self._require_constant_buffers(model, self.input_shape)
+        if self.runtime.world_size > 1 or self.copies_weights or self.num_microbatches > 1:
+            from ddp_lab.strategies.written_weights import check_written
+
+            check_written(self, model)
         if self.batch_norm == "local" and self.one_process:
             return  # a batch is never divided between processes
         if self.runtime.world_size > 1:
@@ -224,6 +235,9 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
+        if self.check_first is not None:
+            check, self.check_first = self.check_first, None
+            check(inputs)
         left = self.real_samples(count)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         parts = [(inputs, targets)]

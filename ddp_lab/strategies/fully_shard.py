@@ -31,7 +31,7 @@ class FullyShard(Strategy):
             forward pass (block), which costs about a third of a step (Chen et al. 2016, arXiv:1604.06174).
     """
 
-    compiled_by_block = True
+    compiled_by_block = copies_weights = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):

@@ -165,6 +165,10 @@ class TP(Strategy):
                 self.prediction = predict_here(model, None, self.axes["tp"], samples, self.runtime.precision)
         else:
             self._choose_layers(model)
+        if self.written:
+            from ddp_lab.strategies.written_weights import refuse_sharded
+
+            refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
             self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
 
