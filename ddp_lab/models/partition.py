@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.outputs import require_tensor
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.trial import meta_copy
 
 BLOCK = "a block of the model"
@@ -95,10 +96,11 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
     A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the CPU.
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
-    with suppress(*([] if on_meta else [Exception])), FlopCounterMode(display=False) as counter:
+    expected = [] if on_meta else [Exception]
+    with suppress(*expected), state_kept(block, weights=False), FlopCounterMode(display=False) as counter:
         output = meta_copy(block).eval()(given)
         return counter.get_total_flops(), output
-    with FlopCounterMode(display=False) as counter:
+    with state_kept(block, weights=False), FlopCounterMode(display=False) as counter:
         output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
     return counter.get_total_flops(), require_tensor(output, BLOCK).to("meta")
 

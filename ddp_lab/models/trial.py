@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +21,18 @@ LARGE = 10_000_000  # parameters from which a model is tried on the meta device,
 
 class LossError(ConfigError):
     """The loss has failed, and not the model; the message says so."""
+
+
+class Tried(NamedTuple):
+    """What a trial has found.
+
+    Attributes:
+        unused: names of the trainable parameters that get no gradient.
+        notes: about frozen and unused parameters, for the log.
+    """
+
+    unused: frozenset[str]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -53,10 +66,10 @@ def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
     return make(inputs.shape, generator=generator, dtype=inputs.dtype)
 
 
-def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
-    """Freeze the parameters that training never uses, and return notes about the frozen parameters for the log.
+def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> Tried:
+    """Find the parameters that a step does not use, and freeze them if the trial says so.
 
-    No gradient reaches an unused parameter, so one device leaves it as it is. Data parallelism would wait for its gradient.
+    No gradient reaches an unused parameter, so one device leaves it as it is. Some strategies would wait for its gradient.
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
@@ -86,7 +99,8 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         model.get_parameter(name).requires_grad = False
     what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
     notes = {"frozen": frozen, what: unused}
-    return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
+    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
+    return Tried(frozenset(unused), lines)
 
 
 def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:

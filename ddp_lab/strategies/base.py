@@ -72,6 +72,8 @@ class Strategy(ABC):
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that does so; None: not
             known. Set by `partition`.
+        idle: names of the parameters that a trial has found to be unused. Set before `setup`.
+        watched: those of them that are frozen, by name, because the strategy needs a gradient of every other one.
         check_first: gets the inputs of the first micro-batch that is computed, of which the shapes were not known before;
             None: nothing is left to be checked.
 
@@ -127,6 +129,8 @@ class Strategy(ABC):
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
+        self.idle: frozenset[str] = frozenset()
+        self.watched: dict[str, nn.Parameter] = {}
         self.check_first: Callable[[torch.Tensor], object] | None = None
 
     @property
@@ -140,6 +144,11 @@ class Strategy(ABC):
         """Number and kind of the devices, for the log, for example "2 x cpu"."""
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
+
+    @property
+    def may_leave_unused(self) -> bool:
+        """Whether a step may leave parameters unused, on all ranks alike, without a message."""
+        return self.dp_size == 1 or bool(self.find_unused_parameters)
 
     @property
     def modules_by_device(self) -> list[nn.Module]:
@@ -274,6 +283,14 @@ class Strategy(ABC):
 
     def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
+        if self.watched:
+            from ddp_lab.strategies.idle import uses_reported
+
+            with uses_reported(self):
+                return self._add_gradient_of(inputs, targets, real, divisor)
+        return self._add_gradient_of(inputs, targets, real, divisor)
+
+    def _add_gradient_of(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         if self.batch_norm == "local" or real > 0:
             return self.add_gradient(inputs, targets, real, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored

@@ -44,6 +44,10 @@ class DDP(Strategy):
             allow_unused(self)
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
 
+    @property
+    def may_leave_unused(self) -> bool:
+        return bool(self.find_unused_parameters)  # DDP waits for every gradient also on one rank
+
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.trained = [*trainable(self.module.parameters())]

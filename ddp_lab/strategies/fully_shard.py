@@ -43,6 +43,10 @@ class FullyShard(Strategy):
                 f"strategy.checkpoint_activations={checkpoint_activations} keeps the random generators' state on the host"
             )
 
+    @property
+    def may_leave_unused(self) -> bool:
+        return True  # unit_gradients.py completes them
+
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
         require_no_hooks(model, self.name)

@@ -95,6 +95,10 @@ def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool)
 
         model = to_channels_last(model)
     strategy.setup(model)
+    if strategy.idle and not strategy.may_leave_unused:
+        from ddp_lab.strategies.idle import watch_idle
+
+        watch_idle(strategy)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 
