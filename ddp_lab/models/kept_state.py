@@ -131,7 +131,7 @@ class Snapshot:
             if values is not None:
                 data.copy_(values)
             if tensor.is_leaf:
-                if tensor.data.untyped_storage().data_ptr() != data.untyped_storage().data_ptr():
+                if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata:  # pyright: ignore[reportPrivateUsage]
                     tensor.data = data
                 if tensor.requires_grad != trained:
                     tensor.requires_grad_(trained)
