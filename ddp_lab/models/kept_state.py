@@ -70,7 +70,7 @@ class Snapshot:
     def __init__(self, weights: bool):
         self.weights = weights
         self._seen: dict[int, object] = {}  # the objects, so that no other one gets the same id
-        self._restores: list[Callable[[], None]] = []
+        self._restores: list[Callable[[], object]] = []
 
     def add(self, root: object) -> None:
         """Note the state of an object and of all that it refers to."""
@@ -141,7 +141,7 @@ class Snapshot:
 
     def _note_dict(self, each: dict[Any, Any]) -> list[Any]:
         items = dict(each)
-        kind = OrderedDict if isinstance(each, OrderedDict) else dict
+        kind: Any = OrderedDict if isinstance(each, OrderedDict) else dict
 
         def restore() -> None:
             is_same = list(each) == list(items) and all(each[key] is value for key, value in items.items())

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.outputs import require_tensor
 from ddp_lab.models.kept_state import state_kept
+from ddp_lab.models.outputs import require_tensor
 from ddp_lab.models.trial import meta_copy
 
 BLOCK = "a block of the model"

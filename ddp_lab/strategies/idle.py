@@ -25,7 +25,8 @@ def watch_idle(strategy: Strategy) -> None:
     """
     for name, parameter in strategy.module.named_parameters():
         if name in strategy.idle:
-            strategy.watched[name] = parameter.requires_grad_()  # only then it may have hooks
+            strategy.watched[name] = parameter
+            parameter.requires_grad_()  # only then it may have hooks
             parameter.register_post_accumulate_grad_hook(partial(refuse, strategy, name))
             parameter.requires_grad_(False)
 

@@ -11,7 +11,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharding import has_hooks
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.optimizer import configure_optimizer, param_groups
+from ddp_lab.training.optimizer import ELEMENTWISE, configure_optimizer, has_shards, param_groups
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
 
@@ -103,7 +103,7 @@ def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool)
 
 
 def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that this rank holds.
+    """Return the optimizer of the parameters that this rank holds. Collective.
 
     Raises:
         ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
@@ -118,5 +118,10 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
         optimizer = make(param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
+    if is_divided and type(optimizer) not in ELEMENTWISE:
+        from ddp_lab.training.divided_optimizer import check_divided
+
+        check_divided(make, optimizer, strategy, recipe.decay_norms_and_biases)
     how = recipe.performance
     return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)

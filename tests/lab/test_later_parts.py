@@ -141,7 +141,9 @@ def test_part_that_is_used_later_is_one_message_where_it_was_frozen(strategy, fo
     for number, rank in enumerate(two(folder)):
         message = rank[f"{strategy} refuses"]
         assert message.startswith(f"strategy={name}: the parameter first.")
-        assert f"got a gradient in a step on rank {number}. The trial of the model has not used it, so it was frozen." in message
+        assert (
+            f"got a gradient in a step on rank {number}. The trial of the model has not used it, so it was frozen." in message
+        )
         assert "strategy.find_unused_parameters=true" in message
 
 
@@ -151,5 +153,3 @@ def test_checkpoint_resumes_where_unused_parameters_are_frozen_and_where_they_ar
     whole = train("single", kind=Unused, folder=f"{folder}/{first}_again")
     for rank in two(folder):
         assert rank[f"{first} continued"] == pytest.approx(whole, rel=1e-10)
-
-
