@@ -1,10 +1,11 @@
-"""The state of models and losses, which a trial leaves as it was: values, Python attributes and random generators.
+"""The state of models and losses, which a trial leaves as it was: values, attributes, generators.
 
 A trial calls code of the user. What that code counts or remembers would otherwise differ between
 strategies, of which some make a trial and others do not.
 """
 
 import argparse
+import operator
 import random
 import sys
 import types
@@ -48,7 +49,7 @@ def state_kept(*roots: object, weights: bool = True) -> Generator[None]:
 
 @contextmanager
 def random_state_kept() -> Generator[None]:
-    """Restore the states of the global generators of torch, Python and NumPy at the end, of GPUs that of the current one."""
+    """Restore the global generators of torch, its current GPU, Python and NumPy at the end."""
     python = random.getstate()
     of_numpy = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -131,7 +132,7 @@ class Snapshot:
             if values is not None:
                 data.copy_(values)
             if tensor.is_leaf:
-                if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata:  # pyright: ignore[reportPrivateUsage]
+                if not shares_memory(tensor, data):
                     tensor.data = data
                 if tensor.requires_grad != trained:
                     tensor.requires_grad_(trained)
@@ -144,8 +145,8 @@ class Snapshot:
         kind: Any = OrderedDict if isinstance(each, OrderedDict) else dict
 
         def restore() -> None:
-            is_same = list(each) == list(items) and all(each[key] is value for key, value in items.items())
-            if not is_same:
+            same_keys = list(each) == list(items)
+            if not same_keys or any(each[key] is not value for key, value in items.items()):
                 kind.clear(each)
                 kind.update(each, items)
 
@@ -156,7 +157,8 @@ class Snapshot:
         items = [*each]
 
         def restore() -> None:
-            if len(each) != len(items) or any(one is not other for one, other in zip(each, items, strict=True)):
+            same_length = len(each) == len(items)
+            if not same_length or any(map(operator.is_not, each, items)):
                 each.clear()
                 (each.update if isinstance(each, set) else each.extend)(items)
 
@@ -182,6 +184,12 @@ class Snapshot:
         return values
 
 
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same memory, or on the meta device would have it."""
+    places = [tensor.untyped_storage()._cdata for tensor in (one, other)]  # pyright: ignore
+    return places[0] == places[1]
+
+
 def restore_slot(each: object, name: str, value: object) -> None:
     """Set an attribute again that has a slot."""
     with suppress(AttributeError, TypeError):  # of a frozen class
@@ -197,12 +205,13 @@ def is_filled(cell: types.CellType) -> bool:
 
 
 def is_followed(each: object) -> bool:
-    """Return whether an object may keep a state: a module, or an instance of a class of the user's."""
+    """Return whether an object may keep a state: a module, or one of a class of the user's."""
     if isinstance(each, (type, types.ModuleType)):
         return False
-    return isinstance(each, (nn.Module, *NAMESPACES)) or type(each).__module__.partition(".")[0] not in UNCHANGED
+    package = type(each).__module__.partition(".")[0]
+    return isinstance(each, (nn.Module, *NAMESPACES)) or package not in UNCHANGED
 
 
 def attributes_of(each: object) -> list[Any]:
-    """Return the dict of an object's attributes, in a list; an empty one if it has none, or if it is not followed."""
+    """Return the dict of an object's attributes, in a list; [] if it has none or is not followed."""
     return [vars(each)] if is_followed(each) and hasattr(each, "__dict__") else []

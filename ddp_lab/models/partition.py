@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -97,10 +97,11 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
     expected = [] if on_meta else [Exception]
-    with suppress(*expected), state_kept(block, weights=False), FlopCounterMode(display=False) as counter:
+    kept = partial(state_kept, block, weights=False)
+    with suppress(*expected), kept(), FlopCounterMode(display=False) as counter:
         output = meta_copy(block).eval()(given)
         return counter.get_total_flops(), output
-    with state_kept(block, weights=False), FlopCounterMode(display=False) as counter:
+    with kept(), FlopCounterMode(display=False) as counter:
         output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
     return counter.get_total_flops(), require_tensor(output, BLOCK).to("meta")
 

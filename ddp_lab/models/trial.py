@@ -69,11 +69,13 @@ def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
 def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> Tried:
     """Find the parameters that a step does not use, and freeze them if the trial says so.
 
-    No gradient reaches an unused parameter, so one device leaves it as it is. Some strategies would wait for its gradient.
+    No gradient reaches an unused parameter, so one device leaves it as it is. Some strategies would
+    wait for its gradient.
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
-        model: the complete model. All of its state, that of the loss in the trial, and random states are restored.
+        model: the complete model. Its state, that of the loss in the trial and random states are
+            restored.
         trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
@@ -99,7 +101,8 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         model.get_parameter(name).requires_grad = False
     what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
     notes = {"frozen": frozen, what: unused}
-    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
+    found = {what: names for what, names in notes.items() if names}
+    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in found.items()]
     return Tried(frozenset(unused), lines)
 
 

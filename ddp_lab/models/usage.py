@@ -26,8 +26,8 @@ class Usage:
     Attributes:
         called: names of the modules whose `forward` was called.
         within: by the name of a parameter that was used, names of the modules whose `forward` was running at all its uses.
-        written: by the name of a parameter that a forward pass changed or replaced, the name of the innermost module whose
-            `forward` was running then.
+        written: by the name of a parameter that a forward pass changed or replaced, the name of the
+            innermost module whose `forward` was running then.
     """
 
     called: frozenset[str]
@@ -44,10 +44,12 @@ def find_usage(model: nn.Module, input_shape: tuple[int, ...], input_dtype: torc
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with suppress(Exception), state_kept(model, weights=False):  # a model that reads values cannot run there
+        # A model that reads values cannot run there.
+        with suppress(Exception), state_kept(model, weights=False):
             return record(meta_copy(model), sample(input_shape, input_dtype, "meta"))
     if not on_meta:
-        with suppress(Exception), state_kept(model, weights=False):  # what the copy shares with the model
+        # A copy shares closures and random states with the model.
+        with suppress(Exception), state_kept(model, weights=False):
             return record(copy.deepcopy(model), sample(input_shape, input_dtype, "cpu"))
     return None
 
@@ -90,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self._running: list[str] = []
         self._names: dict[int, list[str]] = {}
         self._parameters = dict(model.named_parameters())
-        self._memories: list[torch.UntypedStorage] = []  # so that no other one gets the same identifier
+        self._memories: list[torch.UntypedStorage] = []  # so that no other one gets an identifier
         for name, parameter in self._parameters.items():
             self._names.setdefault(memory_of(parameter), []).append(name)
             self._memories.append(parameter.untyped_storage())
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self._running.pop()
 
     def find_replaced(self) -> None:
-        """Note the parameters that have other memory than before, as after `weight.data = ...`, or are others."""
+        """Note the parameters that have other memory, as after `weight.data = ...`, or are others."""
         now = dict(self._model.named_parameters())
         for name, parameter in self._parameters.items():
             same = now.get(name) is parameter and name in self._names.get(memory_of(parameter), ())

@@ -70,12 +70,13 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
-        written: by the name of a parameter that a forward pass changes, the name of the module that does so; None: not
-            known. Set by `partition`.
+        written: by the name of a parameter that a forward pass changes, the name of the module that
+            does so; None: not known. Set by `partition`.
         idle: names of the parameters that a trial has found to be unused. Set before `setup`.
-        watched: those of them that are frozen, by name, because the strategy needs a gradient of every other one.
-        check_first: gets the inputs of the first micro-batch that is computed, of which the shapes were not known before;
-            None: nothing is left to be checked.
+        watched: those of them that are frozen, by name, because the strategy needs a gradient of
+            every parameter that is not.
+        check_first: gets the inputs of the first local batch, of which the shapes were not known
+            before; None: nothing is left to be checked.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
@@ -90,7 +91,7 @@ class Strategy(ABC):
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
-    copies_weights: bool = False  # a forward pass computes with copies of the parameters, as those that fsdp gathers
+    copies_weights: bool = False  # a forward pass has copies of the parameters, as fsdp gathers them
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`

@@ -18,7 +18,7 @@ from ddp_lab.strategies.unused import remedy_of
 
 
 def watch_idle(strategy: Strategy) -> None:
-    """Let steps report that they use one of the parameters which are frozen because the trial has not used them.
+    """Let steps report that they use a parameter which is frozen because the trial has not used it.
 
     Args:
         strategy: after `setup`.
@@ -33,7 +33,7 @@ def watch_idle(strategy: Strategy) -> None:
 
 @contextmanager
 def uses_reported(strategy: Strategy) -> Generator[None]:
-    """Raise a TrainingError in the body, a forward and a backward pass, if it computes the gradient of a watched parameter."""
+    """Raise a TrainingError if the body, a training step, computes the gradient of a watched parameter."""
     for parameter in strategy.watched.values():
         parameter.requires_grad_()
     try:
@@ -48,8 +48,9 @@ def refuse(strategy: Strategy, name: str, parameter: nn.Parameter) -> NoReturn:
     parameter.grad = None
     rank = strategy.runtime.rank
     raise TrainingError(
-        f"strategy={strategy.name}: the parameter {name} got a gradient in a step on rank {rank}. The trial of the model has "
-        f"not used it, so it was frozen. If only some steps use it, {remedy_of(strategy)}, or strategy=fsdp. If it must not be "
-        "trained, freeze it by requires_grad_(False)",
+        f"strategy={strategy.name}: the parameter {name} got a gradient in a step on rank {rank}. "
+        "The trial of the model has not used it, so it was frozen. If only some steps use it, "
+        f"{remedy_of(strategy)}, or strategy=fsdp. If it must not be trained, freeze it by "
+        "requires_grad_(False)",
         rank=rank,
     )

@@ -1,4 +1,4 @@
-"""Parameters that a forward pass changes: where that is the same as on one device, and where it is refused.
+"""Parameters that a forward pass changes: where that is as on one device, and where it is refused.
 
 | the strategy | what a forward pass writes to a parameter |
 |---|---|
@@ -30,20 +30,23 @@ if TYPE_CHECKING:
 # Of their classes only embeddings write to a parameter, with max_norm, which is refused by itself.
 KNOWN = {"torch", "torchvision", "ddp_lab"}
 REMEDY = (
-    "Change it after the step, under torch.no_grad(); or compute the weight of a pass by a parametrization "
-    "(torch.nn.utils.parametrize)"
+    "Change it after the step, under torch.no_grad(); or compute the weight of a pass by a "
+    "parametrization (torch.nn.utils.parametrize)"
 )
 
 
 def may_write(model: nn.Module) -> bool:
-    """Return whether a forward pass runs code that is not known: modules of other classes, or hooks."""
-    return any(type(module).__module__.partition(".")[0] not in KNOWN or hook_of(module) for module in model.modules())
+    """Return whether a forward pass runs code that is not known: other classes, or hooks."""
+    modules = [*model.modules()]
+    packages = {type(module).__module__.partition(".")[0] for module in modules}
+    return not packages <= KNOWN or any(map(hook_of, modules))
 
 
 def check_written(strategy: "Strategy", model: nn.Module) -> None:
-    """Check that what a forward pass writes to parameters is the same as on one device, and set `written`.
+    """Check that what a forward pass writes to parameters is as on one device, and set `written`.
 
-    Two made-up samples find it. Without the shape of a sample, the first batch finds it, on the meta device.
+    Two made-up samples find it. Without the shape of a sample, the first batch finds it, on the
+    meta device.
 
     Args:
         strategy: in `partition`.
@@ -81,45 +84,48 @@ def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: torch.Tenso
         ConfigError: a parameter is written to, and is lost, or may differ between replicas.
     """
     written: Mapping[str, str] = {}
-    with suppress(Exception), state_kept(copy, weights=False):  # a model that reads values cannot run there
+    # A model that reads values cannot run there.
+    with suppress(Exception), state_kept(copy, weights=False):
         written = record(copy, inputs.to("meta")).written
     refuse_lost(strategy, written)
     for name, module in written.items():
         if strategy.dp_size > 1 or strategy.axes.get("tp", 1) > 1:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. Whether every rank would write the same is found by a trial, "
-                "which needs a sample: lab.trainer(..., example=dataset[0])"
+                f"{describe(strategy, name, module)}. Whether every rank would write the same is "
+                "found by a trial, which needs a sample: lab.trainer(..., example=dataset[0])"
             )
 
 
 def refuse_lost(strategy: "Strategy", written: Mapping[str, str]) -> None:
-    """Raise a ConfigError about the first parameter whose change is lost, or is made several times in a step."""
+    """Raise a ConfigError about a parameter whose change is lost, or made several times in a step."""
     for name, module in written.items():
         if strategy.copies_weights:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. The strategy computes with copies of the parameters, so that the "
-                f"change would be lost. {REMEDY}; or use strategy=single or ddp"
+                f"{describe(strategy, name, module)}. The strategy computes with copies of the "
+                f"parameters, so that the change would be lost. {REMEDY}; or use strategy=single or ddp"
             )
         if strategy.num_microbatches > 1:
             raise ConfigError(
-                f"{describe(strategy, name, module)}, and so {strategy.num_microbatches} times in a step instead of once. "
-                f"Use strategy.num_microbatches=1, or another strategy, for example ddp"
+                f"{describe(strategy, name, module)}, and so {strategy.num_microbatches} times in a "
+                "step instead of once. Use strategy.num_microbatches=1, or another strategy, for "
+                "example ddp"
             )
 
 
 def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[str, str]) -> None:
-    """Raise a ConfigError about the first parameter to which replicas may write different values."""
+    """Raise a ConfigError about a parameter to which replicas may write different values."""
     different = differing(model, written, strategy)
     for name, module in written.items():
         if different is None or name in different:
             why = "depends on the samples of the batch, or on random numbers, which differ between the replicas"
             if different is None:
-                why = "may depend on the samples of the batch: this is not known, because a copy of the model cannot run here"
+                why = "may depend on the samples of the batch: a trial, which cannot run here, would find out"
             raise ConfigError(f"{describe(strategy, name, module)}. What it writes {why}. {REMEDY}; or use strategy=single")
         if strategy.find_unused_parameters:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a rank without a sample "
-                "would not write. Use strategy.find_unused_parameters=false, or strategy=single"
+                f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a rank "
+                "without a sample would not write. Use strategy.find_unused_parameters=false, or "
+                "strategy=single"
             )
 
 
@@ -134,8 +140,8 @@ def refuse_sharded(strategy: "Strategy", layers: Iterable[str]) -> None:
     for name, module in (strategy.written or {}).items():
         if name.rpartition(".")[0] in sharded:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. The strategy shards this parameter, so that the change may depend on "
-                f"the shard. {REMEDY}; or use strategy=single or ddp"
+                f"{describe(strategy, name, module)}. The strategy shards this parameter, so that the "
+                f"change may depend on the shard. {REMEDY}; or use strategy=single or ddp"
             )
 
 
@@ -146,7 +152,7 @@ def describe(strategy: "Strategy", name: str, module: str) -> str:
 
 
 def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") -> set[str] | None:
-    """Return which of the parameters have other values after a pass of other samples; None if it cannot run here.
+    """Return which of the parameters get other values from other samples; None if that cannot be tried.
 
     Args:
         model: complete. Its state stays as it is.

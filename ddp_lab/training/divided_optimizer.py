@@ -1,4 +1,4 @@
-"""Whether an optimizer updates shards, or the parameters of a stage, as it updates all parameters on one device.
+"""Whether an optimizer updates shards, or the parameters of a stage, as it does all of one device.
 
 SGD, Adam and AdamW update each element by itself. Others, such as LARS and LAMB, compute norms of
 complete parameters, and some compute one number from all of them. A few steps with made-up
@@ -20,6 +20,7 @@ from ddp_lab.strategies.sharding import full_tensor, local
 from ddp_lab.training.optimizer import param_groups, step_of
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
+Tensors = Sequence[torch.Tensor]
 STEPS = 3
 EXACT = 1e-6  # of the largest change of an element, in float64
 LARGEST = 10.0  # ratio of the sizes of the last and the first row of a made-up tensor
@@ -27,7 +28,7 @@ ROWS = 2  # of each shard
 
 
 class WholeScalars(TorchDispatchMode):
-    """Let `.item()`, `float()` and `bool()` of a DTensor return the value over all shards, and not that of this rank."""
+    """Let `.item()`, `float()` and `bool()` of a DTensor return the value over all shards."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,15 +53,16 @@ class Layout(NamedTuple):
     device: torch.device
 
     def make(self, seed: int) -> torch.Tensor:
-        """Return a complete tensor of random numbers in float64, whose rows have different sizes."""
+        """Return a complete tensor of random numbers in float64, whose rows differ in size."""
         size = ROWS * (2 if self.mesh is None else self.mesh.size())
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.randn([size] * self.dims, generator=generator, dtype=torch.float64)
         sizes = torch.linspace(1, LARGEST, size, dtype=torch.float64)
-        return (numbers.T * sizes).T.to(self.device) if self.dims == 2 else (numbers * sizes).to(self.device)
+        rows = sizes.view(size, *[1] * (self.dims - 1))
+        return (numbers * rows).to(self.device)
 
     def divide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a complete tensor, as a DTensor; the tensor itself in a layout without shards."""
+        """Return this rank's shard of a complete tensor, as a DTensor; without shards a copy."""
         if self.mesh is None:
             return tensor.clone()
         from torch.distributed.tensor import distribute_tensor
@@ -69,7 +71,9 @@ class Layout(NamedTuple):
 
 
 def check_divided(make: MakeOptimizer, optimizer: torch.optim.Optimizer, strategy: Strategy, decays_all: bool) -> None:
-    """Check that an optimizer computes the same from shards, and from the parameters of one stage. Collective.
+    """Check that an optimizer computes the same from shards, and from the parameters of a stage.
+
+    Collective.
 
     Args:
         make: constructs the optimizer of groups of parameters.
@@ -103,8 +107,11 @@ class Steps(NamedTuple):
     make: MakeOptimizer
     decays_all: bool
 
-    def take(self, parameters: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return copies of the complete parameters after a step with each of the gradients. Collective if they have shards."""
+    def take(self, parameters: Tensors, gradients: Sequence[Tensors]) -> list[torch.Tensor]:
+        """Return copies of the complete parameters after a step with each of the gradients.
+
+        Collective if they have shards.
+        """
         trained = [nn.Parameter(parameter) for parameter in parameters]
         optimizer = self.make(param_groups(trained, self.decays_all))
         if trained[0].device.type == "cpu":
@@ -129,7 +136,9 @@ def layouts_of(parameters: Sequence[nn.Parameter]) -> list[Layout]:
 
 
 def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, kind: str) -> None:
-    """Raise a ConfigError if steps on shards have another result than steps on complete parameters. Collective.
+    """Raise a ConfigError if steps on shards have another result than those on complete parameters.
+
+    Collective.
 
     Args:
         steps: of the optimizer.
@@ -140,7 +149,7 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
     wholes = [layout.make(place) for place, layout in enumerate(layouts)]
     gradients = made_up_gradients(layouts)
 
-    def divide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def divide(tensors: Tensors) -> list[torch.Tensor]:
         return [layout.divide(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
 
     try:
@@ -150,19 +159,24 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
     try:
         found = steps.take(divide(wholes), [divide(each) for each in gradients])
     except Exception as error:
-        refuse(strategy, f"shards the parameters as DTensors, which {kind} does not support: {describe_error(error)}")
+        why = describe_error(error)
+        refuse(strategy, f"shards the parameters as DTensors, which {kind} does not support: {why}")
     difference = largest_difference(found, expected, wholes)
     if difference > EXACT:
         refuse(
             strategy,
-            f"shards the parameters, and {kind} computes something else from the shards of a made-up parameter than from "
-            f"the complete one, as norms of local tensors would be: a change by its steps differs by {difference:.0%}. "
-            "Compute them from the DTensors, as by parameter.norm()",
+            f"shards the parameters, and {kind} computes something else from the shards of a made-up "
+            "parameter than from the complete one, as norms of local tensors would be: a change by "
+            f"its steps differs by {difference:.0%}. Compute them from the DTensors, as by "
+            "parameter.norm()",
         )
 
 
 def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
-    """Raise a ConfigError if steps on two parameters have another result than steps on each alone. Arguments as above."""
+    """Raise a ConfigError if steps on two parameters have another result than those on each alone.
+
+    The arguments are as above.
+    """
     layouts = [Layout(2, None, None, strategy.device)] * 2
     wholes = [layout.make(place) * LARGEST**place for place, layout in enumerate(layouts)]
     gradients = made_up_gradients(layouts)
@@ -177,23 +191,23 @@ def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
     if difference > EXACT:
         refuse(
             strategy,
-            f"divides the parameters between ranks, and {kind} computes the step of a parameter from others, too: for two "
-            f"made-up parameters a change by its steps differs by {difference:.0%} from that for each alone",
+            f"divides the parameters between ranks, and {kind} computes the step of a parameter from "
+            "others, too: for two made-up parameters a change by its steps differs by "
+            f"{difference:.0%} from that for each alone",
         )
 
 
 def made_up_gradients(layouts: Sequence[Layout]) -> list[list[torch.Tensor]]:
     """Return complete gradients for each step."""
-    return [
-        [layout.make(STEPS * len(layouts) * (step + 1) + place) for place, layout in enumerate(layouts)]
-        for step in range(STEPS)
-    ]
+    found: list[list[torch.Tensor]] = []
+    for step in range(1, STEPS + 1):
+        first = step * len(layouts)
+        found.append([layout.make(first + place) for place, layout in enumerate(layouts)])
+    return found
 
 
-def largest_difference(
-    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
-) -> float:
-    """Return the largest difference of an element, relative to the largest expected change of its parameter."""
+def largest_difference(found: Tensors, expected: Tensors, before: Tensors) -> float:
+    """Return the largest difference of an element, relative to the largest change of its parameter."""
     differences = [0.0]
     for one, other, start in zip(found, expected, before, strict=True):
         change = (other - start.cpu()).abs().max().item()

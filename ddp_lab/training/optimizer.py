@@ -87,10 +87,10 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's step. If it has DTensors, it gets shards where it updates each element by itself.
+    """Return the optimizer's step, on shards if it has DTensors and updates each element by itself.
 
-    One that is not torch's gets DTensors, of which `.item()` then returns the value over all shards.
-    Hooks on the optimizer's step get DTensors, too.
+    One that is not torch's gets DTensors, of which `.item()` returns the value over all shards then.
+    So do hooks on the optimizer's step.
     """
     if not has_shards(optimizer):
         return optimizer.step
@@ -114,7 +114,7 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered that are called before or after the optimizer's step."""
+    """Return whether functions are registered that are called before or after a step."""
     private: Any = optimizer
     return bool(private._optimizer_step_pre_hooks or private._optimizer_step_post_hooks)
 
