@@ -78,7 +78,8 @@ class SavedCheckpoint(ABC):
         Its options need not be the same: they come from this launch, and a release of torch may add or remove one.
 
         Raises:
-            ConfigError: it is another optimizer, or a parameter is frozen in one of the two only.
+            ConfigError: it is another optimizer, or a parameter that is used is frozen in one of the
+                two only.
         """
         groups = self.state["optimizer"]["param_groups"]
         saved = self._saved_optimizer()
@@ -92,7 +93,7 @@ class SavedCheckpoint(ABC):
             log.info(line)
         trained = {name for group in groups for name in group["params"]}
         for name, parameter in state.strategy.module.named_parameters():
-            if parameter.requires_grad != (name in trained):
+            if parameter.requires_grad != (name in trained) and name not in state.strategy.idle:
                 now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
                 raise ConfigError(
                     f"{self.about}: the parameter {name} is {now} in this launch and was {then} when the checkpoint was "

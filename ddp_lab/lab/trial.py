@@ -34,11 +34,11 @@ def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) ->
     if not (isinstance(example, (tuple, list)) and len(example) == 2):
         return []
     runtime = strategy.runtime
-    freezes = not strategy.find_unused_parameters
+    freezes = not strategy.may_leave_unused
     trial = make_trial(example[0], example[1], task.to(runtime.device), freezes)
     problem, notes = "", list[str]()
     try:
-        notes = freeze_unused(model, trial, runtime, "the model")
+        strategy.idle, notes = freeze_unused(model, trial, runtime, "the model")
     except ConfigError as error:
         problem = str(error)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.trial import meta_copy
 
 
@@ -106,7 +107,8 @@ def run(block: Block, activation: torch.Tensor) -> torch.Tensor:
         TypeError: the output is no tensor.
     """
     given = activation if block.device == "meta" else torch.ones_like(activation, device=block.device)
-    output = block.module(given)
+    with state_kept(block.module, weights=False):
+        output = block.module(given)
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"it must return a tensor, got {type(output).__name__}")
     return output.to("meta")

@@ -58,11 +58,13 @@ class BuiltModel(NamedTuple):
         model: on the CPU, the same on every rank; on the meta device with `init=by_block`.
         initial_weights: of its blocks, with `init=by_block`; else None, because the model has its weights.
         notes: lines for the log.
+        unused: names of the parameters that the trial has not used.
     """
 
     model: nn.Module
     initial_weights: "Weights | None"
     notes: list[str]
+    unused: frozenset[str] = frozenset()
 
 
 def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool = True) -> BuiltModel:
@@ -80,6 +82,7 @@ def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | Non
     """
     torch.manual_seed(seed)
     notes = list[str]()
+    unused = frozenset[str]()
     initial_weights = None
     if spec.by_block:
         from ddp_lab.models.initial_weights import InitialWeights
@@ -94,10 +97,11 @@ def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | Non
     if trial is not None and (not spec.is_own or trial.of_all):
         from ddp_lab.models.trial import freeze_unused
 
-        notes += freeze_unused(model, trial, runtime, spec.key)
+        unused, found = freeze_unused(model, trial, runtime, spec.key)
+        notes += found
     if trial is not None and isinstance(model, Chain) and not trial.inputs.is_floating_point():
         model.input_dtype = trial.inputs.dtype
-    return BuiltModel(model, initial_weights, notes)
+    return BuiltModel(model, initial_weights, notes, unused)
 
 
 def load_weights(

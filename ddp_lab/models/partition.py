@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import require_tensor
 from ddp_lab.models.trial import meta_copy
 
@@ -95,10 +96,12 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
     A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the CPU.
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
-    with suppress(*([] if on_meta else [Exception])), FlopCounterMode(display=False) as counter:
+    expected = [] if on_meta else [Exception]
+    kept = partial(state_kept, block, weights=False)
+    with suppress(*expected), kept(), FlopCounterMode(display=False) as counter:
         output = meta_copy(block).eval()(given)
         return counter.get_total_flops(), output
-    with FlopCounterMode(display=False) as counter:
+    with kept(), FlopCounterMode(display=False) as counter:
         output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
     return counter.get_total_flops(), require_tensor(output, BLOCK).to("meta")
 

@@ -4,12 +4,14 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import require_tensor
 from ddp_lab.world.runtime import Runtime
 
@@ -19,6 +21,18 @@ LARGE = 10_000_000  # parameters from which a model is tried on the meta device,
 
 class LossError(ConfigError):
     """The loss has failed, and not the model; the message says so."""
+
+
+class Tried(NamedTuple):
+    """What a trial has found.
+
+    Attributes:
+        unused: names of the trainable parameters that get no gradient.
+        notes: about frozen and unused parameters, for the log.
+    """
+
+    unused: frozenset[str]
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -52,14 +66,16 @@ def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
     return make(inputs.shape, generator=generator, dtype=inputs.dtype)
 
 
-def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
-    """Freeze the parameters that training never uses, and return notes about the frozen parameters for the log.
+def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> Tried:
+    """Find the parameters that a step does not use, and freeze them if the trial says so.
 
-    No gradient reaches an unused parameter, so one device leaves it as it is. Data parallelism would wait for its gradient.
+    No gradient reaches an unused parameter, so one device leaves it as it is. Some strategies would
+    wait for its gradient.
     A frozen parameter (requires_grad=False) has no gradient under any strategy.
 
     Args:
-        model: the complete model. Its device, buffers and modes, and torch's random state, are restored.
+        model: the complete model. Its state, that of the loss in the trial and random states are
+            restored.
         trial: what it is tried with.
         key: key and value of the config that the messages are about.
 
@@ -85,7 +101,9 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         model.get_parameter(name).requires_grad = False
     what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
     notes = {"frozen": frozen, what: unused}
-    return [f"{len(names)} parameters are {what}: {some(names)}" for what, names in notes.items() if names]
+    found = {what: names for what, names in notes.items() if names}
+    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in found.items()]
+    return Tried(frozenset(unused), lines)
 
 
 def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
@@ -93,15 +111,15 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         # A model that reads values cannot run on the meta device, which computes shapes only.
-        with suppress(Exception), torch.random.fork_rng([]):
+        with suppress(Exception), state_kept(model, trial.check, weights=False):
             return without_gradient(meta_copy(model), trial, "meta")
-    device, buffers = runtime.device, [buffer.clone() for buffer in model.buffers()]
-    before = next(model.parameters()).device
-    modes = {module: module.training for module in model.modules()}
+    device = runtime.device
     try:
         if on_meta:
-            return without_gradient(meta_copy(model), trial, "meta")
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), runtime.autocast():
+            with state_kept(model, trial.check):
+                return without_gradient(meta_copy(model), trial, "meta")
+        cuda = [device] if device.type == "cuda" else []
+        with state_kept(model, trial.check), torch.random.fork_rng(cuda), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
     except LossError:
         raise
@@ -116,12 +134,6 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
-    finally:
-        model.to(before).zero_grad()
-        for module, training in modes.items():
-            module.training = training
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
 
 
 def describe(inputs: torch.Tensor) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.trial import LARGE, meta_copy
 
 
@@ -25,10 +26,13 @@ class Usage:
     Attributes:
         called: names of the modules whose `forward` was called.
         within: by the name of a parameter that was used, names of the modules whose `forward` was running at all its uses.
+        written: by the name of a parameter that a forward pass changed or replaced, the name of the
+            innermost module whose `forward` was running then.
     """
 
     called: frozenset[str]
     within: Mapping[str, frozenset[str]]
+    written: Mapping[str, str]
 
 
 def find_usage(model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype | None) -> Usage | None:
@@ -40,10 +44,12 @@ def find_usage(model: nn.Module, input_shape: tuple[int, ...], input_dtype: torc
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with suppress(Exception):  # a model that reads values cannot run there
+        # A model that reads values cannot run there.
+        with suppress(Exception), state_kept(model, weights=False):
             return record(meta_copy(model), sample(input_shape, input_dtype, "meta"))
     if not on_meta:
-        with suppress(Exception), torch.random.fork_rng(devices=[]):
+        # A copy shares closures and random states with the model.
+        with suppress(Exception), state_kept(model, weights=False):
             return record(copy.deepcopy(model), sample(input_shape, input_dtype, "cpu"))
     return None
 
@@ -66,7 +72,8 @@ def record(model: nn.Module, inputs: torch.Tensor) -> Usage:
         for training in (True, False):
             with recorder, torch.set_grad_enabled(training):
                 model.train(training)(inputs)
-    return Usage(frozenset(recorder.called), recorder.within)
+                recorder.find_replaced()
+    return Usage(frozenset(recorder.called), recorder.within, recorder.written)
 
 
 class Recorder(TorchDispatchMode):
@@ -80,10 +87,15 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.called: set[str] = set()
         self.within: dict[str, frozenset[str]] = {}
+        self.written: dict[str, str] = {}
+        self._model = model
         self._running: list[str] = []
         self._names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters():
+        self._parameters = dict(model.named_parameters())
+        self._memories: list[torch.UntypedStorage] = []  # so that no other one gets an identifier
+        for name, parameter in self._parameters.items():
             self._names.setdefault(memory_of(parameter), []).append(name)
+            self._memories.append(parameter.untyped_storage())
 
     def enter(self, name: str) -> None:
         self.called.add(name)
@@ -91,6 +103,14 @@ class Recorder(TorchDispatchMode):
 
     def leave(self) -> None:
         self._running.pop()
+
+    def find_replaced(self) -> None:
+        """Note the parameters that have other memory, as after `weight.data = ...`, or are others."""
+        now = dict(self._model.named_parameters())
+        for name, parameter in self._parameters.items():
+            same = now.get(name) is parameter and name in self._names.get(memory_of(parameter), ())
+            if not same:
+                self.written.setdefault(name, name.rpartition(".")[0])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,7 +120,26 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 for name in self._names.get(memory_of(tensor), ()):
                     self.within[name] = self.within.get(name, running) & running
+        for tensor in changed_by(func, args, kwargs or {}):
+            for name in self._names.get(memory_of(tensor), ()):
+                self.written.setdefault(name, self._running[-1] if self._running else "")
         return func(*args, **kwargs or {})
+
+
+def changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation of torch changes in place.
+
+    Args:
+        func: the operation.
+        args, kwargs: what it is called with.
+    """
+    if not func._schema.is_mutable:
+        return []
+    changed: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in changed if isinstance(tensor, torch.Tensor)]
 
 
 def memory_of(tensor: torch.Tensor) -> int:

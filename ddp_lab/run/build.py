@@ -80,8 +80,9 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     if isinstance(task, Classification):
         require_classes(dataset)
     if not (spec.is_own and isinstance(task, Classification)):
-        trial = make_trial(dataset, task, freezes=not strategy.find_unused_parameters)
+        trial = make_trial(dataset, task, freezes=not strategy.may_leave_unused)
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
+    strategy.idle = built.unused
     is_divided = (strategy.dp_size, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
         from ddp_lab.run.loss_check import check_divided_loss

@@ -71,6 +71,13 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
         refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
+        written: by the name of a parameter that a forward pass changes, the name of the module that
+            does so; None: not known. Set by `partition`.
+        idle: names of the parameters that a trial has found to be unused. Set before `setup`.
+        watched: those of them that are frozen, by name, because the strategy needs a gradient of
+            every parameter that is not.
+        check_first: gets the inputs of the first local batch, of which the shapes were not known
+            before; None: nothing is left to be checked.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
@@ -86,6 +93,7 @@ class Strategy(ABC):
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
+    copies_weights: bool = False  # a forward pass has copies of the parameters, as fsdp gathers them
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
@@ -123,6 +131,10 @@ class Strategy(ABC):
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
+        self.written: Mapping[str, str] | None = {}
+        self.idle: frozenset[str] = frozenset()
+        self.watched: dict[str, nn.Parameter] = {}
+        self.check_first: Callable[[torch.Tensor], object] | None = None
 
     @property
     def name(self) -> str:
@@ -135,6 +147,11 @@ class Strategy(ABC):
         """Number and kind of the devices, for the log, for example "2 x cpu"."""
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return f"{self.num_devices} x {kind}"
+
+    @property
+    def may_leave_unused(self) -> bool:
+        """Whether a step may leave parameters unused, on all ranks alike, without a message."""
+        return self.dp_size == 1 or bool(self.find_unused_parameters)
 
     @property
     def modules_by_device(self) -> list[nn.Module]:
@@ -159,6 +176,10 @@ class Strategy(ABC):
             require_no_hook(model, self.name)
         if self.num_microbatches > 1 and self.input_shape is not None:
             self._require_constant_buffers(model, self.input_shape)
+        if self.runtime.world_size > 1 or self.copies_weights or self.num_microbatches > 1:
+            from ddp_lab.strategies.written_weights import check_written
+
+            check_written(self, model)
         if self.batch_norm == "local" and self.one_process:
             return  # a batch is never divided between processes
         if self.runtime.world_size > 1:
@@ -226,6 +247,9 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
         """
+        if self.check_first is not None:
+            check, self.check_first = self.check_first, None
+            check(inputs)
         left = self.real_samples(count)
         micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         parts = [(inputs, targets)]
@@ -263,6 +287,14 @@ class Strategy(ABC):
 
     def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
+        if self.watched:
+            from ddp_lab.strategies.idle import uses_reported
+
+            with uses_reported(self):
+                return self._add_gradient_of(inputs, targets, real, divisor)
+        return self._add_gradient_of(inputs, targets, real, divisor)
+
+    def _add_gradient_of(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
         if self.batch_norm == "local" or real > 0:
             return self.add_gradient(inputs, targets, real, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored

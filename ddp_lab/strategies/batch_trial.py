@@ -14,6 +14,8 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 from torch.overrides import TorchFunctionMode
 
+from ddp_lab.models.kept_state import state_kept
+
 FUNCTIONS = ("batch_norm", "native_batch_norm")
 TRAINING = 5  # number of the argument `training` of all of them
 SAMPLES = 2
@@ -59,14 +61,9 @@ def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     layers = {name for name, module in modules.items() if isinstance(module, _BatchNorm)}
     recorder = Functional(layers)
     results = list[Mapping[str, torch.Tensor]]()
-    modes = {module: module.training for module in modules.values()}
-    try:
-        for draw in range(2):  # from the same buffers and random state
-            with suppress(Exception):
-                results.append(buffers_after_step(model, samples(model, shape, dtype, draw), recorder))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    for draw in range(2):  # from the same state
+        with suppress(Exception), state_kept(model):
+            results.append(buffers_after_step(model, samples(model, shape, dtype, draw), recorder))
     for name in recorder.found:
         return name, "it calls F.batch_norm with training=True, whose statistics would be those of the local batch"
     for name, buffer in results[0].items() if len(results) == 2 else ():
@@ -90,15 +87,10 @@ def changing_buffer(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
     names = [name for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers and not buffer.is_meta]
     if not names:
         return None
-    modes = {module: module.training for module in model.modules()}
-    with suppress(Exception):
-        try:
-            inputs = samples(model, shape, dtype, 0)
-            before = buffers_after_step(model, inputs, Functional(layers))
-            after = buffers_after_step(model, inputs, Functional(layers), before)
-        finally:
-            for module, training in modes.items():
-                module.training = training
+    with suppress(Exception), state_kept(model):
+        inputs = samples(model, shape, dtype, 0)
+        before = buffers_after_step(model, inputs, Functional(layers))
+        after = buffers_after_step(model, inputs, Functional(layers), before)
         return next((name for name in names if not torch.equal(before[name], after[name])), None)
     return None
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -42,6 +43,10 @@ class DDP(Strategy):
             allow_unused(self)
         self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
 
+    @property
+    def may_leave_unused(self) -> bool:
+        return bool(self.find_unused_parameters)  # DDP waits for every gradient also on one rank
+
     def setup(self, model: nn.Module) -> None:
         self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
         self.trained = [*trainable(self.module.parameters())]
@@ -67,16 +72,10 @@ class DDP(Strategy):
         if self.input_shape is None:  # a library's user has given no sample
             return
         example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
-        buffers = [buffer.clone() for buffer in model.buffers()]
         self.module.train()
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), self.autocast():
-            logits = self.forward(example)
-        logits.sum().backward()
-        refuse_unused(self)
-        for parameter in model.parameters():
-            parameter.grad = None
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        with state_kept(model, weights=self.written != {}), self.autocast():
+            self.forward(example).sum().backward()
+            refuse_unused(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()

@@ -31,6 +31,7 @@ class DP(Strategy):
         if self.device.type == "cpu":
             self.devices = [self.device]  # one replica, even if the CPU is listed several times
         self.replicas = self.num_devices = len(self.devices)
+        self.copies_weights = self.replicas > 1
 
     def setup(self, model: nn.Module) -> None:
         self.module = to_device(model, self.device, self.initial_weights)

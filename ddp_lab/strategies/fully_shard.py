@@ -33,6 +33,7 @@ class FullyShard(Strategy):
 
     compiled_by_block = True
     replaces_parameters = True
+    copies_weights = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):
@@ -43,6 +44,10 @@ class FullyShard(Strategy):
             self.refusals["cuda_graph"] = (
                 f"strategy.checkpoint_activations={checkpoint_activations} keeps the random generators' state on the host"
             )
+
+    @property
+    def may_leave_unused(self) -> bool:
+        return True  # unit_gradients.py completes them
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)

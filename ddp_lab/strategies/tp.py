@@ -163,6 +163,10 @@ class TP(Strategy):
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
         else:
             self._choose_layers(model)
+        if self.written:
+            from ddp_lab.strategies.written_weights import refuse_sharded
+
+            refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
             self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
 

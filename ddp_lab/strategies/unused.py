@@ -131,16 +131,19 @@ def first_named(names: list[str]) -> list[Any]:
     return [rank, names[rank]]
 
 
-def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
-    """Return the error about a parameter that a rank has not used in a step."""
+def remedy_of(strategy: Strategy) -> str:
+    """Return what to use if only some steps use a parameter, for a message."""
     key = "strategy.find_unused_parameters=true"
     if strategy.find_unused_parameters is None:
-        remedy = f"use strategy=ddp or strategy=scratch with {key}"
-    else:
-        remedy = f'use {key}, in a Lab Lab("{strategy.name}", find_unused_parameters=True)'
+        return f"use strategy=ddp or strategy=scratch with {key}"
+    return f'use {key}, in a Lab Lab("{strategy.name}", find_unused_parameters=True)'
+
+
+def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
+    """Return the error about a parameter that a rank has not used in a step."""
     return TrainingError(
         f"strategy={strategy.name}: the parameter {name} got no gradient in a step on rank {rank}. "
-        f"If only some steps use it, {remedy}. If none does, freeze it by requires_grad_(False); a Lab "
+        f"If only some steps use it, {remedy_of(strategy)}. If none does, freeze it by requires_grad_(False); a Lab "
         "does this for you if it gets a sample: lab.trainer(..., example=dataset[0])",
         rank=rank,
     )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.models.kept_state import state_kept
 
 
 def default() -> None:
@@ -47,7 +48,8 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
     """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss per sample."""
     try:
-        losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
+        with state_kept(function):
+            losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
         return f"failed: {describe_error(error)}"
     if not isinstance(losses, torch.Tensor):

@@ -12,7 +12,7 @@ import copy
 import random
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import describe_error
+from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.trial import LARGE, meta_copy
 from ddp_lab.tasks.base import Task
 
@@ -66,7 +67,7 @@ def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor, 
         None if it is a sum over samples, or if that cannot be found: it draws random numbers, or fails for these samples.
     """
     outputs = outputs.detach() if outputs.is_meta else outputs.detach().cpu()
-    with random_state_kept(), warnings.catch_warnings():
+    with state_kept(task), warnings.catch_warnings():  # also of a task that cannot be copied
         warnings.simplefilter("ignore")  # such as that of a standard deviation of one sample
         on_cpu = targets.detach().cpu()
         cases = chain(make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size))
@@ -257,17 +258,15 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor | None:
         inputs: some samples.
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
+    on_cpu = not on_meta and sum(parameter.numel() for parameter in model.parameters()) <= LARGE
     found: object = None
-    if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
-        with suppress(Exception), torch.no_grad():
+    if not on_cpu:
+        with suppress(Exception), torch.no_grad(), state_kept(model, weights=False):
             found = meta_copy(model).eval()(inputs.to("meta"))
     if found is None and not on_meta:
-        modes = {module: module.training for module in model.modules()}
         device = next((parameter.device for parameter in model.parameters()), inputs.device)
-        with suppress(Exception), torch.no_grad(), random_state_kept():
+        with suppress(Exception), torch.no_grad(), state_kept(model):
             found = model.eval()(inputs.to(device))
-        for module, training in modes.items():
-            module.training = training
     is_batch = isinstance(found, torch.Tensor) and found.dim() > 0 and len(found) == len(inputs)
     return found if isinstance(found, torch.Tensor) and is_batch else None
 
@@ -284,15 +283,3 @@ def random_states() -> tuple[object, ...]:
     """Return the states of the global generators of torch, Python and NumPy, which can be compared."""
     numpy_state = np.random.get_state(legacy=False)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy_state)
-
-
-@contextmanager
-def random_state_kept() -> Generator[None]:
-    """Restore the states of the global generators of torch, Python and NumPy on the CPU at the end."""
-    python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(of_numpy)

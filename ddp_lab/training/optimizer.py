@@ -111,15 +111,36 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's step; on shards if it updates each element by itself and has DTensors."""
-    if type(optimizer) not in ELEMENTWISE or not has_shards(optimizer):
+    """Return the optimizer's step, on shards if it has DTensors and updates each element by itself.
+
+    One that is not torch's gets DTensors, of which `.item()` returns the value over all shards then.
+    So do hooks on the optimizer's step.
+    """
+    if not has_shards(optimizer):
         return optimizer.step
+    is_elementwise = type(optimizer) in ELEMENTWISE
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
 
     def step() -> None:
-        with on_shards(optimizer):
+        hooked = has_step_hooks(optimizer)
+        if is_elementwise and not hooked:
+            with on_shards(optimizer):
+                optimizer.step()
+        elif is_torchs and not hooked:
             optimizer.step()
+        else:
+            from ddp_lab.training.divided_optimizer import WholeScalars
+
+            with WholeScalars():
+                optimizer.step()
 
     return step
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether functions are registered that are called before or after a step."""
+    private: Any = optimizer
+    return bool(private._optimizer_step_pre_hooks or private._optimizer_step_post_hooks)
 
 
 @contextmanager

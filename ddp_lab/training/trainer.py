@@ -11,7 +11,13 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.parameters import has_hooks
 from ddp_lab.tasks.base import Task
-from ddp_lab.training.optimizer import configure_optimizer, construct_optimizer, param_groups
+from ddp_lab.training.optimizer import (
+    ELEMENTWISE,
+    configure_optimizer,
+    construct_optimizer,
+    has_shards,
+    param_groups,
+)
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
 
@@ -97,11 +103,15 @@ def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool)
 
         model = to_channels_last(model)
     strategy.setup(model)
+    if strategy.idle and not strategy.may_leave_unused:
+        from ddp_lab.strategies.idle import watch_idle
+
+        watch_idle(strategy)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 
 def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that this rank holds.
+    """Return the optimizer of the parameters that this rank holds. Collective.
 
     Raises:
         ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
@@ -118,5 +128,10 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
     except (TypeError, ValueError, AttributeError) as error:
         given = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
         raise ConfigError(f"optimizer: {describe_error(error)}{given}") from None
+    is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
+    if is_divided and type(optimizer) not in ELEMENTWISE:
+        from ddp_lab.training.divided_optimizer import check_divided
+
+        check_divided(make, optimizer, strategy, recipe.decay_norms_and_biases)
     how = recipe.performance
     return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)

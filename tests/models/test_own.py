@@ -109,9 +109,8 @@ def test_split_refuses_a_weight_on_two_devices():
 
 def tried(model: nn.Module, runtime: Runtime | None = None) -> list[str]:
     images = random_like(torch.zeros(2, 1, 28, 28))
-    return freeze_unused(
-        model, Trial(images, partial(check_logits, classes=10)), runtime or Runtime("cpu"), "model._target_=net"
-    )
+    trial = Trial(images, partial(check_logits, classes=10))
+    return freeze_unused(model, trial, runtime or Runtime("cpu"), "model._target_=net").notes
 
 
 @pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real images"])
@@ -125,10 +124,10 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
 
 
-@pytest.mark.parametrize("strategy", ["single", "scratch", "ddp"])
-def test_parameters_that_some_steps_may_use_are_not_frozen(strategy):
-    """The images of the trial go through no expert."""
-    for key, frozen in (("", 6), ("find_unused_parameters=true", 0)):
+@pytest.mark.parametrize(("strategy", "frozen_without"), [("single", 0), ("scratch", 0), ("ddp", 6), ("fsdp", 0)])
+def test_parameters_that_some_steps_may_use_are_not_frozen(strategy, frozen_without):
+    """The images of the trial go through no expert. On one rank only DDP waits for gradients."""
+    for key, frozen in (("", frozen_without), ("find_unused_parameters=true", 0)):
         case = f"{strategy} own=RareExperts unused {key}"
         with dtype_of(case):
             job = build_job(config_of(case), Runtime("cpu"))

@@ -1,0 +1,177 @@
+"""Parameters that a forward pass changes: where that is as on one device, and where it is refused.
+
+| the strategy | what a forward pass writes to a parameter |
+|---|---|
+| computes with copies (fsdp, mesh, nn.DataParallel on several devices) | is lost |
+| computes several micro-batches at once | is written several times in a step |
+| shards the layer (tp) | would depend on the shard |
+| has replicas (ddp, scratch) | must not depend on the samples, of which each replica has others |
+
+A largest norm, a clamp and an average of other weights depend on weights alone. Under ddp every
+replica then writes the same.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.kept_state import state_kept
+from ddp_lab.models.module_hooks import hook_of
+from ddp_lab.models.trial import meta_copy
+from ddp_lab.models.usage import find_usage, record
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.base import Strategy
+
+# Of their classes only embeddings write to a parameter, with max_norm, which is refused by itself.
+KNOWN = {"torch", "torchvision", "ddp_lab"}
+REMEDY = (
+    "Change it after the step, under torch.no_grad(); or compute the weight of a pass by a "
+    "parametrization (torch.nn.utils.parametrize)"
+)
+
+
+def may_write(model: nn.Module) -> bool:
+    """Return whether a forward pass runs code that is not known: other classes, or hooks."""
+    modules = [*model.modules()]
+    packages = {type(module).__module__.partition(".")[0] for module in modules}
+    return not packages <= KNOWN or any(map(hook_of, modules))
+
+
+def check_written(strategy: "Strategy", model: nn.Module) -> None:
+    """Check that what a forward pass writes to parameters is as on one device, and set `written`.
+
+    Two made-up samples find it. Without the shape of a sample, the first batch finds it, on the
+    meta device.
+
+    Args:
+        strategy: in `partition`.
+        model: complete.
+
+    Raises:
+        ConfigError: it is not the same, or that is not known.
+    """
+    if not may_write(model):
+        return
+    strategy.written = None
+    if strategy.input_shape is None:
+        with suppress(Exception):  # some models cannot be copied
+            copy = meta_copy(model)
+            strategy.check_first = lambda inputs: check_first_batch(strategy, copy, inputs)
+        return
+    usage = find_usage(model, strategy.input_shape, strategy.input_dtype)
+    if usage is None:
+        return
+    strategy.written = usage.written
+    refuse_lost(strategy, usage.written)
+    if strategy.dp_size > 1 and usage.written:
+        refuse_different(strategy, model, usage.written)
+
+
+def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: torch.Tensor) -> None:
+    """Check the same as `check_written`, as far as shapes alone show it.
+
+    Args:
+        strategy: after `setup`.
+        copy: of the model, on the meta device.
+        inputs: of a micro-batch.
+
+    Raises:
+        ConfigError: a parameter is written to, and is lost, or may differ between replicas.
+    """
+    written: Mapping[str, str] = {}
+    # A model that reads values cannot run there.
+    with suppress(Exception), state_kept(copy, weights=False):
+        written = record(copy, inputs.to("meta")).written
+    refuse_lost(strategy, written)
+    for name, module in written.items():
+        if strategy.dp_size > 1 or strategy.axes.get("tp", 1) > 1:
+            raise ConfigError(
+                f"{describe(strategy, name, module)}. Whether every rank would write the same is "
+                "found by a trial, which needs a sample: lab.trainer(..., example=dataset[0])"
+            )
+
+
+def refuse_lost(strategy: "Strategy", written: Mapping[str, str]) -> None:
+    """Raise a ConfigError about a parameter whose change is lost, or made several times in a step."""
+    for name, module in written.items():
+        if strategy.copies_weights:
+            raise ConfigError(
+                f"{describe(strategy, name, module)}. The strategy computes with copies of the "
+                f"parameters, so that the change would be lost. {REMEDY}; or use strategy=single or ddp"
+            )
+        if strategy.num_microbatches > 1:
+            raise ConfigError(
+                f"{describe(strategy, name, module)}, and so {strategy.num_microbatches} times in a "
+                "step instead of once. Use strategy.num_microbatches=1, or another strategy, for "
+                "example ddp"
+            )
+
+
+def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[str, str]) -> None:
+    """Raise a ConfigError about a parameter to which replicas may write different values."""
+    different = differing(model, written, strategy)
+    for name, module in written.items():
+        if different is None or name in different:
+            why = "depends on the samples of the batch, or on random numbers, which differ between the replicas"
+            if different is None:
+                why = "may depend on the samples of the batch: a trial, which cannot run here, would find out"
+            raise ConfigError(f"{describe(strategy, name, module)}. What it writes {why}. {REMEDY}; or use strategy=single")
+        if strategy.find_unused_parameters:
+            raise ConfigError(
+                f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a rank "
+                "without a sample would not write. Use strategy.find_unused_parameters=false, or "
+                "strategy=single"
+            )
+
+
+def refuse_sharded(strategy: "Strategy", layers: Iterable[str]) -> None:
+    """Raise a ConfigError about the first parameter that is written to and whose layer is sharded.
+
+    Args:
+        strategy: in `partition`, after `check_written`.
+        layers: names of the sharded layers.
+    """
+    sharded = {*layers}
+    for name, module in (strategy.written or {}).items():
+        if name.rpartition(".")[0] in sharded:
+            raise ConfigError(
+                f"{describe(strategy, name, module)}. The strategy shards this parameter, so that the "
+                f"change may depend on the shard. {REMEDY}; or use strategy=single or ddp"
+            )
+
+
+def describe(strategy: "Strategy", name: str, module: str) -> str:
+    """Return the beginning of a message: which module changes which parameter."""
+    where = f"the module {module}" if module else "the model"
+    return f"strategy={strategy.name}: the forward pass of {where} changes the parameter {name}"
+
+
+def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") -> set[str] | None:
+    """Return which of the parameters get other values from other samples; None if that cannot be tried.
+
+    Args:
+        model: complete. Its state stays as it is.
+        written: names of parameters.
+        strategy: with the shape of a sample.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    assert strategy.input_shape is not None
+    results: list[dict[str, torch.Tensor]] = []
+    for draw in (0, 1):
+        with suppress(Exception), state_kept(model):
+            torch.manual_seed(draw)
+            given = torch.full((2 + draw, *strategy.input_shape), draw, dtype=strategy.input_dtype)
+            if given.is_floating_point():
+                given.normal_(draw)
+            model.train()(given.to(next(model.parameters()).device))
+            results.append({name: model.get_parameter(name).detach().clone() for name in written})
+    if len(results) < 2:
+        return None
+    one, other = results
+    return {name for name, value in one.items() if not torch.equal(value, other[name])}

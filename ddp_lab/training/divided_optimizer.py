@@ -1,0 +1,221 @@
+"""Whether an optimizer updates shards, or the parameters of a stage, as it does all of one device.
+
+SGD, Adam and AdamW update each element by itself. Others, such as LARS and LAMB, compute norms of
+complete parameters, and some compute one number from all of them. A few steps with made-up
+parameters show whether the division changes what they compute.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_lab.config.build import for_cpu
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.models.kept_state import state_kept
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.dtensor import full_tensor, local
+from ddp_lab.training.optimizer import param_groups, step_of
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+Tensors = Sequence[torch.Tensor]
+STEPS = 3
+EXACT = 1e-6  # of the largest change of an element, in float64
+LARGEST = 10.0  # ratio of the sizes of the last and the first row of a made-up tensor
+ROWS = 2  # of each shard
+
+
+class WholeScalars(TorchDispatchMode):
+    """Let `.item()`, `float()` and `bool()` of a DTensor return the value over all shards."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and hasattr(args[0], "full_tensor"):
+            return func(args[0].full_tensor())
+        return func(*args, **kwargs or {})
+
+
+class Layout(NamedTuple):
+    """The layout of some parameters of a strategy.
+
+    Attributes:
+        dims: number of dimensions, but 2 at most.
+        mesh, placements: as of a DTensor; None: the parameters are complete on each rank.
+        device: of the parameters.
+    """
+
+    dims: int
+    mesh: Any
+    placements: Any
+    device: torch.device
+
+    def make(self, seed: int) -> torch.Tensor:
+        """Return a complete tensor of random numbers in float64, whose rows differ in size."""
+        size = ROWS * (2 if self.mesh is None else self.mesh.size())
+        generator = torch.Generator().manual_seed(seed)
+        numbers = torch.randn([size] * self.dims, generator=generator, dtype=torch.float64)
+        sizes = torch.linspace(1, LARGEST, size, dtype=torch.float64)
+        rows = sizes.view(size, *[1] * (self.dims - 1))
+        return (numbers * rows).to(self.device)
+
+    def divide(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a complete tensor, as a DTensor; without shards a copy."""
+        if self.mesh is None:
+            return tensor.clone()
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.clone(), self.mesh, self.placements, src_data_rank=None)
+
+
+def check_divided(make: MakeOptimizer, optimizer: torch.optim.Optimizer, strategy: Strategy, decays_all: bool) -> None:
+    """Check that an optimizer computes the same from shards, and from the parameters of a stage.
+
+    Collective.
+
+    Args:
+        make: constructs the optimizer of groups of parameters.
+        optimizer: of the strategy's parameters.
+        strategy: after `setup`.
+        decays_all: as in `param_groups`.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(type(local(parameter.data)).__name__ == "FakeTensor" for parameter in parameters):
+        return  # the step is only planned
+    kind = type(optimizer).__name__
+    with state_kept(make, weights=False), torch.enable_grad():
+        layouts = layouts_of(parameters)
+        if any(layout.mesh is not None for layout in layouts):
+            check_shards(Steps(make, decays_all), layouts, strategy, kind)
+        if strategy.axes.get("pp", 1) > 1:
+            check_stages(Steps(make, decays_all), strategy, kind)
+
+
+class Steps(NamedTuple):
+    """Steps of an optimizer.
+
+    Attributes:
+        make: constructs it.
+        decays_all: as in `param_groups`.
+    """
+
+    make: MakeOptimizer
+    decays_all: bool
+
+    def take(self, parameters: Tensors, gradients: Sequence[Tensors]) -> list[torch.Tensor]:
+        """Return copies of the complete parameters after a step with each of the gradients.
+
+        Collective if they have shards.
+        """
+        trained = [nn.Parameter(parameter) for parameter in parameters]
+        optimizer = self.make(param_groups(trained, self.decays_all))
+        if trained[0].device.type == "cpu":
+            optimizer = for_cpu(optimizer)
+        step = step_of(optimizer)
+        for of_step in gradients:
+            for parameter, gradient in zip(trained, of_step, strict=True):
+                parameter.grad = gradient
+            step()
+        return [full_tensor(parameter, keep=True) for parameter in trained]
+
+
+def layouts_of(parameters: Sequence[nn.Parameter]) -> list[Layout]:
+    """Return the layouts of parameters, in the order in which they have them."""
+    found: dict[Layout, None] = {}
+    for parameter in parameters:
+        dims = max(1, min(parameter.dim(), 2))
+        mesh = getattr(parameter, "device_mesh", None)
+        placements = getattr(parameter, "placements", None)
+        found[Layout(dims, mesh, placements, local(parameter.data).device)] = None
+    return [*found]
+
+
+def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, kind: str) -> None:
+    """Raise a ConfigError if steps on shards have another result than those on complete parameters.
+
+    Collective.
+
+    Args:
+        steps: of the optimizer.
+        layouts: of the strategy's parameters.
+        strategy: after `setup`.
+        kind: name of the optimizer's class.
+    """
+    wholes = [layout.make(place) for place, layout in enumerate(layouts)]
+    gradients = made_up_gradients(layouts)
+
+    def divide(tensors: Tensors) -> list[torch.Tensor]:
+        return [layout.divide(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+
+    try:
+        expected = steps.take([whole.clone() for whole in wholes], gradients)
+    except Exception:  # it cannot update such parameters on one device, either
+        return
+    try:
+        found = steps.take(divide(wholes), [divide(each) for each in gradients])
+    except Exception as error:
+        why = describe_error(error)
+        refuse(strategy, f"shards the parameters as DTensors, which {kind} does not support: {why}")
+    difference = largest_difference(found, expected, wholes)
+    if difference > EXACT:
+        refuse(
+            strategy,
+            f"shards the parameters, and {kind} computes something else from the shards of a made-up "
+            "parameter than from the complete one, as norms of local tensors would be: a change by "
+            f"its steps differs by {difference:.0%}. Compute them from the DTensors, as by "
+            "parameter.norm()",
+        )
+
+
+def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
+    """Raise a ConfigError if steps on two parameters have another result than those on each alone.
+
+    The arguments are as above.
+    """
+    layouts = [Layout(2, None, None, strategy.device)] * 2
+    wholes = [layout.make(place) * LARGEST**place for place, layout in enumerate(layouts)]
+    gradients = made_up_gradients(layouts)
+    alone: list[torch.Tensor] = []
+    try:
+        together = steps.take([whole.clone() for whole in wholes], gradients)
+        for place, whole in enumerate(wholes):
+            alone += steps.take([whole.clone()], [[each[place]] for each in gradients])
+    except Exception:  # as above
+        return
+    difference = largest_difference(alone, together, wholes)
+    if difference > EXACT:
+        refuse(
+            strategy,
+            f"divides the parameters between ranks, and {kind} computes the step of a parameter from "
+            "others, too: for two made-up parameters a change by its steps differs by "
+            f"{difference:.0%} from that for each alone",
+        )
+
+
+def made_up_gradients(layouts: Sequence[Layout]) -> list[list[torch.Tensor]]:
+    """Return complete gradients for each step."""
+    found: list[list[torch.Tensor]] = []
+    for step in range(1, STEPS + 1):
+        first = step * len(layouts)
+        found.append([layout.make(first + place) for place, layout in enumerate(layouts)])
+    return found
+
+
+def largest_difference(found: Tensors, expected: Tensors, before: Tensors) -> float:
+    """Return the largest difference of an element, relative to the largest change of its parameter."""
+    differences = [0.0]
+    for one, other, start in zip(found, expected, before, strict=True):
+        change = (other - start.cpu()).abs().max().item()
+        differences.append((one - other).abs().max().item() / max(change, 1e-30))
+    return max(differences)
+
+
+def refuse(strategy: Strategy, why: str) -> NoReturn:
+    """Raise a ConfigError about the optimizer."""
+    remedy = "Use another optimizer, such as torch.optim.AdamW, or strategy=ddp"
+    raise ConfigError(f"optimizer: strategy={strategy.name} {why}. {remedy}")
