@@ -315,3 +315,27 @@ def test_statistics_of_micro_batches_are_as_the_documents_say(strategy, momentum
     same_mean = (found["running_mean"] - single["running_mean"]).abs().max() < 1e-12
     assert same_mean == (momentum is None)
     assert (found["running_var"] - single["running_var"]).abs().max() > 1e-3
+
+
+class Rows(nn.Module):
+    """A view that torch cannot make of an empty batch, as many models have one."""
+
+    def forward(self, inputs):
+        return inputs.view(len(inputs), -1)
+
+
+def test_micro_batch_of_padding_keeps_a_sample_which_the_model_may_need():
+    """Of two micro-batches the second is only padding, and changes neither statistics nor gradients."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 2, 3), torch.tensor([0, 1, 2, 0])
+    results = []
+    for accumulate, real in ((2, 4), (1, 2)):
+        strategy = Single(Runtime("cpu"))
+        strategy.batch_norm = "sync"
+        torch.manual_seed(1)
+        strategy.setup(set_batch_norm(nn.Sequential(Rows(), nn.Linear(6, 3), nn.BatchNorm1d(3)), "sync"))
+        strategy.module[2].sum_over_ranks = lambda tensor: tensor
+        sums = strategy.forward_backward(inputs[:real], targets[:real], 2, accumulate)
+        gradients = [parameter.grad for parameter in strategy.module.parameters()]
+        results.append([sums, *gradients, *strategy.module.buffers()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
