@@ -48,6 +48,13 @@ class Clamped(nn.BatchNorm2d):
         return super().forward(input.clamp(-1e4, 1e4))
 
 
+class NeedsMore(nn.BatchNorm2d):
+    """A layer that cannot be tried, because it needs what only its model has."""
+
+    def forward(self, input):
+        return super().forward(input) + self.offset
+
+
 class OwnStatistics(nn.Module):
     """A normalization layer without a base class of torch's, as timm's EvoNorm2dB0."""
 
@@ -86,6 +93,7 @@ UNSUPPORTED = {
     "another order": (ActFirst(3, nn.Identity(), nn.ReLU()), "its class may compute something else"),
     "another evaluation": (EvaluatedOtherwise(3), "its class may compute something else"),
     "another result for large inputs": (Clamped(3), "its class may compute something else"),
+    "a failing trial": (NeedsMore(3), "its class may compute something else"),
     "own statistics": (OwnStatistics(3), "its running_var would be computed from the local batch"),
     "cannot be tried": (AsksForMore(3), "its running_var would be computed from the local batch"),
 }
