@@ -17,7 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from worlds import once, run_world
 
 from ddp_lab import Lab
-from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, from_record, is_secondary, to_record
+from ddp_lab.config.causes import (
+    WAIT_FOR_CAUSE,
+    OtherRankError,
+    from_record,
+    is_secondary,
+    to_record,
+)
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.lab.launch import RankError, launch
 from ddp_lab.launchers.command import user_errors
@@ -253,7 +259,7 @@ def test_lab_under_torchrun_shows_the_traceback_of_the_rank_that_failed_first(fa
         (OtherRankError("rank 1 raised ValueError: of that rank"), True),
     ],
 )
-def test_rank_waits_for_the_cause_before_it_reports_what_follows_from_it(error, waits, monkeypatch, capfd):
+def test_rank_waits_for_the_cause_of_its_error(error, waits, monkeypatch, capfd):
     """torchrun ends all ranks when one exits: one that has the cause must not wait."""
     slept: list[float] = []
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")

@@ -1,4 +1,4 @@
-"""The phases in a rank's heartbeat, which a message about a hang names: what it does, in which epoch, before which step."""
+"""The phases in a heartbeat, which a message about a hang names: what a rank does, and where."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -14,12 +14,15 @@ class Phases:
 
     def __init__(self):
         self.found: list[tuple[str, int, int]] = []
-        self.place = 0, 0
+        self.epoch = 0
+        self.step = 0
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        before_epoch, before_step = self.place
-        self.place = (before_epoch if epoch is None else epoch), (before_step if step is None else step)
-        self.found.append((doing, *self.place))
+        if epoch is not None:
+            self.epoch = epoch
+        if step is not None:
+            self.step = step
+        self.found.append((doing, self.epoch, self.step))
 
 
 def test_phase_names_the_epoch_and_the_step_that_comes_next():

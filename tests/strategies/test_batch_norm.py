@@ -333,7 +333,7 @@ class Rows(nn.Module):
 
 
 def test_micro_batch_of_padding_keeps_a_sample_which_the_model_may_need():
-    """Of two micro-batches the second is only padding, and changes neither statistics nor gradients."""
+    """The second of two micro-batches is only padding, and changes no statistics or gradients."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(4, 2, 3), torch.tensor([0, 1, 2, 0])
     results = []
@@ -341,8 +341,9 @@ def test_micro_batch_of_padding_keeps_a_sample_which_the_model_may_need():
         strategy = Single(Runtime("cpu"))
         strategy.batch_norm = "sync"
         torch.manual_seed(1)
-        strategy.setup(set_batch_norm(nn.Sequential(Rows(), nn.Linear(6, 3), nn.BatchNorm1d(3)), "sync"))
-        strategy.module[2].sum_over_ranks = lambda tensor: tensor
+        model = nn.Sequential(Rows(), nn.Linear(6, 3), nn.BatchNorm1d(3))
+        strategy.setup(set_batch_norm(model, "sync"))
+        model[2].sum_over_ranks = lambda tensor: tensor
         sums = strategy.forward_backward(inputs[:real], targets[:real], 2, accumulate)
         gradients = [parameter.grad for parameter in strategy.module.parameters()]
         results.append([sums, *gradients, *strategy.module.buffers()])

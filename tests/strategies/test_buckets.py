@@ -34,7 +34,7 @@ def test_chain_pieces_are_cut_at_the_bucket_size(sizes, starts):
 
 
 def test_buckets_are_summed_while_the_backward_pass_computes_the_others(monkeypatch):
-    """Layer by layer, from the last: each bucket is sent before the gradient of the layer before it is known."""
+    """Each bucket is sent before the gradient of the layer before it is known."""
     layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
     sent = []
 

@@ -259,7 +259,7 @@ def test_advise_names_what_is_faster_where_tensor_parallelism_gains_nothing(batc
 
 
 def test_slots_are_no_more_than_two_consecutive_sums_in_two_chunks_need():
-    """They are taken from the memory of the GPUs. The first one of the smallest size is made with the object."""
+    """They take memory of the GPUs. The first one of the smallest size is made with the object."""
     made: Counter[int] = Counter()
 
     class CountedSlot(FakeSlot):
@@ -283,7 +283,7 @@ def test_slots_are_no_more_than_two_consecutive_sums_in_two_chunks_need():
 def test_sums_of_peers_are_those_of_a_pair_which_keeps_them(ranks, is_found):
     group = MagicMock(group_name="group of the test")
     kept = MagicMock(group=group)
-    with patch.dict(peer_sums.FOUND, {group.group_name: kept}):
-        with patch.object(dist, "get_process_group_ranks", lambda group: ranks):
-            assert peer_sums.find(group, torch.device("cuda")) is (kept if is_found else None)
-            assert peer_sums.find(group, torch.device("cpu")) is None
+    numbers = patch.object(dist, "get_process_group_ranks", lambda group: ranks)
+    with patch.dict(peer_sums.FOUND, {group.group_name: kept}), numbers:
+        assert peer_sums.find(group, torch.device("cuda")) is (kept if is_found else None)
+        assert peer_sums.find(group, torch.device("cpu")) is None
