@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +212,13 @@ def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]
+
+
+def test_node_waits_until_it_sees_the_file_of_rank_0(tmp_path):
+    """A network file system shows it later than on the node that has written it."""
+    token = tmp_path / ".token"
+    later = threading.Timer(0.3, token.touch)
+    later.start()
+    assert preflight._try_token(token, rank=1) == ""
+    later.join()
+    assert [path.name for path in tmp_path.iterdir()] == [".token"]

@@ -233,7 +233,7 @@ def require_same_data(found: list[tuple[str, dict[str, int]]]) -> None:
     """
     first_digest, first_sizes = found[0]
     for rank, (_, sizes) in enumerate(found):
-        for name in sorted(sizes | first_sizes):
+        for name in first_sizes | sizes:
             own, first = sizes.get(name, 0), first_sizes.get(name, 0)
             if own != first:
                 raise ConfigError(

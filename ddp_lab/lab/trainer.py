@@ -226,6 +226,10 @@ class Trainer(training.Trainer):
         )
         self._resumed = False
         self._first_order(1)
+        position = self.position
+        if position.samples == loaders["train"].data.size and not position.sums:
+            # A loop was left after the last step of an epoch, of which nothing is left to train.
+            self.position = position.next_epoch({}, self.strategy.task.lower_is_better)
         self.logger.last_epoch = {}
         step = self.eager_step
         hooks: list[Hook] = [CountedSteps(self._calls)]

@@ -5,14 +5,16 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import names, resume
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from worlds import run_world
 
 from ddp_lab.checkpoints import sharded
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.sharded import ShardedCheckpoint
+from ddp_lab.checkpoints.sharded import SafetensorsWriter, ShardedCheckpoint
 from ddp_lab.checkpoints.state import State
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
@@ -104,3 +106,16 @@ def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
     statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").content()["model"]["1.running_mean"]
     assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"
+
+
+@pytest.mark.parametrize(("file_bytes", "files"), [(None, 1), (2 * 2**20, 2), (2**20, 4)])
+def test_files_have_about_the_size_that_is_set(file_bytes, files, tmp_path, monkeypatch):
+    """Four tensors of 1 MiB. By default a small checkpoint is one file of each rank."""
+    if file_bytes is not None:
+        monkeypatch.setattr(sharded, "FILE_BYTES", file_bytes)
+    tensors = {f"{number}": torch.full((2**18,), float(number)) for number in range(4)}
+    writer = SafetensorsWriter(tmp_path, lambda: None)
+    save(tensors, storage_writer=writer, no_dist=True)
+    written = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(written) == files
+    assert sorted(writer.digests) == written

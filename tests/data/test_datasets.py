@@ -75,3 +75,24 @@ def test_sizes_without_the_samples_are_those_of_the_dataset(overrides):
     assert (planned.train.shape, planned.model_shape()) == (found.train.shape, found.model_shape())
     assert planned.train.inputs.nbytes == found.train.inputs.nbytes
     assert dataset_sizes(config("data=folder", "data.root=nowhere").data) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "shape"),
+    [
+        ("mnist", (60_000, 10_000), (1, 28, 28)),
+        ("fashion_mnist", (60_000, 10_000), (1, 28, 28)),
+        ("cifar10", (50_000, 10_000), (3, 32, 32)),
+    ],
+)
+def test_sizes_of_datasets_that_are_downloaded_are_those_of_their_authors(name, sizes, shape):
+    planned = dataset_sizes(config(f"data={name}", "data.val_fraction=0").data)
+    assert (planned.train.size, planned.test.size) == sizes
+    assert (tuple(planned.train.shape), len(planned.classes)) == (shape, 10)
+
+
+def test_digits_have_the_mean_of_scikit_learns_pixels():
+    """Their mean is 4.884 of 16; resizing keeps it nearly."""
+    dataset = Digits().load()
+    mean = torch.cat([dataset.train.inputs, dataset.test.inputs]).double().mean().item()
+    assert mean == pytest.approx(4.884 / 16 * 255, rel=0.01)

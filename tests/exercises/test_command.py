@@ -131,3 +131,15 @@ def test_loop_of_the_teachers_page_marks_every_student(tmp_path):
     ring = "ring_all_reduce"
     assert marks == {"ada/split_batch": "right", f"ada/{ring}": "right", "bob/split_batch": "right", f"bob/{ring}": "not yet"}
     assert "still raises" in (tmp_path / "submissions" / "bob" / f"{ring}.txt").read_text()
+
+
+def test_picture_that_cannot_be_written_is_refused_only_with_speed(given, tmp_path):
+    for name in ("ring_all_reduce", "split_batch"):
+        learners(name, tmp_path)
+        (tmp_path / "exercises" / f"{name}.png").mkdir()
+    code, output, errors = given("check ring_all_reduce --speed")
+    assert (code, output) == (2, "")
+    place = "exercises/ring_all_reduce.png"
+    assert errors == f"error: --speed {place}: cannot be written: it is a directory\n"
+    code, text = check(tmp_path, "split_batch")
+    assert (code, "right, on 2 and 3 processes" in text) == (0, True)

@@ -133,3 +133,21 @@ def test_task_with_a_loss_over_the_batch_is_refused():
 
     assert refusal(Own(), "single", accumulate=2).startswith("loss: the loss is not a sum over samples: it ")
     assert refusal(tasks.Regression(), "single", accumulate=2) == ""
+
+
+def test_loss_that_was_tried_with_the_example_is_not_tried_again_in_the_first_step():
+    called: list[int] = []
+
+    def loss(outputs, targets):
+        called.append(len(outputs))
+        return (outputs - targets).square().mean(1)
+
+    for example, tries in ((DATA[0], False), (None, True)):
+        with Lab(device="cpu") as lab:
+            trainer = lab.trainer(net(), loss, SGD, BATCH, accumulate=3, example=example)
+            batch = next(trainer.batches(DATA, 0))
+            called.clear()
+            trainer.step(*batch)
+        of_the_step = called[-3:]
+        assert of_the_step == [4, 4, 4]
+        assert (len(called) > 3) == tries

@@ -179,3 +179,29 @@ def test_checkpoint_of_an_older_version_is_read_as_it_was(how, epoch, position, 
             trainer.fit(data(), data(), epochs=3)
         first = 0 if how == "loop" else 1
         assert flat(model.batches) == [*order_of(first + 1)[BATCH:], *order_of(first + 2)]
+
+
+def test_loop_that_has_trained_on_a_batch_of_its_own_gets_the_order_of_its_epoch():
+    """`batches` then finds steps that no dataset has counted."""
+    with Lab(device="cpu") as lab:
+        trainer, model = trainer_of(lab)
+        trainer.step(torch.ones(BATCH, 1), torch.zeros(BATCH, 1))
+        loop(trainer, 0, 1)
+    assert flat(model.batches[1:]) == order_of(0)
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["same_trainer", "another_trainer"])
+def test_fit_after_a_loop_that_was_left_at_the_last_step_of_an_epoch(resumed, tmp_path):
+    with Lab(device="cpu") as lab:
+        trainer, model = trainer_of(lab)
+        loop(trainer, 0, 1, stop=STEPS)
+        trainer.checkpoint(tmp_path)
+        if resumed:
+            trainer, model = trainer_of(lab)
+            trainer.resume(tmp_path)
+        else:
+            model.batches.clear()
+        assert trainer.fit(data(), data(), epochs=1) == {}
+        assert model.batches == []
+        assert trainer.fit(data(), data(), epochs=2)
+    assert flat(model.batches) == order_of(1)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ddp_lab.config.errors import SampleError
+from ddp_lab.launchers.arguments import installed
 from ddp_lab.launchers.command import user_errors
 
 
@@ -27,3 +28,8 @@ def test_exception_of_a_rank_is_written_to_its_error_file_alone(monkeypatch, tmp
     callstack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
     assert callstack.startswith("Traceback")
     assert callstack.endswith("RuntimeError: a bug\n")
+
+
+def test_version_of_a_package_that_is_not_installed_is_said():
+    assert installed("no-such-package") == "no-such-package (not installed)"
+    assert installed("pytest") == f"pytest {pytest.__version__}"

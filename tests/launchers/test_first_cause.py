@@ -17,9 +17,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from worlds import once, run_world
 
 from ddp_lab import Lab
-from ddp_lab.config.causes import OtherRankError, from_record, is_secondary, to_record
+from ddp_lab.config.causes import (
+    WAIT_FOR_CAUSE,
+    OtherRankError,
+    from_record,
+    is_secondary,
+    to_record,
+)
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.lab.launch import RankError, launch
+from ddp_lab.launchers.command import user_errors
 from ddp_lab.launchers.start_ranks import report_failure
 from ddp_lab.world.process import show
 from ddp_lab.world.runtime import Runtime
@@ -242,3 +249,23 @@ def test_lab_under_torchrun_shows_the_traceback_of_the_rank_that_failed_first(fa
     assert "Connection closed" not in output
     cause = output.partition("Root Cause")[2]
     assert f"rank      : {failing} " in cause
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (ValueError("of this rank"), False),
+        (RuntimeError("Connection closed by peer"), True),
+        (OtherRankError("rank 1 raised ValueError: of that rank"), True),
+    ],
+)
+def test_rank_waits_for_the_cause_of_its_error(error, waits, monkeypatch, capfd):
+    """torchrun ends all ranks when one exits: one that has the cause must not wait."""
+    slept: list[float] = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(SystemExit) as ended, user_errors():
+        raise error
+    assert ended.value.code == 1
+    assert slept == [WAIT_FOR_CAUSE] * waits
+    assert str(error) in "".join(capfd.readouterr())

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.resilience import heartbeats
+from ddp_lab.resilience import flight_recorder, heartbeats
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
@@ -295,3 +295,20 @@ def test_rank_that_ends_while_the_store_does_not_answer_exits_at_once(nodes, mon
     link.join()
     link.runtime.exit_if_abandoned(75)
     assert codes == [75], "it ends normally if the store has answered"
+
+
+def test_beat_of_a_waiting_rank_needs_no_stacks_and_its_dump_has_them(tmp_path, monkeypatch):
+    """They can take more than a second, in which a rank would miss its beats."""
+    asked = []
+
+    def dump(stacks: bool) -> dict:
+        asked.append(stacks)
+        return {"entries": [], "pg_config": {}}
+
+    monkeypatch.setattr(flight_recorder, "dump", dump)
+    assert flight_recorder.last_calls() == {"called": {}, "call": None}
+    assert flight_recorder.describe_last(0, 1) == ""
+    assert asked == [False, False]
+    flight_recorder.save(tmp_path, 7, 1)
+    assert asked[2:] == [True]
+    assert (flight_recorder.folder_of(tmp_path, 7) / "rank_1").is_file()

@@ -48,6 +48,13 @@ class Clamped(nn.BatchNorm2d):
         return super().forward(input.clamp(-1e4, 1e4))
 
 
+class NeedsMore(nn.BatchNorm2d):
+    """A layer that cannot be tried, because it needs what only its model has."""
+
+    def forward(self, input):
+        return super().forward(input) + self.offset
+
+
 class OwnStatistics(nn.Module):
     """A normalization layer without a base class of torch's, as timm's EvoNorm2dB0."""
 
@@ -86,6 +93,7 @@ UNSUPPORTED = {
     "another order": (ActFirst(3, nn.Identity(), nn.ReLU()), "its class may compute something else"),
     "another evaluation": (EvaluatedOtherwise(3), "its class may compute something else"),
     "another result for large inputs": (Clamped(3), "its class may compute something else"),
+    "a failing trial": (NeedsMore(3), "its class may compute something else"),
     "own statistics": (OwnStatistics(3), "its running_var would be computed from the local batch"),
     "cannot be tried": (AsksForMore(3), "its running_var would be computed from the local batch"),
 }
@@ -315,3 +323,28 @@ def test_statistics_of_micro_batches_are_as_the_documents_say(strategy, momentum
     same_mean = (found["running_mean"] - single["running_mean"]).abs().max() < 1e-12
     assert same_mean == (momentum is None)
     assert (found["running_var"] - single["running_var"]).abs().max() > 1e-3
+
+
+class Rows(nn.Module):
+    """A view that torch cannot make of an empty batch, as many models have one."""
+
+    def forward(self, inputs):
+        return inputs.view(len(inputs), -1)
+
+
+def test_micro_batch_of_padding_keeps_a_sample_which_the_model_may_need():
+    """The second of two micro-batches is only padding, and changes no statistics or gradients."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 2, 3), torch.tensor([0, 1, 2, 0])
+    results = []
+    for accumulate, real in ((2, 4), (1, 2)):
+        strategy = Single(Runtime("cpu"))
+        strategy.batch_norm = "sync"
+        torch.manual_seed(1)
+        model = nn.Sequential(Rows(), nn.Linear(6, 3), nn.BatchNorm1d(3))
+        strategy.setup(set_batch_norm(model, "sync"))
+        model[2].sum_over_ranks = lambda tensor: tensor
+        sums = strategy.forward_backward(inputs[:real], targets[:real], 2, accumulate)
+        gradients = [parameter.grad for parameter in strategy.module.parameters()]
+        results.append([sums, *gradients, *strategy.module.buffers()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)

@@ -1,5 +1,6 @@
 """Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums over two GPUs."""
 
+from collections import Counter
 from typing import ClassVar
 from unittest.mock import MagicMock, patch
 
@@ -255,3 +256,34 @@ def test_advise_names_what_is_faster_where_tensor_parallelism_gains_nothing(batc
     (line,) = advice("tp tp=2", *narrow, f"batch_size={batch_size}")[0].notes
     assert "tp=2 is not faster than one GPU" in line
     assert f"strategy={faster} would be faster" in line
+
+
+def test_slots_are_no_more_than_two_consecutive_sums_in_two_chunks_need():
+    """They take memory of the GPUs. The first one of the smallest size is made with the object."""
+    made: Counter[int] = Counter()
+
+    class CountedSlot(FakeSlot):
+        def __init__(self, size: int, group: str, device: torch.device):
+            super().__init__(size, group, device)
+            made[size] += 1
+
+    fakes = {name: MagicMock() for name in ("Stream", "stream", "current_stream", "Event")}
+    fakes["is_current_stream_capturing"] = lambda: False
+    with patch.object(peer_sums, "Slot", CountedSlot), patch.multiple(torch.cuda, **fakes):
+        sums = peer_sums.PeerSums(MagicMock(), torch.device("cpu"))
+        for _ in range(20):
+            sums.begin()
+            own = torch.ones(30_000)  # 120 kB
+            sums.start(own)
+            sums.finish(own, torch.empty_like(own))
+    assert made == {2**16: 1, 2**17: 4}
+
+
+@pytest.mark.parametrize(("ranks", "is_found"), [([0], False), ([0, 1], True), ([0, 1, 2], False)])
+def test_sums_of_peers_are_those_of_a_pair_which_keeps_them(ranks, is_found):
+    group = MagicMock(group_name="group of the test")
+    kept = MagicMock(group=group)
+    numbers = patch.object(dist, "get_process_group_ranks", lambda group: ranks)
+    with patch.dict(peer_sums.FOUND, {group.group_name: kept}), numbers:
+        assert peer_sums.find(group, torch.device("cuda")) is (kept if is_found else None)
+        assert peer_sums.find(group, torch.device("cpu")) is None

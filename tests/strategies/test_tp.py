@@ -13,6 +13,7 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.strategies.tp import can_be_sharded
 
 SHAPE = {"in_channels": 1, "image_size": 4, "num_classes": 4}
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -108,3 +109,27 @@ def test_efficientnet_equals_single():
         assert losses == pytest.approx(expected, rel=1e-12)
         for name, tensor in weights.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=1e-12, msg=name)
+
+
+class Doubled(nn.Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.Linear(3, 4), True),
+        (nn.Linear(3, 5), False),
+        (Doubled(3, 4), False),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), False),
+        (nn.MultiheadAttention(4, 2).out_proj, False),
+        (nn.Conv2d(3, 4, 3), True),
+        (nn.Conv2d(4, 4, 3, groups=2), False),
+        (nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), False),
+    ],
+)
+def test_layer_is_sharded_only_if_the_ranks_compute_as_much_and_as_torch_does(layer, expected):
+    assert can_be_sharded(layer, 2) == expected

@@ -16,7 +16,7 @@ from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.unit_order import UnitOrder
-from ddp_lab.strategies.units import find_units
+from ddp_lab.strategies.units import find_units, require_one_dtype
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = (1, 6, 6)
@@ -286,3 +286,15 @@ def test_store_does_not_grow_with_the_questions_about_the_order_of_units():
     """Each question has three keys, and those of the question before are deleted at some time in the next one."""
     for keys in run_world(2, keys_after_each_question):
         assert max(keys) - min(keys) <= 2 * 3
+
+
+def test_parameters_of_another_type_are_allowed_if_they_are_frozen_or_of_another_unit():
+    inner = nn.Linear(2, 2).double()
+    model = nn.Sequential(inner, nn.Linear(2, 2))
+    names = {module: name for name, module in model.named_modules()}
+    require_one_dtype([inner, model], names)
+    both = r"0\.weight \(torch\.float64\) and 1\.weight \(torch\.float32\)"
+    with pytest.raises(ConfigError, match=f"gathers {both} together"):
+        require_one_dtype([model], names)
+    inner.requires_grad_(False)
+    require_one_dtype([model], names)

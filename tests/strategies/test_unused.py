@@ -163,18 +163,19 @@ def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(fo
     assert "Use strategy=scratch" in message
 
 
-class NonEmpty(Branch):
-    """Uses its layers only for a batch that has samples."""
+class BelowHalf(Branch):
+    """Uses the branch for a batch with a number below 0.5, as in padding of zeros, and fails for an empty batch."""
 
-    def forward(self, inputs):
-        return super().forward(inputs) if len(inputs) > 0 else torch.zeros(0, 2)
+    def is_used(self, inputs):
+        return inputs[:, 0].min() < 0.5
 
 
 def train_with_empty_micro_batches(strategy: str, options: dict) -> dict:
     """Train with micro-batches of which some have no sample; the last batch has one sample, which does not use the branch."""
     data, make = samples(33), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    data.tensors[0][32, 0] = 1.0
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
-        model = nn.Sequential(NonEmpty(4), nn.Linear(4, 2))
+        model = branching(BelowHalf)
         trainer = lab.trainer(model, tasks.Regression(), make, batch_size=8, accumulate=2)
         losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0, shuffle=False)]
         return {"losses": losses, "weights": full_weights(trainer.strategy)}

@@ -1,6 +1,7 @@
 """The trial of a loss finds those over the batch, and only those, whatever outputs and targets it begins with."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from ddp_lab import tasks
 from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.over_batch import describe_coupling, outputs_of
+from ddp_lab.tasks.over_batch import copied, describe_coupling, outputs_of
 
 DRAWN = torch.Generator().manual_seed(3)
 
@@ -117,3 +118,11 @@ def test_trial_leaves_the_task_the_model_and_the_random_state_as_they_are():
 
 def test_model_that_fails_has_no_outputs():
     assert outputs_of(nn.Linear(3, 4), torch.rand(2, 5)) is None
+
+
+def test_task_that_cannot_be_copied_is_tried_itself():
+    task = tasks.Regression()
+    copy_of_it = copied(task)
+    assert copy_of_it is not task
+    task.lock = threading.Lock()
+    assert copied(task) is task

@@ -56,3 +56,19 @@ def test_tokens_ignore_positions():
     assert found["perplexity"] == pytest.approx(math.exp(loss))
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2))
     assert found["accuracy"] == pytest.approx((outputs.argmax(-1) == targets)[:, :5].double().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("nats", "perplexity"),
+    [
+        (699.75, math.exp(699.75)),
+        (5000.0, math.exp(700)),
+    ],
+)
+def test_perplexity_of_a_diverged_model_is_a_number(nats, perplexity):
+    numbers = {"nats": 4 * nats, "tokens": 4, "correct": 1}
+    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    found = Tokens().metrics(sums)
+    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-9)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2), rel=1e-9)
+    assert found["accuracy"] == 0.25

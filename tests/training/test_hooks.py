@@ -142,3 +142,13 @@ def test_first_samples_are_those_of_the_first_batch(kind):
     assert read(first.targets, batch.targets[:5])
     assert first.count == 5
     loader.close()
+
+
+def test_run_can_be_printed_before_its_first_step():
+    class Printing(Hook):
+        def on_start(self, run: Run) -> None:
+            self.text = repr(run)
+
+    hook = Printing()
+    train([hook])
+    assert hook.text.startswith("Run(eager=")

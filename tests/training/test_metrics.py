@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.classification import MOST_CLASSES, Classification
@@ -62,3 +63,23 @@ def test_running_sums_return_the_first_step_that_is_not_finite(start):
     assert running_sums.first_bad(start + 10).item() == start + 5
     running_sums.add(torch.ones(3, dtype=torch.float64))
     assert running_sums.first_bad(start + 11).item() == float("inf")
+
+
+class Repeated(torch.nn.Module):
+    """A model that returns each of its inputs several times."""
+
+    def __init__(self, times: int):
+        super().__init__()
+        self.times = times
+
+    def forward(self, inputs):
+        return inputs.repeat_interleave(self.times, 0)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_evaluation_of_outputs_that_are_not_one_a_sample_is_refused(times):
+    strategy = Single(Runtime("cpu"))
+    strategy.setup(Repeated(times))
+    batch = Batch(torch.eye(4), torch.arange(4), 4)
+    with pytest.raises(ConfigError, match=rf"\[{4 * times}, 4\]"):
+        evaluate(strategy, [batch])

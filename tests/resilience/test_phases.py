@@ -1,0 +1,53 @@
+"""The phases in a heartbeat, which a message about a hang names: what a rank does, and where."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+from ddp_lab.resilience.guard import Guard
+from ddp_lab.training.progress import Progress
+
+SIZE, BATCH = 20, 8  # three steps an epoch
+
+
+class Phases:
+    """A heartbeat that keeps its phases. A phase without an epoch and a step keeps those before."""
+
+    def __init__(self):
+        self.found: list[tuple[str, int, int]] = []
+        self.epoch = 0
+        self.step = 0
+
+    def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
+        if epoch is not None:
+            self.epoch = epoch
+        if step is not None:
+            self.step = step
+        self.found.append((doing, self.epoch, self.step))
+
+
+def test_phase_names_the_epoch_and_the_step_that_comes_next():
+    phases = Phases()
+    guard = Guard(
+        checkpoints=MagicMock(),
+        requests=MagicMock(),
+        heartbeat=phases,
+        every_epochs=1,
+        every_steps=None,
+        on_error="stop",
+        on_nan="stop",
+        check_replicas=None,
+        at_steps=(),
+    )
+    guard._decide = lambda step, position, weights=(): False
+    sync = SimpleNamespace(next=10**9, is_due=lambda step: False)
+    position = Progress(epoch=2, step=3)
+    loaders = {"train": SimpleNamespace(data=SimpleNamespace(size=SIZE))}
+    guard.on_start(SimpleNamespace(sync=sync, position=position, loaders=loaders))
+    for samples in (8, 16, 20):
+        guard.before_step(None)
+        position.step += 1
+        position.samples = samples
+        guard.on_step_end(position)
+    guard.on_evaluation_batch(position, 1)
+    steps = [(doing, 2, step) for step in (4, 5, 6) for doing in ("loading", "training")]
+    assert phases.found == [*steps, ("evaluating", 2, 7), ("evaluating", 2, 7)]
