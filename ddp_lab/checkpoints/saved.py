@@ -78,8 +78,8 @@ class SavedCheckpoint(ABC):
         Its options need not be the same: they come from this launch, and a release of torch may add or remove one.
 
         Raises:
-            ConfigError: it is another optimizer, or a parameter that is used is frozen in one of the
-                two only.
+            ConfigError: it is another optimizer, or a parameter that is used is frozen in one of
+                the two only.
         """
         groups = self.state["optimizer"]["param_groups"]
         saved = self._saved_optimizer()

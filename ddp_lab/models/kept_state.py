@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-# Packages whose objects, apart from modules and NAMESPACES, are expected to keep no state of a pass.
+# Packages whose objects, apart from modules and NAMESPACES, should keep no state of a pass.
 UNCHANGED = {"builtins", "ddp_lab", "numpy", "torch", *sys.stdlib_module_names}
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 MOST = 200_000  # objects; a model may refer to a dataset
@@ -30,8 +30,8 @@ MOST = 200_000  # objects; a model may refer to a dataset
 def state_kept(*roots: object, weights: bool = True) -> Generator[None]:
     """Restore at the end what the body changes in models, losses and random generators.
 
-    It follows attributes, containers, bound methods and the variables of closures. It does not follow
-    global variables and the class of an object.
+    It follows attributes, containers, bound methods and the variables of closures. It does not
+    follow global variables and the class of an object.
 
     Args:
         roots: models, losses and functions that the body calls.
@@ -213,5 +213,5 @@ def is_followed(each: object) -> bool:
 
 
 def attributes_of(each: object) -> list[Any]:
-    """Return the dict of an object's attributes, in a list; [] if it has none or is not followed."""
+    """Return the dict of an object's attributes, in a list; [] if it has or needs none."""
     return [vars(each)] if is_followed(each) and hasattr(each, "__dict__") else []

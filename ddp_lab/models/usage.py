@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self._running.pop()
 
     def find_replaced(self) -> None:
-        """Note the parameters that have other memory, as after `weight.data = ...`, or are others."""
+        """Note the parameters that are others or have other memory, as by `weight.data = ...`."""
         now = dict(self._model.named_parameters())
         for name, parameter in self._parameters.items():
             same = now.get(name) is parameter and name in self._names.get(memory_of(parameter), ())

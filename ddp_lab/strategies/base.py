@@ -93,7 +93,7 @@ class Strategy(ABC):
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
-    copies_weights: bool = False  # a forward pass has copies of the parameters, as fsdp gathers them
+    copies_weights: bool = False  # a forward pass has copies of the parameters, as those of fsdp
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
     input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`

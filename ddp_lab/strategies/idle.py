@@ -33,7 +33,7 @@ def watch_idle(strategy: Strategy) -> None:
 
 @contextmanager
 def uses_reported(strategy: Strategy) -> Generator[None]:
-    """Raise a TrainingError if the body, a training step, computes the gradient of a watched parameter."""
+    """Raise a TrainingError if the body, a step, computes the gradient of a watched parameter."""
     for parameter in strategy.watched.values():
         parameter.requires_grad_()
     try:

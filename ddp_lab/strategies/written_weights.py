@@ -97,17 +97,18 @@ def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: torch.Tenso
 
 
 def refuse_lost(strategy: "Strategy", written: Mapping[str, str]) -> None:
-    """Raise a ConfigError about a parameter whose change is lost, or made several times in a step."""
+    """Raise a ConfigError about a parameter whose change is lost, or is made too often."""
     for name, module in written.items():
         if strategy.copies_weights:
             raise ConfigError(
                 f"{describe(strategy, name, module)}. The strategy computes with copies of the "
-                f"parameters, so that the change would be lost. {REMEDY}; or use strategy=single or ddp"
+                f"parameters, so that the change would be lost. {REMEDY}; or use strategy=single "
+                "or ddp"
             )
         if strategy.num_microbatches > 1:
             raise ConfigError(
-                f"{describe(strategy, name, module)}, and so {strategy.num_microbatches} times in a "
-                "step instead of once. Use strategy.num_microbatches=1, or another strategy, for "
+                f"{describe(strategy, name, module)}, and so {strategy.num_microbatches} times in "
+                "a step instead of once. Use strategy.num_microbatches=1, or another strategy, for "
                 "example ddp"
             )
 
@@ -117,14 +118,15 @@ def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[st
     different = differing(model, written, strategy)
     for name, module in written.items():
         if different is None or name in different:
-            why = "depends on the samples of the batch, or on random numbers, which differ between the replicas"
+            why = "depends on the samples of the batch or on random numbers, which replicas do not share"
             if different is None:
-                why = "may depend on the samples of the batch: a trial, which cannot run here, would find out"
-            raise ConfigError(f"{describe(strategy, name, module)}. What it writes {why}. {REMEDY}; or use strategy=single")
+                why = "may depend on the samples of the batch: a trial of it cannot run here"
+            what = f"{describe(strategy, name, module)}. What it writes {why}"
+            raise ConfigError(f"{what}. {REMEDY}; or use strategy=single")
         if strategy.find_unused_parameters:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a rank "
-                "without a sample would not write. Use strategy.find_unused_parameters=false, or "
+                f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a "
+                "rank without a sample would not write. Use strategy.find_unused_parameters=false, or "
                 "strategy=single"
             )
 
@@ -140,8 +142,8 @@ def refuse_sharded(strategy: "Strategy", layers: Iterable[str]) -> None:
     for name, module in (strategy.written or {}).items():
         if name.rpartition(".")[0] in sharded:
             raise ConfigError(
-                f"{describe(strategy, name, module)}. The strategy shards this parameter, so that the "
-                f"change may depend on the shard. {REMEDY}; or use strategy=single or ddp"
+                f"{describe(strategy, name, module)}. The strategy shards this parameter, so that "
+                f"the change may depend on the shard. {REMEDY}; or use strategy=single or ddp"
             )
 
 
@@ -152,7 +154,7 @@ def describe(strategy: "Strategy", name: str, module: str) -> str:
 
 
 def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") -> set[str] | None:
-    """Return which of the parameters get other values from other samples; None if that cannot be tried.
+    """Return which of the parameters get other values from other samples; None if it cannot run.
 
     Args:
         model: complete. Its state stays as it is.

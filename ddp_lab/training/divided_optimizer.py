@@ -165,8 +165,8 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
     if difference > EXACT:
         refuse(
             strategy,
-            f"shards the parameters, and {kind} computes something else from the shards of a made-up "
-            "parameter than from the complete one, as norms of local tensors would be: a change by "
+            f"shards the parameters, and {kind} computes something else from the shards of a "
+            "made-up parameter than from the complete one, as norms of local tensors would be: a change by "
             f"its steps differs by {difference:.0%}. Compute them from the DTensors, as by "
             "parameter.norm()",
         )
@@ -191,8 +191,8 @@ def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
     if difference > EXACT:
         refuse(
             strategy,
-            f"divides the parameters between ranks, and {kind} computes the step of a parameter from "
-            "others, too: for two made-up parameters a change by its steps differs by "
+            f"divides the parameters between ranks, and {kind} computes the step of a parameter "
+            "from others, too: for two made-up parameters a change by its steps differs by "
             f"{difference:.0%} from that for each alone",
         )
 
@@ -207,7 +207,7 @@ def made_up_gradients(layouts: Sequence[Layout]) -> list[list[torch.Tensor]]:
 
 
 def largest_difference(found: Tensors, expected: Tensors, before: Tensors) -> float:
-    """Return the largest difference of an element, relative to the largest change of its parameter."""
+    """Return the largest difference of an element, relative to the change of its parameter."""
     differences = [0.0]
     for one, other, start in zip(found, expected, before, strict=True):
         change = (other - start.cpu()).abs().max().item()

@@ -113,7 +113,7 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return the optimizer's step, on shards if it has DTensors and updates each element by itself.
 
-    One that is not torch's gets DTensors, of which `.item()` returns the value over all shards then.
+    One that is not torch's gets DTensors, of which `.item()` then is the value over all shards.
     So do hooks on the optimizer's step.
     """
     if not has_shards(optimizer):

@@ -254,7 +254,7 @@ def test_change_that_depends_on_the_samples_is_refused_by_replicas(strategy, cas
     for rank in two():
         message = rank[strategy, case]
         assert message.startswith(f"strategy={strategy}: the forward pass of the model changes the parameter target.bias. What")
-        assert "depends on the samples of the batch, or on random numbers" in message
+        assert "depends on the samples of the batch or on random numbers" in message
 
 
 def test_change_that_depends_on_the_samples_is_kept_where_all_ranks_have_the_same():
