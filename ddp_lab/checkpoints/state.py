@@ -61,12 +61,17 @@ class State:
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
         """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and the rest as JSON, under KEYS.
 
-        An optimizer without a state gets its initial one.
+        Before the first step an optimizer without a state gets its initial one.
         """
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # loads 700 modules in 0.5 s
 
         weights = self.weights()  # first: it reshards what an evaluation has gathered (fsdp, reshard_after_forward=false)
+        is_empty = not self.optimizer.state
         optimizer = cast("dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer))
+        if is_empty and progress.step:
+            # A stage of a pipeline none of whose parameters has had a gradient. torch has made a state by a step with zeros.
+            self.optimizer.state.clear()
+            optimizer["state"] = {}
         values = {(name, key): value for name, held in optimizer["state"].items() for key, value in held.items()}
         tensors = {f"optimizer.{name}.{key}": value for (name, key), value in values.items() if torch.is_tensor(value)}
         others: dict[str, dict[str, Any]] = {}

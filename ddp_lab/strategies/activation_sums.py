@@ -41,7 +41,7 @@ class TokenGroup(NamedTuple):
 def make_group(
     group: dist.ProcessGroup, share_tokens: bool, device: torch.device
 ) -> tuple[TokenGroup, peer_sums.PeerSums | None]:
-    """Return the group of the ranks along tp, and what a strategy keeps for it as long as it sums. Collective.
+    """Return the group of the ranks along tp, and what the caller gives to `Runtime.keep`. Collective.
 
     Args:
         share_tokens: as in `TokenGroup`.

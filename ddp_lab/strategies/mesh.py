@@ -157,6 +157,7 @@ class Mesh(FullyShard):
         if self.axes["tp"] > 1:
             along_tp = self.mesh["tp"]
             group, self.peer_sums = make_group(along_tp.get_group(), self.keys["sequence_parallel"], self.device)
+            self.runtime.keep(self.peer_sums)
             tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
             for name, block in stage.named_children():
                 parallelize(block, along_tp, group, *tokens[name])

@@ -115,7 +115,7 @@ class PeerSums:
 def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     """Return the sums of a group, or None if it is no pair of GPUs that reach each other's memory. Collective.
 
-    The caller keeps it as long as it sums.
+    The caller keeps it until the group closes, because a rank that finds it again would not take part in making another.
     """
     ranks = dist.get_process_group_ranks(group)
     if device.type != "cuda" or len(ranks) != 2:

@@ -209,6 +209,7 @@ class TP(Strategy):
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
         if self.plans:
             group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)
+            self.runtime.keep(self.peer_sums)
             for block in self.plans.values():
                 divide(block, mesh["tp"], group, replicate=False)
             return

@@ -1,8 +1,9 @@
-"""Where torch sums the gradients of a unit, for which fully_shard has no public hook."""
+"""Where torch gathers a unit and sums its gradients, for which fully_shard has no public hooks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 
@@ -14,6 +15,20 @@ def before_sum(unit: nn.Module, hook: Callable[[], None]) -> None:
     """
     for group in groups_of(unit):
         group.post_backward = between(hook, group.post_backward)
+
+
+def gather_before_backward(unit: nn.Module, outputs: Iterable[torch.Tensor]) -> None:
+    """Let torch gather a sharded unit before the backward pass of outputs that it does not find by itself.
+
+    It would compute with parameters that have been freed.
+
+    Args:
+        unit: After its forward pass.
+        outputs: Of the unit. More than one, or one that torch has found, are gathered for once.
+    """
+    state = cast("Any", unit)._get_fsdp_state()
+    for output in outputs:
+        output.register_hook(state._pre_backward)
 
 
 def groups_of(unit: nn.Module) -> list[Any]:

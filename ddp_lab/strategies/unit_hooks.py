@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ddp_lab.strategies.unit_gradients import UnitGradients, eager
+from ddp_lab.strategies.unit_groups import gather_before_backward
 from ddp_lab.strategies.unit_order import BACKWARD, END, SUM, WHOLE, UnitOrder
 
 
@@ -55,6 +56,8 @@ class UnitHooks(UnitGradients):
             self.order.event(self._names[unit])
 
     def _leave(self, unit: nn.Module, inputs: Any, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            gather_before_backward(unit, tensors_in_objects(outputs))
         if not self._in_forward:
             return
         if unit is self.model:
@@ -85,6 +88,21 @@ class UnitHooks(UnitGradients):
         if self._in_backward:
             self.order.event(SUM + self._names[unit])
         super().complete(unit)
+
+
+def tensors_in_objects(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in objects that the backward pass computes a gradient of.
+
+    fully_shard finds none of them before torch 2.12, and later those in dataclasses.
+
+    Args:
+        values: nested containers and objects, of which none contains itself.
+    """
+    for value in tree_leaves(values):
+        if not isinstance(value, (torch.Tensor, type)) and hasattr(value, "__dict__"):
+            held = [*vars(value).values()]
+            yield from (each for each in tree_leaves(held) if isinstance(each, torch.Tensor) and each.requires_grad)
+            yield from tensors_in_objects(held)
 
 
 def tensors_with_gradient(values: Any) -> Iterator[torch.Tensor]:

@@ -34,14 +34,20 @@ class PlannedRuntime(Runtime):
         self.rank, self.world_size = 0, world_size
         self.local_rank, self.local_world_size = 0, min(per_node, world_size)
         self.precision, self.timeout = precision, timedelta(seconds=600)
-        self.kind, self.free, self._meshes = kind, 0, {}
+        self.kind = kind
+        self.free = 0
+        self._meshes = {}
+        self._kept = []
         self.devices = [torch.device(kind, index) for index in range(gpus)]
         self.device = self.devices[0] if kind == "cuda" else torch.device(kind)
 
     def of_rank(self, rank: int) -> "PlannedRuntime":
         """Return another rank of the launch."""
         other = copy.copy(self)
-        other.rank, other.local_rank, other._meshes = rank, rank % self.local_world_size, {}
+        other.rank = rank
+        other.local_rank = rank % self.local_world_size
+        other._meshes = {}
+        other._kept = []
         return other
 
     def free_memory(self) -> int:

@@ -54,6 +54,7 @@ class Runtime(Ranks):
         super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._kept: list[object] = []
         die_with_torchrun()  # also for the ranks of scripts, which are no commands
         self.devices = self._choose_devices(device)
         self.device = self.devices[self.local_rank if len(self.devices) > 1 else 0]
@@ -136,6 +137,14 @@ class Runtime(Ranks):
             self._meshes[key] = self._make_mesh(axes)
         return self._meshes[key]
 
+    def keep(self, value: object) -> None:
+        """Keep an object until the process group closes.
+
+        Something that ranks construct together, and find again later, must live equally long on all of
+        them. Without this it would live until each rank collects its garbage.
+        """
+        self._kept.append(value)
+
     def _make_mesh(self, axes: dict[str, int]) -> DeviceMesh:
         ranks = torch.arange(math.prod(axes.values())).reshape(*axes.values())
         groups = []
@@ -163,6 +172,7 @@ class Runtime(Ranks):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         # Only after success: the frames in an error's traceback keep objects alive that refer to the group.
         self._meshes.clear()
+        self._kept.clear()
         if kind is None and dist.is_initialized():
             gc.collect()  # objects in reference cycles that refer to the group must be freed first
             dist.destroy_process_group()

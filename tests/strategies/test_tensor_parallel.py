@@ -1,5 +1,7 @@
 """Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums over two GPUs."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import ClassVar
 from unittest.mock import MagicMock, patch
@@ -123,6 +125,35 @@ class GlooSums:
 def run_with_peers(cases: list[str]) -> dict:
     with patch.object(peer_sums, "find", lambda group, device: GlooSums(group)):
         return run_cases(cases)
+
+
+def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]:
+    """Set a strategy up and drop it; return whether its peer sums live before and after the group closes."""
+    made: list[weakref.ref] = []
+
+    def find(group: dist.ProcessGroup, device: torch.device) -> GlooSums:
+        sums = GlooSums(group)
+        made.append(weakref.ref(sums))
+        return sums
+
+    with patch.object(peer_sums, "find", find):
+        with Runtime("cpu", timeout=20) as runtime:
+            runtime.open_group()
+            job = build(compose_config([*TINY, "batch_size=8", strategy, *options], None), runtime)
+            job.trainer()
+            del job
+            gc.collect()
+            before = made[0]() is not None
+            peer_sums.FOUND.clear()
+        gc.collect()
+        return [before, made[0]() is not None]
+
+
+@pytest.mark.parametrize("strategy", ["strategy=tp", "strategy=mesh strategy.tp=2"])
+def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(strategy):
+    """A rank that finds them again would not take part in making others, for which the other rank waits."""
+    first, *options = strategy.split()
+    assert run_world(2, sums_alive_after_a_strategy, first, options, timeout=60) == [[True, False]] * 2
 
 
 def test_peer_sums_in_chunks_equal_single():

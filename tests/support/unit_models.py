@@ -1,6 +1,7 @@
 """Models of users that fsdp must divide into units with care, which import nothing of ddp_lab."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -161,12 +162,13 @@ class Hidden:
 class OfObjects(nn.Module):
     """A block that takes and returns an object, in which it keeps its numbers."""
 
-    def __init__(self, width):
+    def __init__(self, width, kind):
         super().__init__()
         self.inner = Block(width)
+        self.kind = kind
 
     def forward(self, hidden):
-        return Hidden(self.inner(hidden.values))
+        return self.kind(values=self.inner(hidden.values))
 
 
 class Carried(Recomputed):
@@ -174,7 +176,7 @@ class Carried(Recomputed):
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
-        self.blocks = nn.ModuleList([OfObjects(11) for _ in range(3)])
+        self.blocks = nn.ModuleList([OfObjects(11, kind) for kind in (Hidden, SimpleNamespace, Hidden)])
 
     def forward(self, images):
         hidden = Hidden(self.entry(images.flatten(1)))
