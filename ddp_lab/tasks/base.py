@@ -285,8 +285,9 @@ def measure(task: Task, outputs: Any, targets: Any, real: int, divisor: float) -
         check, task.check_first = task.check_first, None
         check(outputs, targets)
     loss_sum, weight = task.loss_sum(outputs, targets)
+    parts = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
     dtype = sum_dtype(loss_sum.device)
-    sums = torch.stack([each.to(dtype) for each in (loss_sum.detach(), *task.running_sums(outputs, targets), weight)])
+    sums = torch.stack([each.to(dtype) for each in parts])
     if not counts:
         return loss_sum * 0, torch.zeros_like(sums)
     return loss_sum / divisor, sums
