@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
 GROUPS = ("data", "model", "strategy", "optimizer", "scheduler")  # that distinguish runs in a table
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
+OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
 EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
 
 
@@ -353,6 +354,8 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     if strategy.needs_chain:
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
     strategy.example, _ = dataset.train.example(2, "meta")
+    if dataset.train.is_tree:
+        strategy.refusals |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)

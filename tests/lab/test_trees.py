@@ -272,7 +272,7 @@ REFUSED = {
     ),
     "no logits": (
         {"model": partial(Masked, lambda logits, hidden: {"scores": logits}), "case": "dict"},
-        "the model returns dict with scores, but Classification needs one tensor [b, ...] for b samples, or a part named logits.",
+        "the model returns dict with scores, but Classification needs one tensor [b, ...] for b samples, or a part named",
     ),
     "targets of a task": (
         {"case": "targets", "loss": tasks.Classification(), "model": lambda: nn.Linear(4, 3)},
