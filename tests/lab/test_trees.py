@@ -396,3 +396,28 @@ def test_trees_resume_and_are_read_by_workers(num_workers, tmp_path):
                 if stop == 1 and number == 0:
                     trainer.checkpoint(tmp_path)
     assert found[3:] == found[1:3]
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(4, 2)
+
+    def forward(self, left, right):
+        return {"logits": self.head(self.norm((left * right).view(-1, 2, 2)).flatten(1))}
+
+
+def statistics() -> list[int]:
+    """Return how many batches the BatchNorm layer of this rank has counted after each step of an epoch."""
+    data = TensorDataset(numbers(4), numbers(4, seed=1), torch.arange(SIZE) % 2)
+    with Lab("ddp", device="cpu", timeout=30) as lab:
+        trainer = lab.trainer(Normalised().double(), tasks.Classification(), SGD, BATCH, targets=2)
+        counts = []
+        for batch in trainer.batches(data, 0):
+            trainer.step(*batch)
+            counts.append(int(trainer.strategy.module.norm.num_batches_tracked))
+    return counts
+
+
+def test_sample_without_weight_does_not_count_in_the_statistics_of_a_rank():
+    assert run_world(2, statistics, timeout=60) == [[1, 2, 3], [1, 2, 2]]
