@@ -1,7 +1,8 @@
 """Batches that are trees: several inputs, dicts, and outputs and targets that are no tensor, under every strategy.
 
 The models work in float64, so that the weights of any strategy on any number of ranks are those of
-single within 1e-12. The last batch is partial, and on two ranks one of them has no sample of it.
+single within 1e-12. The last batch is partial: on two ranks one of them has fewer samples of it
+than the other or, of the first FEW samples, none.
 """
 
 import re
@@ -13,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, SampleError
 
-SIZE, BATCH, WIDTH, WORDS = 17, 8, 6, 11
+SIZE, FEW, BATCH, WIDTH, WORDS = 21, 17, 8, 6, 11
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STRATEGIES = ["single", "scratch", "ddp", "fsdp", "tp", "dp"]
 ALONE = ("single", "dp")
@@ -150,14 +151,16 @@ CASES["no_targets"] = (Masked, lambda: of_hidden, WithoutLabels(), {"targets": N
 
 
 def train(strategy: str, case: str, accumulate: int = 1, example: bool = True, **options) -> dict[str, Any]:
-    """Train two epochs, in which the last batch is partial, and evaluate."""
+    """Train an epoch of all samples and one of the first few, and evaluate both."""
     make, loss, data, arguments = CASES[case]
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         model = make().double()
         given = {"example": data[0]} if example else {}
         trainer = lab.trainer(model, loss(), SGD, BATCH, accumulate, **arguments, **given)
-        losses = [trainer.step(*batch).item() for epoch in (0, 1) for batch in trainer.batches(data, epoch)]
-        found = trainer.evaluate(data)
+        few = Subset(data, range(FEW))
+        epochs = enumerate((data, few))
+        losses = [trainer.step(*batch).item() for epoch, each in epochs for batch in trainer.batches(each, epoch)]
+        found = trainer.evaluate(data) | {f"few {key}": value for key, value in trainer.evaluate(few).items()}
         weights = {}
         for name, tensor in trainer.strategy.module.state_dict().items():
             weights[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
@@ -409,7 +412,7 @@ class Normalised(nn.Module):
 
 def statistics() -> list[int]:
     """Return how many batches the BatchNorm layer of this rank has counted after each step of an epoch."""
-    data = TensorDataset(numbers(4), numbers(4, seed=1), torch.arange(SIZE) % 2)
+    data = TensorDataset(numbers(4)[:FEW], numbers(4, seed=1)[:FEW], torch.arange(FEW) % 2)
     with Lab("ddp", device="cpu", timeout=30) as lab:
         trainer = lab.trainer(Normalised().double(), tasks.Classification(), SGD, BATCH, targets=2)
         counts = []
