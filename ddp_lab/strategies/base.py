@@ -135,7 +135,7 @@ class Strategy(ABC):
         self.written: Mapping[str, str] | None = {}
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
-        self.check_first: Callable[[torch.Tensor], object] | None = None
+        self.check_first: Callable[[Tree], object] | None = None
 
     @property
     def name(self) -> str:
