@@ -11,8 +11,8 @@ The subpackages from the lowest layer up; each imports only from those before it
 config      the keys that a user can set, their validation, and the error messages
 world       the distributed environment of this process: rank, device, process group
 observe     the output of a run: log, trackers, plots, profiles
-models      networks as chains of blocks
 data        datasets, and which rank reads which sample
+models      networks as chains of blocks
 tasks       losses with weights, and metrics as sums
 strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule

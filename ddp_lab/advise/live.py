@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ddp_lab.data.batch import Batch
+from ddp_lab.data.trees import apply, leaves
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.trainer import Trainer
@@ -83,9 +84,9 @@ class Live(TorchDispatchMode):
         """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within the fake mode."""
         job = self.job
         size = job.plan.samples_at_once * job.recipe.step.accumulate
-        inputs, targets = job.dataset.example(size)
+        inputs, targets = job.dataset.train.example(size)
         if job.options.channels_last:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+            inputs = apply(lambda images: images.contiguous(memory_format=torch.channels_last), inputs)
         batch = Batch(inputs, targets, job.plan.global_batch_size)
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
@@ -94,7 +95,7 @@ class Live(TorchDispatchMode):
         self._locate()
         for counter in (self.calls, self.sent, self.flops):
             counter.clear()
-        self._data = [key_of(tensor) for tensor in batch[:2]]
+        self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         for place, held in enumerate(self.held):  # during an update, state can be that of local shards, by other keys
             held |= {kind: nbytes(tensors) for kind, tensors in self.state(place).items() if kind != "gradients"}

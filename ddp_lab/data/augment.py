@@ -144,6 +144,8 @@ class Mix:
         inputs, targets, count = batch
         if count < self.batch_size:
             return batch
+        assert isinstance(inputs, torch.Tensor), "images are mixed"
+        assert isinstance(targets, torch.Tensor), "they have a class each"
         own, weight, top, bottom, left, right = self._drawn
         pixels = torch.arange(self.image_size, device=inputs.device)
         inside = ((pixels >= top) & (pixels < bottom))[:, None] & (pixels >= left) & (pixels < right)  # [height, width]

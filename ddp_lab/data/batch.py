@@ -7,13 +7,20 @@ repeated as padding at the end of the last local batch of some ranks, and do not
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from ddp_lab.data.labels import LabelRange
+
+if TYPE_CHECKING:
+    from ddp_lab.data.trees import Tree
+
+    T = TypeVar("T", bound=Tree)
+else:
+    T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -21,13 +28,14 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: [b, ...], on the rank's device: of images float32 [b, channels, height, width], normalised; of tokens int64.
+            Or a tuple or dict of such tensors.
         targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their probabilities, [b, classes].
-            Padding is at the end, and repeats samples.
+            Padding is at the end, and repeats samples. Or a tuple or dict of tensors; or None, for a loss of the outputs alone.
         count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known without communication.
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: "Tree"
+    targets: "Tree"
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
 
 
@@ -63,6 +71,15 @@ class LoaderOptions:
     ignore: int = 255
     num_workers: int = 0
     labels: LabelRange | None = None
+
+
+def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+    """Return the result for a tensor, or as `trees.apply`, which a run whose batches are tensors does not load."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    from ddp_lab.data import trees
+
+    return trees.apply(function, tree)
 
 
 def local_order(samples: int, rank: int, ranks: int, seed: int | None, epoch: int) -> torch.Tensor:

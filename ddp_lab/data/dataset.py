@@ -11,18 +11,23 @@ from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
+from ddp_lab.data.batch import apply
 from ddp_lab.data.seeds import seeded
 
 if TYPE_CHECKING:
     from ddp_lab.data.images import ImageOptions
+    from ddp_lab.data.trees import Tree
 
 DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
 
 class Samples(ABC):
-    """The training set, the validation set or the test set: pairs of an input and a target, tensors of any shape and dtype."""
+    """The training set, the validation set or the test set: pairs of an input and a target.
 
-    first: tuple[torch.Tensor, torch.Tensor]  # the first sample
+    Each is a tensor of any shape and dtype, or a tuple or dict of tensors. A target is None where there is none.
+    """
+
+    first: "tuple[Tree, Tree]"  # the first sample
 
     @property
     @abstractmethod
@@ -30,7 +35,7 @@ class Samples(ABC):
         """Number of samples."""
 
     @abstractmethod
-    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, epoch: int, index: int) -> "tuple[Tree, Tree]":
         """Return an input and its target; a function of seed, epoch and index."""
 
     @abstractmethod
@@ -43,20 +48,36 @@ class Samples(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a sample's input, for example channels, height and width."""
-        return tuple(self.first[0].shape)
+        """Shape of a sample's input, for example channels, height and width; () if it is no tensor."""
+        inputs, _ = self.first
+        return tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else ()
 
     @property
     def is_image(self) -> bool:
         """Whether the inputs are images, which the loader augments and normalises: uint8 [channels, height, width]."""
-        return self.first[0].dtype == torch.uint8 and self.first[0].dim() == 3
+        inputs, _ = self.first
+        return isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3
 
     @property
-    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of a sample's input and of its target, as the loader returns them: no longer uint8."""
-        numbers = [torch.int64 if tensor.dtype == torch.uint8 else tensor.dtype for tensor in self.first]
-        dtypes = [torch.get_default_dtype() if self.is_image else numbers[0], numbers[1]]
-        return [(tuple(tensor.shape), dtype) for tensor, dtype in zip(self.first, dtypes, strict=True)]
+    def is_tree(self) -> bool:
+        """Whether inputs or targets are no tensor."""
+        return not all(isinstance(part, torch.Tensor) for part in self.first)
+
+    def example(self, samples: int, device: str = "cpu") -> "tuple[Tree, Tree]":
+        """Return inputs and targets of zeros, with the shapes and dtypes of a batch as the loader returns it: no longer uint8.
+
+        Args:
+            samples: of the batch.
+            device: of it.
+        """
+
+        def zeros(tensor: torch.Tensor, of_bytes: torch.dtype) -> torch.Tensor:
+            dtype = of_bytes if tensor.dtype == torch.uint8 else tensor.dtype
+            return torch.zeros(samples, *tensor.shape, dtype=dtype, device=device)
+
+        inputs, targets = self.first
+        of_bytes = torch.get_default_dtype() if self.is_image else torch.int64
+        return apply(lambda tensor: zeros(tensor, of_bytes), inputs), apply(lambda tensor: zeros(tensor, torch.int64), targets)
 
 
 @dataclass(frozen=True)
@@ -64,26 +85,41 @@ class InMemory(Samples):
     """Samples in memory; on the meta device if only the sizes are known. The loader augments them.
 
     Attributes:
-        inputs: [N, ...]; images are uint8 [N, channels, height, width].
-        targets: [N, ...].
+        inputs: [N, ...]; images are uint8 [N, channels, height, width]. Or a tuple or dict of tensors.
+        targets: [N, ...]; or a tuple or dict of tensors; or None.
     """
 
-    inputs: torch.Tensor
-    targets: torch.Tensor
+    inputs: "Tree"
+    targets: "Tree"
 
     @property
     def size(self) -> int:
-        return len(self.targets)
+        if isinstance(self.inputs, torch.Tensor):
+            return len(self.inputs)
+        from ddp_lab.data.trees import size
+
+        return size(self.inputs)
 
     @property
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inputs[0], self.targets[0]
+    def first(self) -> "tuple[Tree, Tree]":  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.sample(0, 0)
 
-    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], self.targets[index]
+    def sample(self, epoch: int, index: int) -> "tuple[Tree, Tree]":
+        return apply(lambda tensor: tensor[index], self.inputs), apply(lambda tensor: tensor[index], self.targets)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the samples."""
+        inputs, _ = self.first
+        if isinstance(inputs, torch.Tensor):
+            return inputs.device
+        from ddp_lab.data.trees import leaves
+
+        return next(tensor.device for _, tensor in leaves(inputs))
 
     def subset(self, indices: torch.Tensor, augment: bool) -> "InMemory":
-        return InMemory(self.inputs[indices], self.targets[indices])
+        chosen = apply(lambda tensor: tensor[indices], self.inputs), apply(lambda tensor: tensor[indices], self.targets)
+        return InMemory(*chosen)
 
 
 @dataclass(frozen=True)
@@ -99,7 +135,7 @@ class Indexed(Samples):
         augment: whether images get the random transforms of training.
     """
 
-    read: Callable[[int], tuple[torch.Tensor | Image.Image, torch.Tensor]]
+    read: "Callable[[int], tuple[Tree | Image.Image, Tree]]"
     numbers: torch.Tensor
     seed: int
     images: "ImageOptions | None" = None
@@ -110,7 +146,7 @@ class Indexed(Samples):
         return len(self.numbers)
 
     @cached_property
-    def first(self) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def first(self) -> "tuple[Tree, Tree]":  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.sample(0, 0)
 
     @cached_property
@@ -119,7 +155,7 @@ class Indexed(Samples):
         assert self.images is not None, "images of Pillow need options"
         return self.images.view(self.augment)
 
-    def sample(self, epoch: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, epoch: int, index: int) -> "tuple[Tree, Tree]":
         with seeded("sample", seed=self.seed, epoch=epoch, index=index):
             inputs, target = self.read(self.number(index))
             return self.view(inputs) if isinstance(inputs, Image.Image) else inputs, target
@@ -162,11 +198,6 @@ class Dataset:
         """The sets that the model is evaluated with, by name: val, test or both."""
         return {name: found for name, found in self.sets.items() if name != "train"}
 
-    def example(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of zeros, with the shapes and dtypes of a local batch of training samples."""
-        found = [torch.zeros(samples, *shape, dtype=dtype) for shape, dtype in self.train.forms]
-        return found[0], found[1]
-
     def describe_sets(self) -> str:
         """Return the sizes of the sets, and how the validation set was chosen."""
         held_out = f" held out by {self.held_out}" if self.held_out else ""
@@ -175,11 +206,16 @@ class Dataset:
 
     def model_shape(self) -> dict[str, Any]:
         """Return the arguments of a model function that follow from the data: those of images, or those of tokens."""
-        (shape, dtype), (targets, _) = self.train.forms
-        found: dict[str, Any] = {"input_shape": list(shape)}
+        inputs, targets = self.train.example(1, "meta")
+        found: dict[str, Any] = {}
         if self.classes:
             found["num_classes"] = len(self.classes)
-        if self.classes and len(shape) == 1 and targets == shape and not dtype.is_floating_point:
+        if not isinstance(inputs, torch.Tensor):
+            return found  # a model of several inputs knows their shapes itself
+        shape = tuple(inputs.shape[1:])
+        found["input_shape"] = list(shape)
+        is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape  # one for each token
+        if self.classes and is_next and len(shape) == 1 and not inputs.is_floating_point():
             found |= {"vocabulary": len(self.classes), "context": shape[0]}
         return found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
 

@@ -38,9 +38,12 @@ class LabelRange:
     def __deepcopy__(self, memo: dict[int, Any]) -> "LabelRange":
         return self  # a copy of a task, for another device, gets the same labels
 
-    def measure(self, targets: torch.Tensor) -> tuple[int, int]:
-        """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they are no integers."""
-        if targets.dtype not in INTEGERS or not targets.numel():
+    def measure(self, targets: Any) -> tuple[int, int]:
+        """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they are no integers.
+
+        Labels are a tensor: targets that are a dict or tuple are none.
+        """
+        if not isinstance(targets, torch.Tensor) or targets.dtype not in INTEGERS or not targets.numel():
             return 0, 0
         low, high = (int(bound) for bound in targets.aminmax())
         if self.ignore is not None and low <= self.ignore <= high:
@@ -55,7 +58,7 @@ class LabelRange:
         self.low = min(self.low, low)
         self.high = max(self.high, high)
 
-    def add_from(self, targets: torch.Tensor) -> None:
+    def add_from(self, targets: Any) -> None:
         """Add the labels of a batch if they are in host memory."""
         if is_on_host(targets):
             self.add(*self.measure(targets))
@@ -86,6 +89,6 @@ class LabelRange:
         )
 
 
-def is_on_host(tensor: torch.Tensor) -> bool:
+def is_on_host(tensor: Any) -> bool:
     """Return whether values can be read at once: of no device, of no plan's fake tensors, and in no compilation."""
-    return tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+    return type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()

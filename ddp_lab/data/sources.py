@@ -11,8 +11,11 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.data.dataset import Dataset, Indexed, InMemory
+from ddp_lab.data.collated import Collated
+from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
 from ddp_lab.data.images import ImageOptions
+from ddp_lab.data.parts import PAIR, Place, as_tree, divide
+from ddp_lab.data.trees import Tree, leaves
 
 
 class Source(Protocol):
@@ -57,10 +60,8 @@ class Own:
         made = self.sets()
         found = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
         classes = [str(name) for name in found] if isinstance(found, Sequence) else []
-        sets = {
-            name: samples_of(dataset, self.name, self.seed, self.images, len(classes), augment=name == "train")
-            for name, dataset in made.items()
-        }
+        reading = Reading(self.name, self.seed, self.images, len(classes))
+        sets = {name: samples_of(dataset, reading, augment=name == "train") for name, dataset in made.items()}
         facts = repr((classes, {name: found.size for name, found in sets.items()}))  # to hash all samples would read them
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
@@ -86,74 +87,93 @@ class Own:
             raise ConfigError(f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}") from None
 
 
-def samples_of(
-    dataset: Any,
-    name: str,
-    seed: int,
-    images: ImageOptions | None = None,
-    classes: int = 0,
-    augment: bool = False,
-) -> InMemory | Indexed:
-    """Return the samples of a map-style dataset of (input, target), and check the first one.
+@dataclass(frozen=True)
+class Reading:
+    """How the samples of a map-style dataset are read.
 
-    Args:
-        dataset: has `__len__` and `__getitem__`; a torch TensorDataset of two tensors is used without a copy.
+    Attributes:
         name: begins messages.
         seed: of the run, which determines what the dataset draws at random.
         images: how Pillow's images are transformed; None: they are refused.
         classes: number of classes; 0: targets are not classes.
+        targets: place of the target in a sample, as in `parts.divide`.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are stacked.
+    """
+
+    name: str
+    seed: int
+    images: ImageOptions | None = None
+    classes: int = 0
+    targets: Place = PAIR
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples:
+    """Return the samples of a map-style dataset, and check the first one.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`; a torch TensorDataset is used without a copy.
+        reading: how it is read.
         augment: whether images get the random transforms of training.
 
     Raises:
-        ConfigError: it is not map-style, is empty, or its first sample is not a pair of tensors or numbers.
+        ConfigError: it is not map-style, is empty, or its first sample does not consist of inputs and a target.
     """
+    name, seed, images, classes = reading.name, reading.seed, reading.images, reading.classes
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
         raise ConfigError(f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-        inputs, targets = dataset.tensors
+    if reading.collate_fn is not None:
+        collated = Collated(dataset, reading.collate_fn, reading.targets, torch.arange(len(dataset)), seed, name)
+        _ = collated.first
+        return collated
+    if isinstance(dataset, TensorDataset):
+        inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0")
         require_no_transforms(inputs, name, images)
-        if classes and targets.dim() == 1 and not targets.is_floating_point():
+        if classes and isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point():
             wrong = ((targets < 0) | (targets >= classes)).nonzero().flatten().tolist()
             require_class(targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes)
         return InMemory(inputs, targets)
-    samples = Indexed(partial(read, dataset, name, images, classes), torch.arange(len(dataset)), seed, images, augment)
+    samples = Indexed(partial(read, dataset, reading), torch.arange(len(dataset)), seed, images, augment)
     _ = samples.first
     return samples
 
 
-def read(
-    dataset: Any, name: str, images: ImageOptions | None, classes: int, number: int
-) -> tuple[torch.Tensor | Image.Image, torch.Tensor]:
+def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Image, Tree]:
     """Return a sample of a map-style dataset. The arguments are as in `samples_of`.
 
     Raises:
-        ConfigError: it cannot be read, is not a pair of tensors or numbers, or its target is no class.
+        ConfigError: it cannot be read, does not consist of inputs and a target that are tensors or numbers, or its target is
+            no class.
     """
+    name, images, classes = reading.name, reading.images, reading.classes
     try:
         item = dataset[number]
     except MemoryError:
         raise
     except Exception as error:
         raise ConfigError(f"{name}: sample {number} cannot be read: {describe_error(error)}") from None
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        size = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
-        raise ConfigError(f"{name}: sample {number} must be (input, target), got {type(item).__name__}{size}")
-    inputs, target = item
+    inputs, target = divide(item, reading.targets, f"{name}: sample {number}")
     try:
         if not (images and isinstance(inputs, Image.Image)):
-            inputs = torch.as_tensor(inputs)
+            inputs = as_tree(inputs, f"{name}: sample {number}: inputs")
             require_no_transforms(inputs, name, images)
-        target = torch.as_tensor(target)
+        target = as_tree(target, f"{name}: sample {number}: targets")
     except (TypeError, ValueError, RuntimeError) as error:
-        kinds = " and ".join(type(each).__name__ for each in item)
+        kinds = " and ".join(type(each).__name__ for each in (item.values() if isinstance(item, Mapping) else item))
         also = ", or an image of Pillow as the input" if images else ""
         raise ConfigError(f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} ({error})") from None
-    if isinstance(inputs, Image.Image) and target.dim() > 1:
+    is_tensor = isinstance(target, torch.Tensor)
+    if isinstance(inputs, Image.Image) and not is_tensor:
+        raise ConfigError(
+            f"{name}: the targets of sample {number} are {type(target).__name__}, but would not be changed with its image of "
+            "Pillow. Return the image as a tensor"
+        )
+    if isinstance(inputs, Image.Image) and is_tensor and target.dim() > 1:
         raise ConfigError(
             f"{name}: the target of sample {number} is {list(target.shape)}, but would not be resized with its "
             "image of Pillow. Return both as tensors of one size"
         )
-    if classes and not target.dim() and not target.is_floating_point():
+    if classes and isinstance(target, torch.Tensor) and not target.dim() and not target.is_floating_point():
         require_class(target, name, number, classes)
     return inputs, target
 
@@ -167,10 +187,11 @@ def require_class(target: torch.Tensor, name: str, number: int, classes: int) ->
         )
 
 
-def require_no_transforms(inputs: torch.Tensor, name: str, images: ImageOptions | None) -> None:
+def require_no_transforms(inputs: Tree, name: str, images: ImageOptions | None) -> None:
     """Raise a ConfigError if inputs that are tensors should be augmented like images of Pillow."""
     if images and images.augments:
+        dtypes = ", ".join(str(tensor.dtype) for _, tensor in leaves(inputs))
         raise ConfigError(
             f"{name}: data.crop_scale, data.randaugment and data.erasing are for images of Pillow, but its inputs are "
-            f"tensors of {inputs.dtype}. Use null, null and 0, or return images of Pillow"
+            f"tensors of {dtypes}. Use null, null and 0, or return images of Pillow"
         )

@@ -1,15 +1,18 @@
 """Nested batches: a tree is a tensor, or a tuple or dict of trees, whose tensors all have one row for each sample.
 
-The only functions that walk over one. A tensor, which most batches are, costs no more than the call.
+The only functions that walk over one. A tensor, which most batches are, costs no more than the call. None is a tree without
+tensors: the targets of a loss that depends on the outputs alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from ddp_lab.config.errors import ConfigError
+
 T = TypeVar("T", bound="Tree")
-Tree = torch.Tensor | tuple["Tree", ...] | dict[str, "Tree"]
+Tree = torch.Tensor | tuple["Tree", ...] | dict[str, "Tree"] | None
 
 
 def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
@@ -19,17 +22,34 @@ def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
         result = function(tree)
     elif isinstance(tree, dict):
         result = {key: apply(function, part) for key, part in tree.items()}
+    elif tree is None:
+        result = None
     else:
         result = tuple(apply(function, part) for part in tree)
     return result
 
 
+def leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor with its name.
+
+    Args:
+        tree: of any form.
+        name: of the tree. That of a tensor in it is, for example, inputs["mask"] or inputs[0].
+    """
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif tree is not None:
+        parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, part in parts:
+            place = f'"{key}"' if isinstance(key, str) else key
+            yield from leaves(part, f"{name}[{place}]")
+
+
 def size(tree: Tree) -> int:
-    """Return the number of samples."""
+    """Return the number of samples; 0 if there is no tensor."""
     if isinstance(tree, torch.Tensor):
         return len(tree)
-    parts = list(tree.values()) if isinstance(tree, dict) else tree
-    return size(parts[0])
+    return next((len(tensor) for _, tensor in leaves(tree)), 0)
 
 
 def rows(tree: T, index: slice | torch.Tensor) -> T:
@@ -42,12 +62,32 @@ def chunk(tree: T, number: int) -> list[T]:
     parts: list[Any]
     if isinstance(tree, torch.Tensor):
         parts = list(tree.chunk(number))
-    elif isinstance(tree, dict):
-        divided = {key: chunk(part, number) for key, part in tree.items()}
-        parts = [dict(zip(divided, each, strict=True)) for each in zip(*divided.values(), strict=True)]
     else:
-        parts = list(zip(*(chunk(part, number) for part in tree), strict=True))
+        samples = size(tree)
+        step = -(-samples // number)
+        parts = [rows(tree, slice(first, first + step)) for first in range(0, samples, step)]
     return parts
+
+
+def stack(samples: Sequence[T], stack_tensors: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack) -> T:
+    """Return the batch of some samples.
+
+    Args:
+        samples: trees of the same form, without the batch dimension.
+        stack_tensors: returns the tensors of all samples at one place as one, [b, ...].
+    """
+    first: Any = samples[0]
+    several: Sequence[Any] = samples
+    result: Any
+    if isinstance(first, torch.Tensor):
+        result = stack_tensors([*several])
+    elif isinstance(first, dict):
+        result = {key: stack([sample[key] for sample in several], stack_tensors) for key in first}
+    elif first is None:
+        result = None
+    else:
+        result = tuple(stack([*parts], stack_tensors) for parts in zip(*several, strict=True))
+    return result
 
 
 def pad(tree: T, number: int) -> T:
@@ -60,6 +100,69 @@ def pad(tree: T, number: int) -> T:
     return apply(lambda tensor: tensor[torch.arange(number, device=tensor.device) % own], tree)
 
 
-def to(tree: T, device: torch.device) -> T:
+def to(tree: T, device: torch.device | str) -> T:
     """Return the samples on a device."""
     return apply(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+def number_of_bytes(tree: Tree) -> int:
+    """Return the memory of all tensors."""
+    return sum(tensor.nbytes for _, tensor in leaves(tree))
+
+
+def form_of(tree: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return what two batches of the same form have in common: names of the tensors, shapes of samples, and dtypes."""
+    return [(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in leaves(tree)]
+
+
+def require_one_size(what: str, **trees: Tree) -> int:
+    """Return the number of samples, which all tensors must have.
+
+    Args:
+        what: begins the message.
+        trees: by name, of which at least one has a tensor.
+
+    Raises:
+        ConfigError: two tensors have different first dimensions, or one has none.
+    """
+    sizes: dict[str, int] = {}
+    for name, tree in trees.items():
+        for place, tensor in leaves(tree, name):
+            if not tensor.dim():
+                raise ConfigError(f"{what}: {place} has no dimension, but must be [b, ...], with a row for each sample")
+            sizes[place] = len(tensor)
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{place} has {number}" for place, number in sizes.items())
+        raise ConfigError(
+            f"{what}: all parts of a batch must have the same number of samples, but {found}. Let each be [b, ...], "
+            "with a row for each sample"
+        )
+    return next(iter(sizes.values()), 0)
+
+
+def require_tensors(what: str, tree: Any) -> None:
+    """Check that a batch consists of tensors.
+
+    Args:
+        what: begins the message: what it is.
+        tree: what a user has passed.
+
+    Raises:
+        ConfigError: it contains something else, such as text or an array.
+    """
+    if isinstance(tree, torch.Tensor) or tree is None:
+        return
+    if not isinstance(tree, (tuple, dict)):
+        hint = advice_on(tree)
+        raise ConfigError(f"{what}: must be a tensor, or a tuple or dict of tensors, got {type(tree).__name__}. {hint}")
+    parts: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, part in parts:
+        place = f'"{key}"' if isinstance(key, str) else key
+        require_tensors(f"{what}[{place}]", part)
+
+
+def advice_on(value: object) -> str:
+    """Return what to do about a value that is no tensor."""
+    if isinstance(value, (str, bytes)) or (isinstance(value, list) and value and isinstance(value[0], (str, bytes))):
+        return "Text must become numbers, for example those of tokens or of a class, in the dataset or in collate_fn"
+    return "Use torch.as_tensor"

@@ -15,16 +15,18 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.batch import LoaderOptions
+from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Samples
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.data.loader import Loader
+from ddp_lab.data.trees import Tree, apply, leaves, stack, to
 from ddp_lab.data.worker_process import Flag, begin_worker
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
 EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
 CLOSED = "batches: their Lab is closed; read them within its `with` block"
-Sample = tuple[torch.Tensor, torch.Tensor]
-RawBatch = tuple[torch.Tensor, torch.Tensor, tuple[int, int]]  # inputs, targets, and the range of the labels
+Sample = tuple[Tree, Tree]
+RawBatch = tuple[Tree, Tree, tuple[int, int]]  # inputs, targets, and the range of the labels
 
 
 class Batches(TorchDataset[Sample]):
@@ -34,12 +36,20 @@ class Batches(TorchDataset[Sample]):
         self.data = data
 
     def __getitems__(self, batch: tuple[int, Any]) -> list[Sample]:
-        """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader."""
+        """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader.
+
+        A batch that a function of the user makes is returned as one sample.
+        """
         epoch, indices = batch
+        if isinstance(self.data, Collated):
+            try:
+                return [self.data.batch(epoch, indices.tolist())]
+            except ConfigError as error:
+                raise SampleError(str(error)) from None
         samples = [self._sample(epoch, index) for index in indices.tolist()]
         require_equal_shapes(samples, [self.data.number(index) for index in indices.tolist()])
         if self.data.is_image:
-            return [(inputs.permute(1, 2, 0), target) for inputs, target in samples]
+            return [(apply(lambda image: image.permute(1, 2, 0), inputs), target) for inputs, target in samples]
         return samples
 
     def _sample(self, epoch: int, index: int) -> Sample:
@@ -57,22 +67,35 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
         numbers: their numbers in the dataset.
 
     Raises:
-        SampleError: their inputs, or their targets, have different shapes.
+        SampleError: their inputs, or their targets, have different shapes or other parts.
     """
     for place, what in enumerate(("inputs", "targets")):
-        shapes = [tuple(sample[place].shape) for sample in samples]
-        other = next((at for at, shape in enumerate(shapes) if shape != shapes[0]), None)
+        forms = [{name: list(tensor.shape) for name, tensor in leaves(sample[place], what)} for sample in samples]
+        other = next((at for at, form in enumerate(forms) if form != forms[0]), None)
+        if other is not None and forms[0].keys() != forms[other].keys():
+            raise SampleError(
+                f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but their {what} are "
+                f"{', '.join(forms[0]) or None} and {', '.join(forms[other]) or None}. Return the same parts for all samples"
+            )
         if other is not None:
+            name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
+            ways = "" if isinstance(samples[0][place], torch.Tensor) else ", or pad them in collate_fn"
             raise SampleError(
                 f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
-                f"their {what} have the shapes {list(shapes[0])} and {list(shapes[other])}. Pad them "
-                "to one shape in the dataset, and let the loss ignore the padding, or cut them to one"
+                f"their {name} have the shapes {forms[0][name]} and {forms[other][name]}. Pad them "
+                f"to one shape in the dataset, and let the loss ignore the padding, or cut them to one{ways}"
             )
 
 
-def collate(labels: LabelRange | None, samples: list[Sample]) -> RawBatch:
-    """Return the batch of some samples, with the range of its labels, which costs the worker less than the rank."""
-    inputs, targets = default_collate(samples)
+def collate(labels: LabelRange | None, is_batch: bool, samples: list[Sample]) -> RawBatch:
+    """Return the batch of some samples, with the range of its labels, which costs the worker less than the rank.
+
+    Args:
+        labels: measures the targets; None: nobody needs it.
+        is_batch: whether the only sample is a batch.
+        samples: from `Batches`.
+    """
+    inputs, targets = samples[0] if is_batch else stack(samples, default_collate)
     return inputs, targets, labels.measure(targets) if labels else (0, 0)
 
 
@@ -99,7 +122,7 @@ class WorkerLoader(Loader):
             batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
-            collate_fn=partial(collate, options.labels),
+            collate_fn=partial(collate, options.labels, isinstance(data, Collated)),
             worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
@@ -122,7 +145,8 @@ class WorkerLoader(Loader):
             return 0
         batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
         size = min(self.local_batch_size, self.samples)
-        pages = sum(math.ceil(size * each.nbytes / mmap.PAGESIZE) for each in self.data.first)
+        parts = leaves(self.data.first)
+        pages = sum(math.ceil(size * tensor.nbytes / mmap.PAGESIZE) for _, tensor in parts)
         return batches * pages * mmap.PAGESIZE + QUEUES
 
     def _start(self, order: torch.Tensor) -> None:
@@ -132,7 +156,7 @@ class WorkerLoader(Loader):
         self._batches[:] = [(self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)]
         self._stream = iter(self.loader)
 
-    def _read(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:
         if self._stream is None:
             raise ConfigError(CLOSED)
         try:
@@ -148,7 +172,9 @@ class WorkerLoader(Loader):
             raise
         if self.options.labels is not None:
             self.options.labels.add(*found)
-        inputs = inputs.to(self.device, non_blocking=True)
-        if self.data.is_image:  # not contiguous(), which leaves images of one channel with the strides of channels_last
-            inputs = inputs.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        return inputs, targets.to(self.device, non_blocking=True)
+        inputs = to(inputs, self.device)
+        if self._is_image and not isinstance(
+            self.data, Collated
+        ):  # not contiguous(), which leaves images of one channel with the strides of channels_last
+            inputs = apply(lambda images: images.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format), inputs)
+        return inputs, to(targets, self.device)

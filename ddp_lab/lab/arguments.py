@@ -12,7 +12,8 @@ from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
-from ddp_lab.data.dataset import InMemory
+from ddp_lab.data.trees import Tree, apply, leaves
+from ddp_lab.lab.example import Example
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lazy import lazy_layers, materialise
 from ddp_lab.models.make import as_chain, require_chain
@@ -111,64 +112,56 @@ def as_task(loss: LossFunction | Task) -> Task:
     return loss if isinstance(loss, Task) else Task(loss)
 
 
-def in_blocks(model: nn.Module, strategy: Strategy, example: Any) -> nn.Module:
-    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the shape of a sample.
+def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> nn.Module:
+    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the form of its inputs.
 
     Args:
         model: of the user.
         strategy: before `partition`.
-        example: a sample, or its input; None: there is none.
+        example: of a sample; None: there is none.
 
     Raises:
         ConfigError: the strategy cannot cut the model, or needs an example for it.
     """
     give_own_memory(model, "the model")
-    found: Any = example[0] if isinstance(example, (tuple, list)) else example
-    if found is not None:
-        if not isinstance(found, torch.Tensor):
-            raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(found).__name__}")
-        strategy.input_shape, strategy.input_dtype = form_of(found)
-    elif isinstance(model, Chain):
-        strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
-    give_shapes(model, found)
+    form = None if example is None else example.form
+    if example is None and isinstance(model, Chain):
+        form = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
+    strategy.example = form
+    give_shapes(model, example)
     if not strategy.needs_chain or isinstance(model, Chain):
         return model
-    chain = as_chain(model, strategy.input_shape or ())
+    if form is not None:
+        strategy.require_inputs(form)
+    chain = as_chain(model, tuple(form.shape[1:]) if isinstance(form, torch.Tensor) else ())
     require_chain(chain, strategy.name, "the model")
-    if found is None:
+    if not isinstance(form, torch.Tensor):
         raise ConfigError(
             f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs a sample for them: "
             "lab.trainer(..., example=dataset[0])"
         )
     assert isinstance(chain, Chain)
-    chain.input_dtype = strategy.input_dtype
+    chain.input_dtype = form.dtype
     return chain
 
 
-def form_of(sample: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and the dtype that an input has in a batch, where uint8 images are floats."""
-    (form, _) = InMemory(sample.unsqueeze(0), sample.unsqueeze(0)).forms
-    return form
-
-
-def give_shapes(model: nn.Module, sample: torch.Tensor | None) -> None:
+def give_shapes(model: nn.Module, example: Example | None) -> None:
     """Give lazy layers their parameters, by a forward pass of a sample.
 
     Args:
         model: of the user.
-        sample: the input of a sample; None: there is none.
+        example: of a sample; None: there is none.
 
     Raises:
         ConfigError: there are lazy layers and no sample, or the model cannot process it.
     """
-    if (lazy := lazy_layers(model)) and sample is None:
+    if (lazy := lazy_layers(model)) and example is None:
         raise ConfigError(
             f"the model: {lazy[0]} is a lazy layer, which has no shape before its first forward pass. Pass a sample for it: "
             "lab.trainer(..., example=dataset[0])"
         )
-    if sample is not None:
-        shape, dtype = form_of(sample)
-        materialise(model, torch.zeros(2, *shape, dtype=dtype), "the model")
+    if example is not None:
+        materialise(model, apply(torch.zeros_like, example.inputs), "the model")
 
 
 def require_same(model: nn.Module, runtime: Runtime) -> None:
@@ -197,7 +190,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj()) * torch.tensor([1.0, 2.0], device=tensor.device)
 
 
-def require_same_form(inputs: torch.Tensor, strategy: Strategy) -> None:
+def require_same_form(inputs: Tree, strategy: Strategy) -> None:
     """Check that ranks which share a model predict inputs of the same shape and dtype. Collective.
 
     Otherwise they would send and wait for activations of different shapes. It takes about a millisecond.
@@ -212,17 +205,21 @@ def require_same_form(inputs: torch.Tensor, strategy: Strategy) -> None:
     runtime = strategy.runtime
     if strategy.dp_size == runtime.world_size:
         return
-    own = [strategy.dp_rank, list(inputs.shape), str(inputs.dtype).removeprefix("torch.")]
+    parts: list[str] = []
+    for name, tensor in leaves(inputs):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        parts.append(f"{name} {list(tensor.shape)} ({dtype})".lstrip())
+    own = [strategy.dp_rank, ", ".join(parts)]
 
     def compare(found: list[list[Any]]) -> None:
         first: dict[int, int] = {}  # rank of each replica
-        for rank, (replica, shape, dtype) in enumerate(found):
+        for rank, (replica, form) in enumerate(found):
             other = first.setdefault(replica, rank)
             if found[other] != found[rank]:
-                _, expected, expected_dtype = found[other]
+                _, expected = found[other]
                 raise ConfigError(
-                    f"predict: rank {rank} got inputs of {shape} ({dtype}), but rank {other}, which shares a model with it, "
-                    f"got {expected} ({expected_dtype}). Call it with the same inputs on both"
+                    f"predict: rank {rank} got inputs of {form}, but rank {other}, which shares a model with it, "
+                    f"got {expected}. Call it with the same inputs on both"
                 )
 
     runtime.conclude("inputs", own, compare)

@@ -26,6 +26,7 @@ from ddp_lab.lab.arguments import (
     require_same,
 )
 from ddp_lab.lab.calls import Calls
+from ddp_lab.lab.example import Parts, find_example
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
@@ -184,22 +185,27 @@ class Lab:
         ema_warmup: bool = True,
         num_workers: int = 0,
         loss_over_batch: bool = False,
+        targets: str | int | None = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it. Collective.
 
         Args:
             model: model that was constructed within the Lab, so that it is the same on every rank.
-                It returns one tensor, [b, ...]. The strategy may change it.
-            loss: a task; or a function of (outputs, targets), both [b, ...], which returns
-                unreduced losses of any shape [b, ...], or (losses, weights) of one shape. The loss
-                of a step is sum(losses * weights) / sum(weights) over the GLOBAL batch.
+                Inputs that are a tuple are its arguments, those that are a dict its keywords. The
+                strategy may change it.
+            loss: a task; or a function of (outputs, targets), which returns unreduced losses of any
+                shape [b, ...], or (losses, weights) of one shape. The loss of a step is
+                sum(losses * weights) / sum(weights) over the GLOBAL batch. A function gets outputs
+                as the model returns them; a task of ddp_lab takes one tensor, [b, ...], or the part
+                `logits` of other outputs.
             optimizer: function of parameters that returns their optimizer, for example
                 partial(torch.optim.AdamW, lr=1e-3).
             batch_size: number of samples in the GLOBAL batch; divisible by the number of replicas.
             accumulate: number of gradient-accumulation steps, in which each local batch is
                 computed.
             max_grad_norm: largest L2 norm of the complete model's gradient; None: no clipping.
-            example: a sample, (input, target), without the batch dimension. Model and loss are
+            example: a sample of the dataset, without the batch dimension. Model and loss are
                 tried with it before anything starts, and parameters that the model does not use
                 are frozen. Strategies that cut a model into blocks need a sample or its input.
                 With a sample DDP on more than two ranks also resumes to the last bit.
@@ -215,6 +221,11 @@ class Lab:
                 contrastive loss, may be computed over each local batch or micro-batch. False: such
                 a loss is refused where the batch is divided, now if `example` is a complete
                 sample, else in the first step.
+            targets: which part of a sample is the target: an index of a tuple or a key of a dict.
+                None: the loss depends on the outputs alone. The other parts are the inputs.
+            collate_fn: function of a list of samples that returns their batch, for example padded
+                to the longest one: tensors [b, ...] in the form of a sample. None: the samples are
+                stacked.
 
         Returns:
             The trainer. It is closed when the `with` block of the Lab ends.
@@ -236,8 +247,10 @@ class Lab:
                 f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
                 f"share it; use {multiples(batch_size, strategy.replicas)}"
             )
-        model, task = in_blocks(model, strategy, example), as_task(loss)
-        for note in try_model(model, task, example, strategy):
+        parts = Parts(targets, collate_fn)
+        tried = find_example(example, parts)
+        model, task = in_blocks(model, strategy, tried), as_task(loss)
+        for note in try_model(model, task, tried, strategy):
             self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
@@ -245,13 +258,14 @@ class Lab:
             self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
-        if note := check_lab_loss(division, model, task, example, loss_over_batch):
+        complete = (tried.inputs, tried.targets) if tried is not None and tried.is_complete else None
+        if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = LoopOptions(shapes, self._log, self._calls, num_workers)
+        options = LoopOptions(shapes, self._log, self._calls, num_workers, parts)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -10,8 +10,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch, LoaderOptions
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.data.sources import samples_of
-from ddp_lab.data.trees import pad, rows
+from ddp_lab.data.sources import Reading, samples_of
+from ddp_lab.data.trees import Tree, form_of, number_of_bytes, pad, require_one_size, require_tensors, rows, size, to
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.performance import DATA_SHARE
@@ -31,6 +31,7 @@ class Handed:
         real: samples of this rank.
         size: the same with padding, which is equal on all ranks.
         count: samples over all ranks.
+        spare: inputs and targets of one sample, with which a rank is padded that has none.
     """
 
     order: int
@@ -38,6 +39,7 @@ class Handed:
     real: int
     size: int
     count: int
+    spare: tuple[Tree, Tree]
 
 
 @dataclass(frozen=True)
@@ -61,37 +63,38 @@ class LocalBatches:
     Args:
         strategy: knows which samples this rank reads.
         batch_size: samples in the global batch.
-        seed: of the order of the samples.
+        reading: how the samples of a dataset are read. Its seed is also that of their order.
         num_workers: processes that read a dataset which is not in memory.
 
     Attributes:
         handed: the batch that the loop has now; None outside of `iterate`.
     """
 
-    def __init__(self, strategy: Strategy, batch_size: int, seed: int, num_workers: int):
-        self.strategy, self.batch_size, self.seed, self.num_workers = strategy, batch_size, seed, num_workers
+    def __init__(self, strategy: Strategy, batch_size: int, reading: Reading, num_workers: int):
+        self.strategy, self.batch_size, self.num_workers = strategy, batch_size, num_workers
+        self.reading, self.seed = reading, reading.seed
         self.handed: Handed | None = None
         self._kept: dict[int, Kept] = {}  # by the id of the dataset, the most recently used one last
         self._iterated: list[Loader] = []  # of the loops that have not ended
 
     def loader(self, dataset: Any, purpose: Purpose) -> Loader:
-        """Return the loader of a map-style dataset of (input, target), the same one for the same dataset and purpose.
+        """Return the loader of a map-style dataset, the same one for the same dataset and purpose.
 
         Args:
             dataset: of the user.
             purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a loop.
 
         Raises:
-            ConfigError: it is not map-style, is empty, or its first sample is not a pair.
+            ConfigError: it is not map-style, is empty, or its first sample has not the parts that `reading` names.
         """
         kept = self._kept.pop(id(dataset), None)
         if kept is None:
-            kept = Kept(dataset, self._place(samples_of(dataset, "the dataset", self.seed)), {})
+            kept = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
             self._make_room()
         self._kept[id(dataset)] = kept
         if purpose not in kept.loaders:
             samples = kept.samples
-            is_here = isinstance(samples, InMemory) and samples.inputs.device == self.strategy.device
+            is_here = isinstance(samples, InMemory) and samples.device == self.strategy.device
             make = DeviceLoader if is_here else WorkerLoader
             kept.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
         return kept.loaders[purpose]
@@ -113,10 +116,10 @@ class LocalBatches:
         device, runtime = self.strategy.device, self.strategy.runtime
         if not isinstance(samples, InMemory):
             return samples
-        size = samples.inputs.nbytes + samples.targets.nbytes
-        if device.type == "cuda" and size > DATA_SHARE * runtime.free_memory():
+        parts = samples.inputs, samples.targets
+        if device.type == "cuda" and number_of_bytes(parts) > DATA_SHARE * runtime.free_memory():
             return samples
-        return InMemory(samples.inputs.to(device), samples.targets.to(device))
+        return InMemory(*to(parts, device))
 
     def _options(self, shuffle: bool) -> LoaderOptions:
         strategy = self.strategy
@@ -133,7 +136,7 @@ class LocalBatches:
             labels=strategy.task.labels,
         )
 
-    def iterate(self, loader: Loader, order: int, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def iterate(self, loader: Loader, order: int, samples: int) -> Iterator[tuple[Any, Any]]:
         """Yield the batches of an epoch without padding.
 
         Args:
@@ -147,13 +150,13 @@ class LocalBatches:
             for inputs, targets, count in loader:
                 samples += count
                 real = self.strategy.real_samples(count)
-                self.handed = Handed(order, samples, real, len(inputs), count)
+                self.handed = Handed(order, samples, real, size(inputs), count, rows((inputs, targets), slice(1)))
                 yield rows(inputs, slice(real)), rows(targets, slice(real))
         finally:
             self.handed = None
             self._iterated.remove(loader)
 
-    def padded(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Batch, Handed | None]:
+    def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
         """Return a local batch with padding, so that it has the same size on every rank, and which batch of `iterate` it is.
 
         Args:
@@ -162,18 +165,47 @@ class LocalBatches:
         Raises:
             ConfigError: it has another number of samples.
         """
-        if len(inputs) != len(targets):
-            raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
+        samples = self._samples_in(inputs, targets)
         handed, full = self.handed, self.batch_size // self.strategy.dp_size
-        if handed and len(inputs) == handed.real:
+        if handed and samples == handed.real:
+            if not samples and not isinstance(inputs, torch.Tensor):
+                inputs, targets = self._in_place_of_none(inputs, targets, handed.spare)
             return Batch(pad(inputs, handed.size), pad(targets, handed.size), handed.count), handed
-        if len(inputs) != full:
+        if samples != full:
             expected = f"{handed.real}, as the last one from `batches`, or {full}" if handed and handed.real != full else full
             raise ConfigError(
-                f"step: got {len(inputs)} samples on rank {self.strategy.runtime.rank}, expected {expected}: batch_size="
+                f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected {expected}: batch_size="
                 f"{self.batch_size} is that of all ranks, and is divided among {self.strategy.dp_size} replicas"
             )
         return Batch(inputs, targets, self.batch_size), None
+
+    def _samples_in(self, inputs: Any, targets: Any) -> int:
+        """Return the number of samples of a batch that the loop passes.
+
+        Raises:
+            ConfigError: it does not consist of tensors with as many rows.
+        """
+        if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
+            if len(inputs) != len(targets):
+                raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
+            return len(inputs)
+        require_tensors("step: inputs", inputs)
+        require_tensors("step: targets", targets)
+        if inputs is None:
+            raise ConfigError("step: got no inputs; pass a tensor, or a tuple or dict of tensors, [b, ...]")
+        return require_one_size("step", inputs=inputs, targets=targets)
+
+    def _in_place_of_none(self, inputs: Tree, targets: Tree, spare: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Return one sample with which a rank is padded that has none.
+
+        Zeros may be no sample, such as a mask of nothing, of which a model may make NaN.
+
+        Args:
+            inputs, targets: the batch without a sample.
+            spare: the sample, unless the loop has changed the form of the batch.
+        """
+        batch = inputs, targets
+        return spare if form_of(batch) == form_of(spare) else batch
 
 
 def close_all(kept: Kept) -> None:

@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd  # pyright: ignore[reportPrivateUsage]
 from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, advice, describe_error, place_of
 from ddp_lab.models.boundaries import Form
+from ddp_lab.models.calls import describe_arguments
 from ddp_lab.strategies.base import Strategy
 
 TORCH = Path(torch.__file__).parent
@@ -100,6 +101,8 @@ def quiet() -> Generator[None]:
 def describe_mistake(error: BaseException, strategy: Strategy) -> str | None:
     """Return the message about inputs that the model does not support; None if the error has another reason."""
     cause: BaseException | None = error
+    if problem := describe_arguments(error, strategy.module):
+        return f"the model: {problem}"
     while cause is not None:  # a pipeline raises another error for that of a stage
         call = call_of(cause, strategy)
         if call is not None and is_of_torch(cause):

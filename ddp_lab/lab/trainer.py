@@ -16,13 +16,15 @@ from ddp_lab.checkpoints.state import Shapes, State, collect
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
-from ddp_lab.data.trees import pad
+from ddp_lab.data.sources import Reading
+from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
 from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.calls import Calls, CountedSteps
+from ddp_lab.lab.example import Parts
 from ddp_lab.lab.local_batches import LocalBatches
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.model_mistakes import mistakes_reported
-from ddp_lab.models.outputs import require_samples
+from ddp_lab.models.outputs import map_outputs, require_samples
 from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.parameter_hooks import LateHooks
@@ -48,12 +50,14 @@ class LoopOptions:
         logger: the logger of the Lab.
         calls: of this rank.
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+        parts: how samples become batches.
     """
 
     shapes: Shapes
     logger: LabLogger
     calls: Calls
-    num_workers: int = 0
+    num_workers: int
+    parts: Parts
 
 
 class Trainer(training.Trainer):
@@ -89,7 +93,9 @@ class Trainer(training.Trainer):
         self.position = Progress(first_order=0)
         self.logger = options.logger
         self._calls = options.calls
-        self._batches = LocalBatches(strategy, recipe.batch_size, self.seed, options.num_workers)
+        parts = options.parts
+        reading = Reading("the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn)
+        self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
         self._late_hooks = LateHooks(strategy)
@@ -112,7 +118,7 @@ class Trainer(training.Trainer):
         """End the processes that read datasets. A Lab calls it when its `with` block is left."""
         self._batches.close()
 
-    def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self, dataset: Any, epoch: int, shuffle: bool = True) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of every global batch of an epoch, on its device.
 
         The global batches are the same for any number of ranks. Of the last one, which may be
@@ -122,17 +128,19 @@ class Trainer(training.Trainer):
         Args:
             dataset: map-style dataset of (input, target): tensors of any shape and dtype, without
                 the batch dimension. uint8 images, [channels, height, width], become floats in
-                [0, 1].
+                [0, 1]. Either may be a tuple or dict of tensors. With `targets` or `collate_fn` of
+                the trainer samples have another form.
             epoch: number of the epoch, from 0. It determines the order of the samples, and what
                 the dataset draws at random.
             shuffle: whether every epoch has a random order.
 
         Yields:
             Inputs and targets of the local batch, [b, ...], where b is batch_size / replicas
-                except in the last batch.
+                except in the last batch: tensors, or tuples or dicts of them. Targets are None with
+                `targets=None`.
 
         Raises:
-            ConfigError: the dataset has no length, is empty, or its samples are no pairs.
+            ConfigError: the dataset has no length, is empty, or its samples have no such parts.
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         order = epoch + self._first_order(0)
@@ -144,13 +152,15 @@ class Trainer(training.Trainer):
         if self.position.order == order and self.position.samples == loader.data.size:
             self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
 
         Args:
             inputs: this rank's part of a batch from `batches`, [b, ...]; or of another batch of
-                batch_size samples, of which it has batch_size / replicas.
-            targets: targets of the same samples, [b, ...].
+                batch_size samples, of which it has batch_size / replicas. A tuple of tensors is
+                passed as `model(*inputs)`, a dict as `model(**inputs)`.
+            targets: targets of the same samples, [b, ...], or a tuple or dict of such tensors; None
+                for a loss of the outputs alone.
 
         Returns:
             The mean loss over the GLOBAL batch before the step, [], the same on every rank, on its
@@ -158,7 +168,7 @@ class Trainer(training.Trainer):
                 all its targets are ignored.
 
         Raises:
-            ConfigError: the local batch has another size; or, in the first step, the loss is not a
+            ConfigError: the local batch has another size, or parts of different sizes; or, in the first step, the loss is not a
                 sum over samples and the batch is divided (`loss_over_batch`).
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the targets of this rank are not what the task needs.
@@ -284,31 +294,36 @@ class Trainer(training.Trainer):
         self._notes.check({"": found})
         return found.values
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Any) -> Any:
         """Return the outputs of the model in evaluation mode, without gradients.
 
         Args:
-            inputs: inputs of this rank, [b, ...], on any device. Each rank may have another
+            inputs: inputs of this rank, [b, ...], or a tuple or dict of such tensors, on any device. Each rank may have another
                 number of them, but ranks that share a model (pipeline, tp) need the same inputs.
 
         Returns:
-            The outputs, [b, ...], on this rank's device.
+            The outputs as the model returns them, [b, ...], on this rank's device.
 
         Raises:
             ConfigError: ranks that share a model got inputs of different shapes, or the model does
                 not support them.
         """
-        inputs = inputs.to(self.strategy.device)
+        require_tensors("predict: inputs", inputs)
+        samples = require_one_size("predict", inputs=inputs)
+        self.strategy.require_inputs(inputs)
+        inputs = to(inputs, self.strategy.device)
         self._training = None
         if communicates(self.strategy):
             self._calls.begin("called predict")
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
-            given = pad(inputs, max(1, len(inputs)))
-            outputs = self.strategy.predict(given)
-        require_samples(outputs.shape, len(given))
-        return outputs[: len(inputs)]
+            given = max(1, samples)
+            outputs = self.strategy.predict(pad(inputs, given))
+        if not isinstance(outputs, torch.Tensor):
+            return outputs if samples else map_outputs(lambda tensor: tensor[:0], outputs)
+        require_samples(outputs.shape, given)
+        return outputs[:samples]
 
     def save(self, path: str | Path) -> None:
         """Write the weights of the complete model as safetensors, for use without ddp_lab.

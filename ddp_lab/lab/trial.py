@@ -6,13 +6,15 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
-from ddp_lab.data.dataset import InMemory
+from ddp_lab.lab.example import Example
+from ddp_lab.models.outputs import tensors_of
 from ddp_lab.models.trial import LossError, Trial, freeze_unused, random_like
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import Task, in_float32
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
 
-def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) -> list[str]:
+def try_model(model: nn.Module, task: Task, example: Example | None, strategy: Strategy) -> list[str]:
     """Freeze the parameters that training never uses, as train.py does. Collective.
 
     Without a target no loss can be computed, so nothing is tried.
@@ -21,7 +23,7 @@ def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) ->
         model: the complete model, on the CPU or on a device, where it stays. Only `requires_grad`
             of what is frozen changes.
         task: with the loss.
-        example: a sample, (input, target); or its input; or None.
+        example: of a sample; None: there is none.
         strategy: before `partition`.
 
     Returns:
@@ -31,11 +33,11 @@ def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) ->
         ConfigError: model or loss fail for the sample, or the ranks would freeze different
             parameters; on all ranks.
     """
-    if not (isinstance(example, (tuple, list)) and len(example) == 2):
+    if example is None or not example.is_complete:
         return []
     runtime = strategy.runtime
     freezes = not strategy.may_leave_unused
-    trial = make_trial(example[0], example[1], task.to(runtime.device), freezes)
+    trial = make_trial(example, task.to(runtime.device), freezes)
     problem, notes = "", list[str]()
     try:
         strategy.idle, notes = freeze_unused(model, trial, runtime, "the model")
@@ -46,42 +48,39 @@ def try_model(model: nn.Module, task: Task, example: Any, strategy: Strategy) ->
     return notes
 
 
-def make_trial(inputs: torch.Tensor, target: Any, task: Task, freezes: bool) -> Trial:
+def make_trial(example: Example, task: Task, freezes: bool) -> Trial:
     """Return what the model is tried with: a sample, twice; inputs that have a fraction are random.
 
     Args:
-        inputs: of a sample.
-        target: of the sample, a tensor or a number.
+        example: a complete one.
         task: on the device.
         freezes: as in `Trial`.
-
-    Raises:
-        ConfigError: the target is neither a tensor nor a number.
     """
-    try:
-        samples = InMemory(inputs[None], torch.as_tensor(target)[None])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"example: the target of a sample must be a tensor or a number, got {type(target).__name__} ({error})"
-        ) from None
-    pair: list[torch.Tensor] = []
-    for tensor, (shape, dtype) in zip((samples.inputs, samples.targets), samples.forms, strict=True):
-        pair.append(tensor.expand(2, *shape).to("cpu", dtype).contiguous())
 
-    def check(outputs: torch.Tensor) -> None:
-        targets = pair[1].to(outputs.device)
+    def check(outputs: Any) -> torch.Tensor:
+        taken = outputs_for(task, outputs, "it")
+        targets = targets_for(task, example.targets, device_of(taken))
         try:
-            task.loss_sum(in_float32(outputs), targets)
+            loss, _ = task.loss_sum(taken, targets)
         except TrainingError as error:  # its message says what is wrong
             raise ConfigError(str(error)) from None
         except Exception as error:
             raise LossError(
-                f"loss: failed for outputs of {list(outputs.shape)} and targets of "
-                f"{list(targets.shape)}, {targets.dtype}, which are two copies of the example: "
+                f"loss: failed for outputs of {describe_parts(taken)} and targets of "
+                f"{describe_parts(targets, with_dtype=True)}, which are two copies of the example: "
                 f"{describe_error(error)}. Correct the loss, or the last layer of the model"
             ) from None
+        return loss
 
-    return Trial(random_like(pair[0]), check, of_all=True, freezes=freezes)
+    return Trial(random_like(example.inputs), check, of_all=True, freezes=freezes)
+
+
+def describe_parts(values: Any, with_dtype: bool = False) -> str:
+    """Return the shapes of outputs or targets, for a message."""
+    if isinstance(values, torch.Tensor):
+        return f"{list(values.shape)}, {values.dtype}" if with_dtype else str(list(values.shape))
+    shapes = [str(list(tensor.shape)) for tensor in tensors_of(values)]
+    return f"{type(values).__name__} ({', '.join(shapes)})"
 
 
 def require_same_trial(found: list[list[Any]]) -> None:

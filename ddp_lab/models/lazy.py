@@ -12,6 +12,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.data.trees import Tree, leaves, to
+from ddp_lab.models.calls import call, describe_shapes
 
 
 def lazy_layers(model: nn.Module) -> list[str]:
@@ -26,7 +28,7 @@ def is_waiting(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, inputs: torch.Tensor, key: str) -> None:
+def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
     """Give the lazy layers of a model their parameters, in place, by a forward pass of samples in evaluation mode.
 
     Dropout then draws nothing, and statistics stay as they are. A second pass, in training mode, finds the layers that are only
@@ -44,21 +46,21 @@ def materialise(model: nn.Module, inputs: torch.Tensor, key: str) -> None:
     if not lazy:
         return
     modes = [(module, module.training) for module in model.modules()]
-    inputs = inputs.to(next(chain(model.parameters(), model.buffers())).device)
+    inputs = to(inputs, next(chain(model.parameters(), model.buffers())).device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not is_lazy(buffer)]
     try:
-        model.eval()(inputs)
+        call(model.eval(), inputs)
         if lazy_layers(model):
             model.train()
             for layer in model.modules():
                 layer.training = layer.training and not isinstance(layer, _NormBase)
-            model(inputs)
+            call(model, inputs)
     except Exception as error:
         on_meta = " on the meta device, which has no values, as model.init=by_block needs (use model.init=default)"
-        where = on_meta if inputs.is_meta else ""
+        where = on_meta if any(tensor.is_meta for _, tensor in leaves(inputs)) else ""
         raise ConfigError(
-            f"{key}: the first forward pass, which gives the lazy layer {lazy[0]} its shape, failed{where} for inputs of shape "
-            f"{list(inputs.shape[1:])}: {describe_error(error)}. Correct the model, or use layers that are not lazy"
+            f"{key}: the first forward pass, which gives the lazy layer {lazy[0]} its shape, failed{where} for "
+            f"{describe_shapes(inputs)}: {describe_error(error)}. Correct the model, or use layers that are not lazy"
         ) from None
     finally:
         for module, mode in modes:

@@ -13,6 +13,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
+    from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import InitialWeights, Weights
     from ddp_lab.models.trial import Trial
 
@@ -99,8 +100,9 @@ def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | Non
 
         unused, found = freeze_unused(model, trial, runtime, spec.key)
         notes += found
-    if trial is not None and isinstance(model, Chain) and not trial.inputs.is_floating_point():
-        model.input_dtype = trial.inputs.dtype
+    given = None if trial is None else trial.inputs
+    if isinstance(model, Chain) and isinstance(given, torch.Tensor) and not given.is_floating_point():
+        model.input_dtype = given.dtype
     return BuiltModel(model, initial_weights, notes, unused)
 
 
@@ -125,7 +127,7 @@ def load_weights(
     return notes
 
 
-def build_model(spec: ModelSpec, inputs: torch.Tensor | None = None) -> nn.Module:
+def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
     """Construct a model. Its lazy layers get their parameters.
 
     A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.

@@ -1,6 +1,9 @@
-"""What a model returns: a tensor. Models of other libraries often return a dict, an object or a tuple that contains it."""
+"""What a model returns: a tensor; or a tuple, a dict or an object of tensors, as models of other libraries often do."""
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -41,6 +44,85 @@ def require_samples(shape: tuple[int, ...], samples: int) -> None:
             f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got {list(shape)}. "
             "Correct its forward: a mean over the samples belongs into the loss"
         )
+
+
+def map_outputs(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) -> Any:
+    """Return outputs of the same types with the results of a function of each tensor.
+
+    Args:
+        function: of a tensor.
+        outputs: a tensor, or a tuple, list, dict or object of tensors. Of an object that is no dataclass, only attributes that
+            are tensors are looked at.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return function(outputs)
+    if isinstance(outputs, (tuple, list)):
+        values = [map_outputs(function, value) for value in outputs]
+        return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
+    if isinstance(outputs, Mapping):
+        mapping: Any = copy.copy(outputs)
+        for key, value in outputs.items():
+            mapping[key] = map_outputs(function, value)
+        return mapping
+    attributes = attributes_of(outputs)
+    if not attributes:
+        return outputs
+    made = copy.copy(outputs)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, map_outputs(function, value))
+    return made
+
+
+def attributes_of(outputs: Any) -> dict[str, Any]:
+    """Return the attributes of an object that may contain tensors, by name."""
+    if dataclasses.is_dataclass(outputs):
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    found = getattr(outputs, "__dict__", {})
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """Return all tensors of the outputs of a model."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_outputs(note, outputs)
+    return found
+
+
+def sum_of(outputs: Any) -> torch.Tensor:
+    """Return the sum of all outputs that need a gradient, []."""
+    parts = [tensor.float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def without_padding(outputs: Any, samples: int, real: int) -> Any:
+    """Return the outputs of the first samples.
+
+    Args:
+        outputs: of a batch, of which no part is one tensor.
+        samples: of the batch.
+        real: number of samples that are no padding; 0: the outputs stay as they are, and must not count.
+
+    Raises:
+        ConfigError: a tensor has no row for each sample.
+    """
+    if real in (0, samples):
+        return outputs
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[:1] != (samples,):
+            raise ConfigError(
+                f"the model returns {describe_content(outputs)[0]}, of which a tensor is {list(tensor.shape)} and not "
+                f"[{samples}, ...]: {samples - real} of the {samples} samples of this first batch are padding, which cannot be "
+                "cut from it. Use a batch_size of at most the size of the dataset"
+            )
+        return tensor[:real]
+
+    return map_outputs(cut, outputs)
 
 
 def describe_content(outputs: object) -> tuple[str, str]:

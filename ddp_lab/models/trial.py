@@ -4,17 +4,20 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.data.trees import Tree, apply, leaves, size, to
+from ddp_lab.models.calls import call, describe_arguments, describe_shapes
 from ddp_lab.models.kept_state import state_kept
-from ddp_lab.models.outputs import require_tensor
+from ddp_lab.models.outputs import require_tensor, sum_of
 from ddp_lab.world.runtime import Runtime
 
+T = TypeVar("T", bound=Tree)
 DRAWS = 8  # of random inputs, before a parameter counts as unused: a branch may depend on the numbers
 LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
 
@@ -41,29 +44,33 @@ class Trial:
 
     Attributes:
         inputs: two samples, on the CPU; those of numbers with a fraction are random.
-        check: raises an exception if the outputs, on any device, are not those that the task needs.
+        check: raises an exception if the outputs, on any device, are not those that the task needs. Of outputs that are no
+            tensor it returns the number to backpropagate, [].
         of_all: whether ddp_lab's own models are tried, too, which may be made for another task.
         freezes: whether parameters without a gradient are frozen; False if other steps may use them.
     """
 
-    inputs: torch.Tensor
-    check: Callable[[torch.Tensor], object]
+    inputs: Tree
+    check: Callable[[Any], torch.Tensor | None]
     of_all: bool = False
     freezes: bool = True
 
 
-def random_like(inputs: torch.Tensor, draw: int = 0) -> torch.Tensor:
+def random_like(inputs: T, draw: int = 0) -> T:
     """Return random numbers in place of inputs that have a fraction, else the inputs.
 
     Args:
         inputs: of any shape.
         draw: number of the draw: 0 has numbers from 0 to 1, others are normally distributed.
     """
-    if not inputs.is_floating_point():
-        return inputs
     generator = torch.Generator().manual_seed(draw)
     make = torch.randn if draw else torch.rand
-    return make(inputs.shape, generator=generator, dtype=inputs.dtype)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        has_fraction = tensor.is_floating_point()
+        return make(tensor.shape, generator=generator, dtype=tensor.dtype) if has_fraction else tensor
+
+    return apply(drawn, inputs)
 
 
 def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> Tried:
@@ -85,8 +92,9 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if name not in trained]
     unused = find_unused(model, trial, runtime, key) if trained else []
+    is_random = any(tensor.is_floating_point() for _, tensor in leaves(trial.inputs))
     for draw in range(1, DRAWS):
-        if not 0 < len(unused) < len(trained) or not trial.inputs.is_floating_point():
+        if not 0 < len(unused) < len(trained) or not is_random:
             break
         other = replace(trial, inputs=random_like(trial.inputs, draw))
         with suppress(ConfigError):  # a model may refuse numbers below 0
@@ -126,20 +134,28 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     except (ConfigError, SampleError) as error:
         raise ConfigError(f"{key}: {error}") from None
     except Exception as error:
+        if problem := describe_arguments(error, model):
+            raise ConfigError(f"{key}: {problem}") from None
         other = (
             "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
         )
-        small = " (a common cause is that they are too small)" if trial.inputs.dim() == 4 else ""
+        small = " (a common cause is that they are too small)" if is_images(trial.inputs) else ""
         raise ConfigError(
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
 
 
-def describe(inputs: torch.Tensor) -> str:
+def is_images(inputs: Tree) -> bool:
+    """Return whether inputs are a batch of images, by their dimensions."""
+    return isinstance(inputs, torch.Tensor) and inputs.dim() == 4
+
+
+def describe(inputs: Tree) -> str:
     """Return the shape of a sample, for a message."""
-    shape = "x".join(map(str, inputs.shape[1:]))
-    return f"images of {shape} (channels, height, width)" if inputs.dim() == 4 else f"inputs of shape {list(inputs.shape[1:])}"
+    if not isinstance(inputs, torch.Tensor) or not is_images(inputs):
+        return describe_shapes(inputs)
+    return f"images of {'x'.join(map(str, inputs.shape[1:]))} (channels, height, width)"
 
 
 def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str) -> list[str]:
@@ -147,21 +163,27 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
 
     A forward pass in evaluation mode follows, because a mistake there would otherwise be found after the first epoch.
     """
-    inputs = trial.inputs.to(device)
-    outputs = model.train()(inputs)
-    require_batch(require_tensor(outputs, "it"), len(inputs), "")
-    trial.check(outputs)
-    if outputs.requires_grad:
-        outputs.float().sum().backward()
+    inputs = to(trial.inputs, device)
+    outputs = call(model.train(), inputs)
+    require_batch(outputs, size(inputs), "")
+    checked = trial.check(outputs)
+    total = outputs.float().sum() if isinstance(outputs, torch.Tensor) else checked
+    if total is not None and total.requires_grad:
+        total.backward()
     with torch.no_grad():
-        outputs = model.eval()(inputs)
-        require_batch(require_tensor(outputs, "in evaluation mode it"), len(inputs), "in evaluation mode ")
-        trial.check(outputs)
+        outputs = call(model.eval(), inputs)
+        require_batch(outputs, size(inputs), "in evaluation mode ")
+        try:
+            trial.check(outputs)
+        except LossError:
+            raise
+        except ConfigError as error:
+            raise ConfigError(f"in evaluation mode {error}") from None
     model.train()
     return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
 
 
-def count_flops(model: nn.Module, inputs: torch.Tensor) -> float | None:
+def count_flops(model: nn.Module, inputs: Tree) -> float | None:
     """Return the FLOPs of forward and backward pass for a sample, by torch's formulas; None if the meta device cannot run it.
 
     Args:
@@ -169,20 +191,21 @@ def count_flops(model: nn.Module, inputs: torch.Tensor) -> float | None:
         inputs: some samples.
     """
     with suppress(Exception), FlopCounterMode(display=False) as counter:
-        meta_copy(model).train()(inputs.to("meta")).float().sum().backward()
-        return counter.get_total_flops() / len(inputs)
+        sum_of(call(meta_copy(model).train(), to(inputs, "meta"))).backward()
+        return counter.get_total_flops() / size(inputs)
     return None
 
 
-def require_batch(outputs: torch.Tensor, size: int, when: str) -> None:
-    """Raise a TypeError unless a model has returned outputs of all samples, [size, ...]."""
-    if outputs.shape[:1] != (size,):
+def require_batch(outputs: Any, size: int, when: str) -> None:
+    """Raise a TypeError if a model has returned one tensor, but not [size, ...]: outputs of all samples."""
+    if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
         found = list(outputs.shape)
         raise TypeError(f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}")
 
 
-def check_logits(logits: torch.Tensor, classes: int) -> None:
-    """Raise a TypeError unless a model has returned logits of shape [b, classes]."""
+def check_logits(outputs: Any, classes: int) -> None:
+    """Raise a ConfigError or a TypeError unless a model has returned logits of shape [b, classes]."""
+    logits = require_tensor(outputs, "it")
     if logits.dim() != 2 or logits.size(1) != classes:
         expected = [len(logits), classes]
         raise TypeError(f"it must return logits of shape {expected} (batch, classes), got {list(logits.shape)}")

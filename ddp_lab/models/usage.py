@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ddp_lab.data.trees import Tree, apply
+from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.trial import LARGE, meta_copy
 
@@ -35,32 +37,36 @@ class Usage:
     written: Mapping[str, str]
 
 
-def find_usage(model: nn.Module, input_shape: tuple[int, ...], input_dtype: torch.dtype | None) -> Usage | None:
+def find_usage(model: nn.Module, example: Tree) -> Usage | None:
     """Return what two samples use of a model; None if a copy of it cannot run here.
 
     Args:
         model: the complete model, on the CPU or on the meta device. It is copied and stays as it is.
-        input_shape, input_dtype: of a sample.
+        example: two samples, on the meta device.
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         # A model that reads values cannot run there.
         with suppress(Exception), state_kept(model, weights=False):
-            return record(meta_copy(model), sample(input_shape, input_dtype, "meta"))
+            return record(meta_copy(model), example)
     if not on_meta:
         # A copy shares closures and random states with the model.
         with suppress(Exception), state_kept(model, weights=False):
-            return record(copy.deepcopy(model), sample(input_shape, input_dtype, "cpu"))
+            return record(copy.deepcopy(model), drawn_like(example))
     return None
 
 
-def sample(shape: tuple[int, ...], dtype: torch.dtype | None, device: str) -> torch.Tensor:
-    """Return two samples: random numbers from 0 to 1, or zeros if they have no fraction."""
-    given = torch.zeros(2, *shape, dtype=dtype, device=device)
-    return given.uniform_() if given.is_floating_point() else given
+def drawn_like(example: Tree) -> Tree:
+    """Return samples on the CPU: random numbers from 0 to 1, or zeros if they have no fraction."""
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        given = torch.zeros_like(tensor, device="cpu")
+        return given.uniform_() if given.is_floating_point() else given
+
+    return apply(drawn, example)
 
 
-def record(model: nn.Module, inputs: torch.Tensor) -> Usage:
+def record(model: nn.Module, inputs: Tree) -> Usage:
     """Run the model in both modes, which may change its buffers, and return what it used."""
     recorder = Recorder(model)
     with ExitStack() as hooks:
@@ -71,7 +77,7 @@ def record(model: nn.Module, inputs: torch.Tensor) -> Usage:
             hooks.callback(leave.remove)
         for training in (True, False):
             with recorder, torch.set_grad_enabled(training):
-                model.train(training)(inputs)
+                call(model.train(training), inputs)
                 recorder.find_replaced()
     return Usage(frozenset(recorder.called), recorder.within, recorder.written)
 

@@ -79,8 +79,10 @@ class Fault(Hook):
             case "slow":
                 time.sleep(3)
             case "nan":
+                from ddp_lab.data.trees import apply
+
                 gathered = self.run.step.gather(batch)
-                return gathered._replace(inputs=gathered.inputs * float("nan"))
+                return gathered._replace(inputs=apply(lambda tensor: tensor * float("nan"), gathered.inputs))
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
             case _:

@@ -50,6 +50,7 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.data.images import ImageOptions
     from ddp_lab.data.sources import Source
+    from ddp_lab.data.trees import Tree
     from ddp_lab.launchers.preflight import Finding
     from ddp_lab.models.trial import Trial
     from ddp_lab.run.trained import TrainedRun
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
 GROUPS = ("data", "model", "strategy", "optimizer", "scheduler")  # that distinguish runs in a table
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
+OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
 EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
 
 
@@ -253,7 +255,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     )
 
 
-def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: torch.Tensor | None = None) -> nn.Module:
+def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: "Tree" = None) -> nn.Module:
     """Construct the model that `_target_` names, as `models.make.build_model`. Other arguments are those of `model_spec`."""
     return models.build_model(model_spec(node, shape), inputs)
 
@@ -273,15 +275,24 @@ def make_model(
 def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> "Trial":
     """Return what the model is tried with: two samples in the form of the dataset's. `freezes` is that of a Trial."""
     from ddp_lab.models.trial import Trial, check_logits, random_like
+    from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
-    inputs, targets = dataset.example(2)
+    inputs, targets = dataset.train.example(2)
     if isinstance(task, Classification):
         require_classes(dataset)
-        check_classes = partial(check_logits, classes=len(dataset.classes))
+
+        def check_classes(outputs: Any) -> torch.Tensor:
+            logits = outputs_for(task, outputs, "it")
+            check_logits(logits, len(dataset.classes))
+            return logits.float().sum()
+
         return Trial(random_like(inputs), check_classes, freezes=freezes)
 
-    def check(outputs: torch.Tensor) -> None:
-        task.loss_sum(outputs.float(), targets.to(outputs.device))
+    def check(outputs: Any) -> torch.Tensor:
+        taken = outputs_for(task, outputs, "it")
+        expected = targets_for(task, targets, device_of(taken))
+        loss, _ = task.loss_sum(taken, expected)
+        return loss
 
     return Trial(random_like(inputs), check, of_all=True, freezes=freezes)
 
@@ -289,7 +300,14 @@ def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> "Trial":
 def require_classes(dataset: Dataset) -> None:
     """Check that the targets of all sets are classes, as `require_class_targets`."""
     for name, samples in dataset.sets.items():
-        require_class_targets(name, *samples.forms[1])
+        _, targets = samples.example(1, "meta")
+        if not isinstance(targets, torch.Tensor):
+            kind = "none" if targets is None else f"a {type(targets).__name__}"
+            raise ConfigError(
+                f"task=classification: the targets of the {name} set are {kind}; expected a class for each sample, int64 of "
+                "shape []. Choose it by data.targets, or choose another task"
+            )
+        require_class_targets(name, tuple(targets.shape[1:]), targets.dtype)
 
 
 def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -335,7 +353,9 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
     if strategy.needs_chain:
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
-    ((strategy.input_shape, strategy.input_dtype), _) = dataset.train.forms
+    strategy.example, _ = dataset.train.example(2, "meta")
+    if dataset.train.is_tree:
+        strategy.refusals |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)

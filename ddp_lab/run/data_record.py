@@ -105,5 +105,7 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
 
 
 def input_shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a sample's input, by default that of an image."""
+    """Return the shape of a sample's input, by default that of an image; () if it consists of several tensors."""
+    if "input_shape" not in shape and "in_channels" not in shape:
+        return ()
     return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))

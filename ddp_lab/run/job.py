@@ -125,7 +125,7 @@ class Job:
             return None
         from ddp_lab.models.trial import count_flops, random_like
 
-        flops = count_flops(self.model, random_like(self.dataset.example(2)[0]))
+        flops = count_flops(self.model, random_like(self.dataset.train.example(2)[0]))
         return self.strategy.num_devices * peak / flops if flops else None
 
     def trainer(self) -> Trainer:

@@ -2,10 +2,11 @@
 
 from functools import partial
 
-import torch
 from torch import nn
 
 from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.loader import as_numbers
+from ddp_lab.data.trees import apply, stack
 from ddp_lab.models.trial import random_like
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.over_batch import SAMPLES
@@ -37,7 +38,7 @@ def check_divided_loss(
 
 def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:
     """Return outputs of the model for random inputs, and the targets of the first samples of the training set."""
-    inputs, _ = dataset.example(2)
-    train, (_, dtype) = dataset.train, dataset.train.forms[1]
+    train = dataset.train
+    inputs, _ = train.example(2)
     targets = [train.sample(0, index)[1] for index in range(min(SAMPLES, train.size))]
-    return outputs_for(model, random_like(inputs), torch.stack(targets).to(dtype))
+    return outputs_for(model, random_like(inputs), apply(as_numbers, stack(targets)))

@@ -68,4 +68,6 @@ def bytes_of(dataset: Dataset) -> int | None:
     sets = [found for found in dataset.sets.values() if isinstance(found, InMemory)]
     if len(sets) < len(dataset.sets):
         return None
-    return sum(found.inputs.nbytes + found.targets.nbytes for found in sets)
+    from ddp_lab.data.trees import number_of_bytes
+
+    return sum(number_of_bytes((found.inputs, found.targets)) for found in sets)

@@ -13,7 +13,7 @@ import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.data.trees import chunk
+from ddp_lab.data.trees import chunk, size
 from ddp_lab.speed.waits import first_wait, waits_for_gpu
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
@@ -148,8 +148,8 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         inputs, targets, count = step.mixed(batch())
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
-            first = chunk(inputs, accumulate)[0], chunk(targets, accumulate)[0]
-            real = min(step.strategy.real_samples(count), len(first[0]))
+            first = chunk((inputs, targets), accumulate)[0]
+            real = min(step.strategy.real_samples(count), size(first))
             step.strategy.add_gradient(*first, real, float(count))  # another divisor would compile the loss again
         step.optimizer.zero_grad()
         for _ in range(times):

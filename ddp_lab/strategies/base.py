@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
+    from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.parameter_hooks import Hooked
 
@@ -96,8 +97,8 @@ class Strategy(ABC):
     copies_weights: bool = False  # a forward pass has copies of the parameters, as those of fsdp
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
-    input_shape: tuple[int, ...] | None = None  # of a sample, for example (channels, height, width); set before `partition`
-    input_dtype: torch.dtype | None = None  # None: torch's default
+    example: "Tree" = None  # inputs of two samples, on the meta device; set before `partition`. None: they are not known
+    cuts_padding: bool = False  # before the forward pass, because the outputs are no tensor from which it could be cut
     module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
     forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
@@ -127,14 +128,14 @@ class Strategy(ABC):
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
-        self.measure: Callable[[Task, torch.Tensor, torch.Tensor, int, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = measure
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
-        self.check_first: Callable[[torch.Tensor], object] | None = None
+        self.check_first: Callable[[Tree], object] | None = None
 
     @property
     def name(self) -> str:
@@ -170,12 +171,14 @@ class Strategy(ABC):
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
         """
+        if self.example is not None:
+            self.require_inputs(self.example)
         if self.needs_chain:
             from ddp_lab.models.module_hooks import require_no_hook
 
             require_no_hook(model, self.name)
-        if self.num_microbatches > 1 and self.input_shape is not None:
-            self._require_constant_buffers(model, self.input_shape)
+        if self.num_microbatches > 1 and self.example is not None:
+            self._require_constant_buffers(model, self.example)
         if self.runtime.world_size > 1 or self.copies_weights or self.num_microbatches > 1:
             from ddp_lab.strategies.written_weights import check_written
 
@@ -189,17 +192,17 @@ class Strategy(ABC):
         from ddp_lab.strategies.batch_norm import require_no_others, require_supported
 
         require_supported(model, self.batch_norm, self.one_process)
-        if self.batch_norm == "sync" and self.input_shape is not None:
-            require_no_others(model, self.input_shape, self.input_dtype)
+        if self.batch_norm == "sync" and self.example is not None:
+            require_no_others(model, self.example)
 
-    def _require_constant_buffers(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+    def _require_constant_buffers(self, model: nn.Module, example: "Tree") -> None:
         """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch makes one.
 
         Those of BatchNorm are the exception: the log says that they are computed from micro-batches.
         """
         from ddp_lab.strategies.batch_trial import changing_buffer
 
-        if name := changing_buffer(model, shape, self.input_dtype):
+        if name := changing_buffer(model, example):
             raise ConfigError(
                 f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the model changes in every forward "
                 f"pass in training, as those of spectral_norm do, and so {self.num_microbatches} times in a step instead of "
@@ -235,12 +238,12 @@ class Strategy(ABC):
         """
         return len(range(self.dp_rank, count, self.dp_size))
 
-    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor, count: int, accumulate: int = 1) -> torch.Tensor:
+    def forward_backward(self, inputs: "Tree", targets: "Tree", count: int, accumulate: int = 1) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
 
         Args:
-            inputs: local batch, [b, ...].
-            targets: [b, ...], as the task's losses take them.
+            inputs: local batch, [b, ...]; or a tuple or dict of such tensors, the arguments of the model.
+            targets: [b, ...], as the task's losses take them; or a tuple or dict of such tensors; or None.
             count: number of samples in the GLOBAL batch, without padding, which is at the end of the local batch.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
 
@@ -251,25 +254,31 @@ class Strategy(ABC):
             check, self.check_first = self.check_first, None
             check(inputs)
         left = self.real_samples(count)
-        micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        parts = [(inputs, targets)]
+        micro_batches: list[tuple[Tree, Tree, int]] = []
+        parts: list[tuple[Tree, Tree]] = [(inputs, targets)]
         if accumulate > 1:
             from ddp_lab.data.trees import chunk
 
-            parts = zip(chunk(inputs, accumulate), chunk(targets, accumulate), strict=True)
-        for own, expected in parts:
-            real = min(left, len(own))
+            parts = chunk((inputs, targets), accumulate)
+        for part in parts:
+            own, _ = part
+            real = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
             left -= real
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use of parameters. For BatchNorm
             # a sample of it is kept where there is nothing else, because every rank must compute every micro-batch, and many
             # models fail for none. Their number must be the same on every rank.
-            kept = slice(None)
+            # From outputs that are no tensor padding cannot be cut, so it is cut from the inputs.
+            kept = None
             if self.find_unused_parameters:
                 # A rank of shards must make the collectives of a pass; it lets a sample that does not count use nothing.
-                kept = slice(max(real, 1) if self.sharded else real)
-            elif self.batch_norm == "sync":
-                kept = slice(max(real, 1))
-            micro_batches.append((own[kept], expected[kept], real))
+                kept = max(real, 1) if self.sharded else real
+            elif self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor):
+                kept = max(real, 1)
+            if kept is not None:
+                from ddp_lab.data.trees import rows
+
+                part = rows(part, slice(kept))
+            micro_batches.append((*part, real))
         divisor = float(count)
         *early, last = micro_batches
         with self.no_sync():
@@ -285,7 +294,7 @@ class Strategy(ABC):
             call_hooks(self.parameter_hooks)
         return sums
 
-    def _add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def _add_gradient(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
         if self.watched:
             from ddp_lab.strategies.idle import uses_reported
@@ -294,8 +303,8 @@ class Strategy(ABC):
                 return self._add_gradient_of(inputs, targets, real, divisor)
         return self._add_gradient_of(inputs, targets, real, divisor)
 
-    def _add_gradient_of(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
-        if self.batch_norm == "local" or real > 0:
+    def _add_gradient_of(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
+        if real > 0 or (self.batch_norm == "local" and isinstance(inputs, torch.Tensor) and not self.cuts_padding):
             return self.add_gradient(inputs, targets, real, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored
 
@@ -321,18 +330,19 @@ class Strategy(ABC):
         """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
         return nullcontext()
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, *task.running, weight].
 
         Args:
-            inputs, targets: [b, ...].
+            inputs, targets: [b, ...], or trees of such tensors.
             real: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
         with self._mixed_precision():
-            outputs = self.forward(inputs)
-        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (len(inputs),):
-            self._refuse(outputs, len(inputs))
+            outputs = self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
+        size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
+        if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
+            outputs = self._of_samples(outputs, self._size(inputs), real)
         loss, results = self.measure(self.task, outputs, targets, real, divisor)
         loss.backward()
         return results
@@ -353,13 +363,10 @@ class Strategy(ABC):
         return get_total_norm(gradients).to(self.device)
 
     @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [b, classes], of a local batch, [b, channels, height, width], without a gradient."""
+    def predict(self, inputs: "Tree") -> Any:
+        """Return the outputs of a local batch, for example logits [b, classes], without a gradient."""
         with self._mixed_precision():
-            outputs = self.forward(inputs)
-        if not isinstance(outputs, torch.Tensor):
-            self._refuse(outputs, None)
-        return outputs
+            return self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
 
     def _mixed_precision(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass. Without bf16 most often nothing has to be done, and nothing is called."""
@@ -367,14 +374,54 @@ class Strategy(ABC):
             return nullcontext()
         return self.autocast()
 
-    def _refuse(self, outputs: Any, samples: int | None) -> NoReturn:
-        """Raise a ConfigError about outputs that are no tensor, or not of this number of samples; None: of any number."""
-        from ddp_lab.models.outputs import require_samples, require_tensor
+    def _call(self, inputs: "Tree") -> Any:
+        """Return the outputs for inputs that are a tuple or a dict."""
+        from ddp_lab.models.calls import call
 
-        require_tensor(outputs)
-        if samples is not None:
+        return call(self.forward, inputs)
+
+    def _size(self, inputs: "Tree") -> int:
+        """Return the number of samples of inputs that are a tuple or a dict.
+
+        Raises:
+            ConfigError: the strategy does not support them.
+        """
+        self.require_inputs(inputs)
+        from ddp_lab.data.trees import size
+
+        return size(inputs)
+
+    def require_inputs(self, inputs: "Tree") -> None:
+        """Check that the strategy supports inputs of this type, in training and in evaluation.
+
+        Raises:
+            ConfigError: they are a tuple or a dict, and the strategy cuts the model into blocks.
+        """
+        if self.needs_chain and not isinstance(inputs, torch.Tensor):
+            raise ConfigError(
+                f"strategy={self.name}: cuts the model into blocks, each of which gets one tensor, so inputs that are a "
+                f"{type(inputs).__name__} are not supported. Use single, scratch, dp, ddp, fsdp or tp, or put the inputs into "
+                "one tensor"
+            )
+
+    def _of_samples(self, outputs: Any, samples: int, real: int) -> Any:
+        """Return the outputs of a batch, without padding if they are no tensor, from which the loss could cut it.
+
+        Args:
+            outputs: of the model.
+            samples: of its inputs.
+            real: number of samples without padding.
+
+        Raises:
+            ConfigError: they are a tensor of other samples, or their padding cannot be cut.
+        """
+        from ddp_lab.models.outputs import require_samples, without_padding
+
+        if isinstance(outputs, torch.Tensor):
             require_samples(outputs.shape, samples)
-        raise AssertionError(f"outputs of {type(outputs).__name__} are allowed")
+            return outputs
+        self.cuts_padding = True
+        return without_padding(outputs, samples, real)
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device. Called after `setup`."""

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BatchNorm
+from ddp_lab.data.trees import Tree
 from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
 from ddp_lab.strategies.batch_trial import other_statistics
 
@@ -165,15 +166,23 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
 
 @contextmanager
 def padding_ignored(module: nn.Module) -> Generator[None]:
-    """Let the local batches of the body, which are only padding, not count in the statistics."""
+    """Let the local batches of the body, which are only padding, not count in the statistics.
+
+    A layer with statistics of its own rank normalises by its running statistics meanwhile: one sample has no variance.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
+    local = [layer for layer in module.modules() if is_batch_norm(layer) and layer.training and layer not in layers]
     for layer in layers:
         layer.is_padding = True
+    for layer in local:
+        layer.training = False
     try:
         yield
     finally:
         for layer in layers:
             layer.is_padding = False
+        for layer in local:
+            layer.training = True
 
 
 def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> None:
@@ -201,17 +210,17 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
             )
 
 
-def require_no_others(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def require_no_others(model: nn.Module, example: Tree) -> None:
     """Check by a trial that a model computes no statistics of its batch outside of its BatchNorm layers.
 
     Args:
         model: complete.
-        shape, dtype: of a sample.
+        example: two samples, on the meta device.
 
     Raises:
         ConfigError: it does; the message names the module.
     """
-    if found := other_statistics(model, shape, dtype):
+    if found := other_statistics(model, example):
         name, reason = found
         place = f"{name or 'that is the model'}, {type(model.get_submodule(name)).__name__}"
         raise ConfigError(

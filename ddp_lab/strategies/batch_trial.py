@@ -14,11 +14,12 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 from torch.overrides import TorchFunctionMode
 
+from ddp_lab.data.trees import Tree, apply, leaves, to
+from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.kept_state import state_kept
 
 FUNCTIONS = ("batch_norm", "native_batch_norm")
 TRAINING = 5  # number of the argument `training` of all of them
-SAMPLES = 2
 
 Buffers = dict[str, torch.Tensor]
 
@@ -48,14 +49,14 @@ class Functional(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[str, str] | None:
+def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
     """Return the name of a module with statistics of the local batch, and the reason; None if none is found.
 
     Its state stays as it is. None is found in a model that cannot run.
 
     Args:
         model: complete, with its BatchNorm layers.
-        shape, dtype: of a sample.
+        example: two samples, on the meta device.
     """
     modules = dict(model.named_modules())
     layers = {name for name, module in modules.items() if isinstance(module, _BatchNorm)}
@@ -63,7 +64,7 @@ def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     results = list[Mapping[str, torch.Tensor]]()
     for draw in range(2):  # from the same state
         with suppress(Exception), state_kept(model):
-            results.append(buffers_after_step(model, samples(model, shape, dtype, draw), recorder))
+            results.append(buffers_after_step(model, samples(model, example, draw), recorder))
     for name in recorder.found:
         return name, "it calls F.batch_norm with training=True, whose statistics would be those of the local batch"
     for name, buffer in results[0].items() if len(results) == 2 else ():
@@ -73,7 +74,7 @@ def other_statistics(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
     return None
 
 
-def changing_buffer(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None) -> str | None:
+def changing_buffer(model: nn.Module, example: Tree) -> str | None:
     """Return the name of a buffer outside of BatchNorm layers that every forward pass in training changes.
 
     None is returned if there is none, or if the model cannot run. A buffer that a pass sets again to
@@ -81,31 +82,34 @@ def changing_buffer(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype
 
     Args:
         model: complete.
-        shape, dtype: of a sample.
+        example: two samples, on the meta device.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     names = [name for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers and not buffer.is_meta]
     if not names:
         return None
     with suppress(Exception), state_kept(model):
-        inputs = samples(model, shape, dtype, 0)
+        inputs = samples(model, example, 0)
         before = buffers_after_step(model, inputs, Functional(layers))
         after = buffers_after_step(model, inputs, Functional(layers), before)
         return next((name for name in names if not torch.equal(before[name], after[name])), None)
     return None
 
 
-def samples(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype | None, draw: int) -> torch.Tensor:
-    """Return some samples on the model's device: random numbers, or one number if they have no fraction."""
-    given = torch.zeros(SAMPLES, *shape, dtype=dtype).fill_(draw)
-    if given.is_floating_point():
-        given.uniform_(draw, 2 * draw + 1, generator=torch.Generator().manual_seed(draw))
-    device = next((tensor.device for tensor in model.parameters()), given.device)
-    return given.to(device)
+def samples(model: nn.Module, example: Tree, draw: int) -> Tree:
+    """Return samples on the model's device: random numbers, or one number if they have no fraction."""
+    generator = torch.Generator().manual_seed(draw)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        given = torch.full_like(tensor, draw, device="cpu")
+        return given.uniform_(draw, 2 * draw + 1, generator=generator) if given.is_floating_point() else given
+
+    device = next((tensor.device for tensor in model.parameters()), "cpu")
+    return to(apply(drawn, example), device)
 
 
 def buffers_after_step(
-    model: nn.Module, inputs: torch.Tensor, recorder: Functional, before: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module, inputs: Tree, recorder: Functional, before: Mapping[str, torch.Tensor] | None = None
 ) -> Buffers:
     """Return what the buffers are after a forward pass in training, which changes copies of them.
 
@@ -122,10 +126,11 @@ def buffers_after_step(
             leave = module.register_forward_hook(lambda *_: clear(recorder.running.pop()), always_call=True)
             stack.callback(enter.remove)
             stack.callback(leave.remove)
-        stack.enter_context(torch.random.fork_rng([inputs.device] if inputs.is_cuda else []))
+        devices = {tensor.device for _, tensor in leaves(inputs) if tensor.is_cuda}
+        stack.enter_context(torch.random.fork_rng([*devices]))
         torch.manual_seed(0)
         with torch.enable_grad(), recorder:
-            functional_call(model, buffers, (inputs,))
+            functional_call(model, buffers, *arguments_of(inputs))
     return buffers
 
 

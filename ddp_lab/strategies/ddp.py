@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_lab.config.types import Positive
+from ddp_lab.data.trees import Tree, apply, size
+from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
+from ddp_lab.models.outputs import sum_of
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -69,24 +72,26 @@ class DDP(Strategy):
         ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
         same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
         """
-        if self.input_shape is None:  # a library's user has given no sample
+        if self.example is None:  # a library's user has given no sample
             return
-        example = torch.zeros(2, *self.input_shape, dtype=self.input_dtype, device=self.device)
+        example = apply(lambda tensor: torch.zeros_like(tensor, device=self.device), self.example)
         self.module.train()
         with state_kept(model, weights=self.written != {}), self.autocast():
-            self.forward(example).sum().backward()
+            outputs = call(self.forward, example)
+            total = outputs.sum() if isinstance(outputs, torch.Tensor) else sum_of(outputs)
+            total.backward()
             refuse_unused(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         try:
             return super().add_gradient(inputs, targets, real, divisor)
         except Exception as error:
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
-            if len(inputs) == 0 and self.find_unused_parameters:
+            if size(inputs) == 0 and self.find_unused_parameters:
                 raise empty_error(self, error) from None
             raise
 

@@ -11,7 +11,7 @@ arXiv:1910.02054). As under ddp, every rank computes its own local batch; only t
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import ModulePattern
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
@@ -75,8 +76,8 @@ class FSDP(FullyShard):
                 f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
             )
         usage = None
-        if self.input_shape is not None and not isinstance(model, Chain):  # a Chain calls all its blocks
-            usage = find_usage(model, self.input_shape, self.input_dtype)
+        if self.example is not None and not isinstance(model, Chain):  # a Chain calls all its blocks
+            usage = find_usage(model, self.example)
         self.units = find_units(model, usage, self.keep_whole)
         require_one_dtype([*self.units, model], {module: name for name, module in model.named_modules()})
         if not set(self.units) <= set(model.children()):
@@ -92,7 +93,7 @@ class FSDP(FullyShard):
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
         names = {module: name for name, module in model.named_modules()}
         advice = Advice([*names.values()], [names[unit] for unit in self.units], self.keep_whole)
-        self.uses = Uses(model, advice, self.input_shape is not None)
+        self.uses = Uses(model, advice, self.example is not None)
         self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, advice))
         self.shard([*self.units, model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
@@ -114,12 +115,12 @@ class FSDP(FullyShard):
         finally:
             self.hooks.is_last = True
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         self.hooks.has_samples = real > 0
         with self.uses.reported(self.runtime.rank, inputs):
             return super().add_gradient(inputs, targets, real, divisor)
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
         with self.uses.reported(self.runtime.rank, inputs):
             return super().predict(inputs)
 

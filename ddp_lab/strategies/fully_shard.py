@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
@@ -116,7 +117,7 @@ class FullyShard(Strategy):
         finally:
             self.forward.set_requires_gradient_sync(True)
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
         logits = super().predict(inputs)
         forget_order(self.module)
         return logits

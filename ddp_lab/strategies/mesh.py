@@ -18,7 +18,7 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BlockName, Count
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
@@ -194,7 +195,9 @@ class Mesh(FullyShard):
             lines.append(f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+        self.require_inputs(inputs)
+        assert isinstance(inputs, torch.Tensor)
         self._begin()
         for gradients in self.gradients:
             gradients.begin(real > 0)
@@ -203,7 +206,9 @@ class Mesh(FullyShard):
             return super().add_gradient(inputs, targets, real, divisor)
         return self.executor.add_gradient(inputs, targets, real, divisor)
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
+        self.require_inputs(inputs)
+        assert isinstance(inputs, torch.Tensor)
         self._begin()
         if self.executor is None:
             self._check_tokens(inputs)

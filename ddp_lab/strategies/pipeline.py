@@ -10,12 +10,13 @@ that of gpipe. schedules.py describes the schedules, and stages.py runs them.
 """
 
 from collections.abc import Mapping
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.parameters import to_device
@@ -72,10 +73,14 @@ class Pipeline(Strategy):
         where = self.plan.parts.describe([f"pp rank {stage % self.plan.ranks}" for stage in range(self.plan.num_stages)])
         return f"{self.name}: {where}, {self.plan.describe()}"
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+        self.require_inputs(inputs)
+        assert isinstance(inputs, torch.Tensor)
         return self.executor.add_gradient(inputs, targets, real, divisor)
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
+        self.require_inputs(inputs)
+        assert isinstance(inputs, torch.Tensor)
         return self.executor.predict(inputs)
 
     def gradient_norm(self) -> torch.Tensor:

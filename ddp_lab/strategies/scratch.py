@@ -21,6 +21,7 @@ from annotated_types import Predicate
 from torch import nn
 
 from ddp_lab.config.types import Allowed, Positive
+from ddp_lab.data.trees import Tree, size
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, find_algorithm, sum_gradients, trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
@@ -91,8 +92,8 @@ class Scratch(Strategy):
             if self.buckets is not None:
                 self.buckets.active = True
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
-        if len(inputs) == 0 and self.batch_norm == "local":
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+        if size(inputs) == 0 and self.batch_norm == "local":
             # A rank without a sample uses no parameter. A model whose steps differ may not support empty batches.
             return torch.zeros(width(self.task), dtype=sum_dtype(self.device), device=self.device)
         return super().add_gradient(inputs, targets, real, divisor)

@@ -15,11 +15,13 @@ BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its 
 from collections import OrderedDict
 from copy import deepcopy
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_lab.config.types import Count, DeviceName
+from ddp_lab.data.trees import Tree, chunk, to
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
@@ -88,7 +90,9 @@ class Split(Strategy):
         return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
 
     @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
+        self.require_inputs(inputs)
+        assert isinstance(inputs, torch.Tensor)
         return self._through_stages(inputs).to(self.device)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
@@ -98,13 +102,12 @@ class Split(Strategy):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
-        targets = targets.to(self.devices[-1], non_blocking=True)
-        for micro_batch, expected in zip(
-            inputs.chunk(self.num_microbatches), targets.chunk(self.num_microbatches), strict=True
-        ):
+        self.require_inputs(inputs)
+        batch: list[tuple[Any, Tree]] = chunk((inputs, to(targets, self.devices[-1])), self.num_microbatches)
+        for micro_batch, expected in batch:
             own = min(real, len(micro_batch))
             real -= own
             loss, sums = measure(self.task_on_last, self._through_stages(micro_batch), expected, own, divisor)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.data.trees import Tree, rows
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
@@ -133,6 +134,7 @@ class PipelineExecutor:
         device: torch.device,
     ):
         self.plan, self.stages, self.forms, self.group, self.device = plan, stages, forms, group, device
+        self._targets: Tree = torch.empty(0)  # of the batch, if they are no tensor
         self.task, self._divisor, self._left = task, 1.0, 0  # samples without padding in the micro-batches that follow
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
@@ -145,21 +147,30 @@ class PipelineExecutor:
         order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: torch.Tensor, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
         batch = self._prepare(inputs, training=True)
         self._divisor, self._left, self._results = divisor, real, []
-        expected = targets[batch.rows] if self.has_loss else None
+        expected = None
+        if self.has_loss:  # torch divides a tensor only: of other targets the micro-batches get the numbers of their rows
+            self._targets = targets
+            expected = targets[batch.rows] if isinstance(targets, torch.Tensor) else batch.rows
         with unwrapped():
             batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
         if self.has_loss:
             return reduce(torch.add, self._results)
         return torch.zeros(width(self.task), dtype=torch.float64, device=self.device)
 
-    def _loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the next micro-batch, on the last stage, and keep its sums."""
-        real = min(self._left, len(targets))
+    def _loss(self, outputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the next micro-batch, on the last stage, and keep its sums.
+
+        Args:
+            outputs: of the micro-batch.
+            expected: its targets; or their rows, where the targets are no tensor.
+        """
+        real = min(self._left, len(expected))
         self._left -= real
+        targets = expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
         loss, results = measure(self.task, outputs, targets, real, self._divisor)
         self._results.append(results)
         return loss

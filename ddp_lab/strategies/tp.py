@@ -27,6 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.config.types import Count
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
@@ -187,12 +188,12 @@ class TP(Strategy):
     def _used_directly(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
         """Return the names of the layers that the model does not call, or of which it also uses a parameter elsewhere.
 
-        Without an example (`input_shape`), or if the model cannot run here, none are known. A step then ends in the message of
+        Without an example, or if the model cannot run here, none are known. A step then ends in the message of
         `explain_direct_use`.
         """
         usage = None
-        if self.axes["tp"] > 1 and self.input_shape is not None:
-            usage = find_usage(model, self.input_shape, self.input_dtype)
+        if self.axes["tp"] > 1 and self.example is not None:
+            usage = find_usage(model, self.example)
         if usage is None:
             return set()
         return {
@@ -221,12 +222,12 @@ class TP(Strategy):
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
-    def add_gradient(self, inputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         self._begin()
         with explain_direct_use():
             return super().add_gradient(inputs, targets, real, divisor)
 
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> Any:
         self._begin()
         with explain_direct_use():
             return super().predict(inputs)

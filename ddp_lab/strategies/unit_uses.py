@@ -3,10 +3,10 @@
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
-import torch
 from torch import nn
 
 from ddp_lab.config.errors import TrainingError, place_of
+from ddp_lab.data.trees import Tree, to
 from ddp_lab.models.trial import meta_copy
 from ddp_lab.models.usage import record
 from ddp_lab.strategies.unit_advice import Advice
@@ -33,7 +33,7 @@ class Uses:
             self._copy = meta_copy(model)
 
     @contextmanager
-    def reported(self, rank: int, inputs: torch.Tensor) -> Generator[None]:
+    def reported(self, rank: int, inputs: Tree) -> Generator[None]:
         """Report that the body, a pass of the model, uses a sharded parameter while it is not gathered.
 
         Args:
@@ -56,13 +56,13 @@ class Uses:
                 rank=rank,
             ) from None
 
-    def _used_elsewhere(self, inputs: torch.Tensor) -> list[str]:
+    def _used_elsewhere(self, inputs: Tree) -> list[str]:
         """Return the names of the units whose parameters these inputs use elsewhere; all if that is not known."""
         units = [*self.advice.units]
         if self._copy is None:
             return units
         with suppress(Exception):  # a model that reads values cannot run on the meta device
-            usage = record(self._copy, inputs.to("meta"))
+            usage = record(self._copy, to(inputs, "meta"))
             names = {module: name for name, module in self._copy.named_modules()}
             gathered_in_time = {names[unit] for unit in find_units(self._copy, usage, self.advice.given)}
             elsewhere = [name for name in units if name not in gathered_in_time]

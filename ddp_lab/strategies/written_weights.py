@@ -13,12 +13,15 @@ replica then writes the same.
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree, apply, to
+from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.module_hooks import hook_of
 from ddp_lab.models.trial import meta_copy
@@ -58,12 +61,12 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
     if not may_write(model):
         return
     strategy.written = None
-    if strategy.input_shape is None:
+    if strategy.example is None:
         with suppress(Exception):  # some models cannot be copied
             copy = meta_copy(model)
             strategy.check_first = lambda inputs: check_first_batch(strategy, copy, inputs)
         return
-    usage = find_usage(model, strategy.input_shape, strategy.input_dtype)
+    usage = find_usage(model, strategy.example)
     if usage is None:
         return
     strategy.written = usage.written
@@ -72,7 +75,7 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
         refuse_different(strategy, model, usage.written)
 
 
-def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: torch.Tensor) -> None:
+def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: Tree) -> None:
     """Check the same as `check_written`, as far as shapes alone show it.
 
     Args:
@@ -86,7 +89,7 @@ def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: torch.Tenso
     written: Mapping[str, str] = {}
     # A model that reads values cannot run there.
     with suppress(Exception), state_kept(copy, weights=False):
-        written = record(copy, inputs.to("meta")).written
+        written = record(copy, to(inputs, "meta")).written
     refuse_lost(strategy, written)
     for name, module in written.items():
         if strategy.dp_size > 1 or strategy.axes.get("tp", 1) > 1:
@@ -153,25 +156,28 @@ def describe(strategy: "Strategy", name: str, module: str) -> str:
     return f"strategy={strategy.name}: the forward pass of {where} changes the parameter {name}"
 
 
+def drawn_like(draw: int, example: torch.Tensor) -> torch.Tensor:
+    """Return samples in the form of an example: normal random numbers, or the number of the draw if they have no fraction."""
+    given = torch.full((2 + draw, *example.shape[1:]), draw, dtype=example.dtype)
+    return given.normal_(draw) if given.is_floating_point() else given
+
+
 def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") -> set[str] | None:
     """Return which of the parameters get other values from other samples; None if it cannot run.
 
     Args:
         model: complete. Its state stays as it is.
         written: names of parameters.
-        strategy: with the shape of a sample.
+        strategy: with an example.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    assert strategy.input_shape is not None
     results: list[dict[str, torch.Tensor]] = []
     for draw in (0, 1):
         with suppress(Exception), state_kept(model):
             torch.manual_seed(draw)
-            given = torch.full((2 + draw, *strategy.input_shape), draw, dtype=strategy.input_dtype)
-            if given.is_floating_point():
-                given.normal_(draw)
-            model.train()(given.to(next(model.parameters()).device))
+            given = apply(partial(drawn_like, draw), strategy.example)
+            call(model.train(), to(given, next(model.parameters()).device))
             results.append({name: model.get_parameter(name).detach().clone() for name in written})
     if len(results) < 2:
         return None

@@ -9,7 +9,7 @@ micro-batches or ranks would differ as soon as these hold different weights, for
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.labels import LabelRange
 
 Losses = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-LossFunction = Callable[[torch.Tensor, torch.Tensor], Losses]
+LossFunction = Callable[[Any, Any], Losses]
 
 
 def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -33,7 +33,10 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 class Task(nn.Module):
     """What a model is trained for: its loss, and metrics as sums.
 
-    Outputs and targets begin with the batch dimension, [b, ...], and never contain padding. The
+    Outputs are what the model returns, in float32 where they are bf16: a tensor, [b, ...], or a tuple,
+    dict or object of tensors. Targets are those of the dataset: a tensor, [b, ...], or a tuple or
+    dict of tensors, or None. A task with `takes_logits` gets one tensor of each. Neither contains
+    padding. The
     mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no
     metrics. A task of one's own overrides `own_losses` for a loss, `sums` and `metrics` for metrics
     of evaluations, and `running` and `running_sums` for metrics of the training steps.
@@ -54,6 +57,7 @@ class Task(nn.Module):
             step then sums the weight of the global batch over the ranks, and scales the gradients
             by it; equal weights are a factor of exactly 1. False: the weight of a batch is its
             size. That of a loss of one's own is its attribute of this name, or True.
+        takes_logits: whether outputs that are no tensor are replaced by their part `logits`.
         check_first: function of outputs and targets that is called once in training, with the first
             ones, and raises an exception if the loss is not supported for them; None: there is
             nothing to check.
@@ -62,6 +66,7 @@ class Task(nn.Module):
     running: ClassVar[tuple[str, ...]] = ()
     better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
+    takes_logits: ClassVar[bool] = False
     weighted: bool = True
     labels: LabelRange | None = None
 
@@ -70,7 +75,7 @@ class Task(nn.Module):
         self.loss = loss
         if loss is not None:
             self.weighted = getattr(loss, "weighted", True)
-        self.check_first: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+        self.check_first: Callable[[Any, Any], object] | None = None
 
     def choosing(self, classes: int) -> list[str]:
         """Return the names of the metrics that can choose the best epoch.
@@ -80,7 +85,7 @@ class Task(nn.Module):
         """
         return ["loss", *self.better]
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def own_losses(self, outputs: Any, targets: Any) -> Losses:
         """Return the unreduced losses of the task's own loss.
 
         Args:
@@ -96,7 +101,7 @@ class Task(nn.Module):
         name = type(self).__name__
         raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)")
 
-    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def losses(self, outputs: Any, targets: Any) -> Losses:
         """Return the unreduced losses of the task, checked: those of `loss`, else its own.
 
         Args:
@@ -112,9 +117,10 @@ class Task(nn.Module):
         """
         found = (self.loss or self.own_losses)(outputs, targets)
         losses, weights = found if isinstance(found, tuple) else (found, found)
-        if losses.shape[:1] != targets.shape[:1]:
+        samples = len(targets) if isinstance(targets, torch.Tensor) else samples_in(outputs, targets, losses)
+        if losses.shape[:1] != (samples,):
             raise TrainingError(
-                f"the loss must return unreduced losses, [{len(targets)}, ...] for {len(targets)} samples, got "
+                f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, got "
                 f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch. "
                 "A loss that is one number for a batch returns it for each sample, loss.expand(len(outputs))",
             )
@@ -127,12 +133,12 @@ class Task(nn.Module):
             what = f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
             raise TrainingError(
                 "weighted=False declares one loss of weight 1 for each sample, "
-                f"[{len(targets)}], but the loss returned {what}. Remove the attribute weighted of "
+                f"[{samples}], but the loss returned {what}. Remove the attribute weighted of "
                 "the loss or the task, or set it to True",
             )
         return found
 
-    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_sum(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of losses * weights and the sum of the weights, both [].
 
         Args:
@@ -170,7 +176,7 @@ class Task(nn.Module):
         """
         return metric == "loss" or cls.better.get(metric) == "lower"
 
-    def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    def running_sums(self, outputs: Any, targets: Any) -> list[torch.Tensor]:
         """Return the sums of the training metrics over a batch, each [], in the order of `running`.
 
         Args:
@@ -179,7 +185,7 @@ class Task(nn.Module):
         """
         return []
 
-    def weighted_sum(self, values: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def weighted_sum(self, values: torch.Tensor, outputs: Any, targets: Any) -> torch.Tensor:
         """Return the sum of values that are weighted as the losses of their samples are, [].
 
         Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
@@ -203,7 +209,7 @@ class Task(nn.Module):
         missing = weights.dim() - values.dim()
         return (values.view(*values.shape, *[1] * missing) * weights).sum()
 
-    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    def sums(self, outputs: Any, targets: Any) -> dict[str, torch.Tensor]:
         """Return sums over a batch by name, of any shape, besides those of the loss.
 
         In an evaluation they are added over batches and ranks.
@@ -221,6 +227,20 @@ class Task(nn.Module):
             sums: those of `sums`, over all samples, in float64 on the CPU.
         """
         return {}
+
+
+def samples_in(outputs: Any, targets: Any, losses: torch.Tensor) -> int:
+    """Return the number of samples of outputs and targets of which one is no tensor.
+
+    Where both are silent, any number of losses is right, but there must be a dimension.
+    """
+    from ddp_lab.data.trees import leaves, size
+
+    if any(True for _ in leaves(targets)):
+        return size(targets)
+    if isinstance(outputs, torch.Tensor):
+        return len(outputs)
+    return len(losses) if losses.dim() else 1
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -241,25 +261,33 @@ def width(task: Task) -> int:
     return 2 + len(task.running)
 
 
-def measure(
-    task: Task, outputs: torch.Tensor, targets: torch.Tensor, real: int, divisor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def measure(task: Task, outputs: Any, targets: Any, real: int, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss to backpropagate, [], and the sums [loss_sum, *task.running, weight] in `sum_dtype`.
 
     The loss to backpropagate is the sum divided by `divisor`.
 
     Args:
-        outputs, targets: of a micro-batch, [b, ...], with padding at the end.
+        outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no tensor have none, but for
+            a micro-batch that has no sample without padding.
         real: number of samples without padding.
         divisor: size of the GLOBAL batch.
     """
-    if real < len(outputs):  # a slice of all rows would copy their gradient
-        outputs, targets = outputs[:real], targets[:real]
-    outputs = in_float32(outputs)
-    dtype = sum_dtype(outputs.device)
+    counts = True
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        from ddp_lab.tasks.nested import for_task
+
+        outputs, targets, counts = for_task(task, outputs, targets, real)
+    else:
+        if real < len(outputs):  # a slice of all rows would copy their gradient
+            outputs, targets = outputs[:real], targets[:real]
+        outputs = in_float32(outputs)
     if task.check_first is not None and real:
         check, task.check_first = task.check_first, None
         check(outputs, targets)
     loss_sum, weight = task.loss_sum(outputs, targets)
-    sums = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
-    return loss_sum / divisor, torch.stack([each.to(dtype) for each in sums])
+    parts = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
+    dtype = sum_dtype(loss_sum.device)
+    sums = torch.stack([each.to(dtype) for each in parts])
+    if not counts:
+        return loss_sum * 0, torch.zeros_like(sums)
+    return loss_sum / divisor, sums

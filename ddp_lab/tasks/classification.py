@@ -49,6 +49,7 @@ class Classification(Task):
     """
 
     running, pictures = ("accuracy",), True
+    takes_logits = True
     better: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
 
     def __init__(self, loss: LossFunction | None = None):

@@ -23,6 +23,7 @@ class MultiLabel(Task):
     """
 
     running = ("accuracy",)
+    takes_logits = True
     better: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:

@@ -9,19 +9,24 @@ has the same sum both ways, whatever the outputs and the targets are: the trial 
 """
 
 import copy
+import operator
 import random
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import describe_error
+from ddp_lab.data.trees import Tree, apply, rows, size, to
+from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
+from ddp_lab.models.outputs import map_outputs, tensors_of
 from ddp_lab.models.trial import LARGE, meta_copy
 from ddp_lab.tasks.base import Task
 
@@ -52,7 +57,7 @@ def is_own(task: Task) -> bool:
     return all(module.startswith("ddp_lab.") for module in modules)
 
 
-def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor, batch_size: int = MANY) -> str | None:
+def describe_coupling(task: Task, outputs: Any, targets: Tree, batch_size: int = MANY) -> str | None:
     """Return how the loss shows that it is not a sum over samples, as the end of "the loss ...".
 
     Torch's random state stays as it is, and so does the task, which is copied.
@@ -66,11 +71,14 @@ def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor, 
     Returns:
         None if it is a sum over samples, or if that cannot be found: it draws random numbers, or fails for these samples.
     """
-    outputs = outputs.detach() if outputs.is_meta else outputs.detach().cpu()
+    outputs = map_outputs(lambda tensor: tensor.detach() if tensor.is_meta else tensor.detach().cpu(), outputs)
     with state_kept(task), warnings.catch_warnings():  # also of a task that cannot be copied
         warnings.simplefilter("ignore")  # such as that of a standard deviation of one sample
-        on_cpu = targets.detach().cpu()
-        cases = chain(make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size))
+        on_cpu = apply(lambda tensor: tensor.detach().cpu(), targets)
+        if isinstance(outputs, torch.Tensor) and isinstance(on_cpu, torch.Tensor):
+            cases = chain(make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size))
+        else:
+            cases = make_nested_cases(outputs, on_cpu)
         for each_outputs, each_targets in cases:
             for training in (True, False):  # in evaluation mode dropout draws nothing
                 try:
@@ -83,7 +91,7 @@ def describe_coupling(task: Task, outputs: torch.Tensor, targets: torch.Tensor, 
     return None
 
 
-def compare(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | None:
+def compare(task: Task, outputs: Any, targets: Tree) -> str | None:
     """Return how the loss of some samples together differs from that of each alone; None if it does not.
 
     Args:
@@ -95,8 +103,8 @@ def compare(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | N
         NotRepeatableError: the loss cannot be computed twice.
     """
     for dtype in (torch.float64, torch.float32):
-        task, outputs = task.to("cpu", dtype), outputs.to(dtype)
-        targets = targets.to(dtype) if targets.is_floating_point() else targets
+        task, outputs = task.to("cpu", dtype), map_outputs(partial(as_dtype, dtype), outputs)
+        targets = apply(partial(as_dtype, dtype), targets)
         try:
             together, result_dtype = sums_of(task, outputs, targets)
         except NotRepeatableError:
@@ -107,7 +115,12 @@ def compare(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> str | N
     return None
 
 
-def compare_with(task: Task, outputs: torch.Tensor, targets: torch.Tensor, together: Sums, dtype: torch.dtype) -> str | None:
+def as_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype, if its numbers have a fraction."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def compare_with(task: Task, outputs: Any, targets: Tree, together: Sums, dtype: torch.dtype) -> str | None:
     """As `compare`, given the sums over all samples and the coarsest dtype in them."""
     tolerance = EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
     again, _ = sums_of(task, outputs, targets)
@@ -116,16 +129,16 @@ def compare_with(task: Task, outputs: torch.Tensor, targets: torch.Tensor, toget
     if not all(is_close(*pair, tolerance) for pair in zip(together, again, strict=True)):
         raise NotRepeatableError
     alone: list[Sums] = []
-    for row in range(len(outputs)):
+    count = len(tensors_of(outputs)[0])
+    for row in range(count):
         one = slice(row, row + 1)
         try:
-            found, _ = sums_of(task, outputs[one], targets[one])
+            found, _ = sums_of(task, map_outputs(operator.itemgetter(one), outputs), rows(targets, one))
         except NotRepeatableError:
             raise
         except Exception as error:
             return f"fails for one sample: {describe_error(error)}"
         alone.append(found)
-    count = len(outputs)
     for name, value, each in zip(("loss", "weight"), together, zip(*alone, strict=True), strict=True):
         size = max(abs(value), sum(map(abs, each)))
         if not is_close(value, sum(each), tolerance, size):
@@ -145,19 +158,25 @@ def is_close(one: float, other: float, tolerance: float, size: float = 0.0) -> b
     return abs(one - other) <= tolerance * max(1.0, size, abs(one))
 
 
-def measure_tolerance(task: Task, outputs: torch.Tensor, targets: torch.Tensor, together: Sums) -> float:
+def measure_tolerance(task: Task, outputs: Any, targets: Tree, together: Sums) -> float:
     """Return the relative tolerance for a loss that does not compute in float64: a multiple of its rounding error."""
     eps = torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
-    rounding = 2 * torch.rand(outputs.shape, generator=generator, dtype=outputs.dtype) - 1
+
+    def rounded_off(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        rounding = 2 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 1
+        return tensor * (1 + eps * rounding)
+
     with suppress(Exception):
-        rounded, _ = sums_of(task, outputs * (1 + eps * rounding), targets)
+        rounded, _ = sums_of(task, map_outputs(rounded_off, outputs), targets)
         change = abs(rounded.loss - together.loss) / max(1.0, abs(together.loss))
         return max(ROUNDED, NOISE * change)
     return ROUNDED
 
 
-def sums_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[Sums, torch.dtype]:
+def sums_of(task: Task, outputs: Any, targets: Tree) -> tuple[Sums, torch.dtype]:
     """Return the sums over some samples, and the coarsest dtype that they were computed in.
 
     Raises:
@@ -190,6 +209,39 @@ def make_cases(outputs: torch.Tensor, targets: torch.Tensor) -> Generator[tuple[
         of_targets.append(targets[rows * 0])
         if not outputs.is_meta:
             of_outputs.append(between(outputs, count, generator))
+    for each_outputs in of_outputs:
+        for each_targets in of_targets:
+            yield each_outputs, each_targets
+
+
+def make_nested_cases(outputs: Any, targets: Tree) -> Generator[tuple[Any, Tree]]:
+    """Yield cases as `make_cases`, of outputs or targets that are a tuple, a dict or an object.
+
+    There is none if a tensor has no row for each sample, and so cannot be computed for each alone.
+    """
+    parts = tensors_of(outputs)
+    if not parts or any(part.shape[:1] != parts[0].shape[:1] for part in parts):
+        return
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.arange(SAMPLES)
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[numbers % len(tensor)]
+
+    def drawn(draw: Callable[..., torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return repeated(tensor)
+        return draw((SAMPLES, *tensor.shape[1:]), generator=generator, dtype=torch.float64)
+
+    def mixed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return repeated(tensor)
+        return between(tensor, SAMPLES, generator)
+
+    of_targets = [apply(repeated, targets), apply(lambda tensor: mixed_targets(repeated(tensor), generator), targets)]
+    of_outputs = [map_outputs(partial(drawn, draw), outputs) for draw in (torch.randn, torch.rand)]
+    if not any(part.is_meta for part in parts):
+        of_outputs.append(map_outputs(mixed, outputs))
     for each_outputs in of_outputs:
         for each_targets in of_targets:
             yield each_outputs, each_targets
@@ -247,8 +299,8 @@ def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Te
     return values[torch.randint(0, len(values), targets.shape, generator=generator)]
 
 
-def outputs_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or returns no tensor.
+def outputs_of(model: nn.Module, inputs: Tree) -> Any:
+    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or returns no row for a sample.
 
     The model, torch's random state and the mode of each module stay as they are. Of a large model, and of one on the meta
     device, only the shape of the outputs is computed, if possible.
@@ -262,13 +314,13 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor | None:
     found: object = None
     if not on_cpu:
         with suppress(Exception), torch.no_grad(), state_kept(model, weights=False):
-            found = meta_copy(model).eval()(inputs.to("meta"))
+            found = call(meta_copy(model).eval(), to(inputs, "meta"))
     if found is None and not on_meta:
-        device = next((parameter.device for parameter in model.parameters()), inputs.device)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with suppress(Exception), torch.no_grad(), state_kept(model):
-            found = model.eval()(inputs.to(device))
-    is_batch = isinstance(found, torch.Tensor) and found.dim() > 0 and len(found) == len(inputs)
-    return found if isinstance(found, torch.Tensor) and is_batch else None
+            found = call(model.eval(), to(inputs, device))
+    is_batch = not isinstance(found, torch.Tensor) or found.shape[:1] == (size(inputs),)
+    return found if is_batch else None
 
 
 def copied(task: Task) -> Task:

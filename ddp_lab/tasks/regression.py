@@ -20,6 +20,7 @@ class Regression(Task):
         loss: as in `Task`.
     """
 
+    takes_logits = True
     better: ClassVar = {"mae": "lower", "rmse": "lower", "r2": "higher"}
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:

@@ -24,6 +24,7 @@ class Segmentation(Task):
         ignore: the target of pixels that do not count.
     """
 
+    takes_logits = True
     better: ClassVar = {"accuracy": "higher", "mean_iou": "higher"}
 
     def __init__(self, loss: LossFunction | None = None, ignore: int = 255):

@@ -28,6 +28,7 @@ class Tokens(Task):
         loss: as in `Task`.
     """
 
+    takes_logits = True
     better: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}
 
     def __init__(self, loss: LossFunction | None = None):

@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.over_batch import describe_coupling, is_own, outputs_of
 
-Samples = tuple[torch.Tensor, torch.Tensor]  # outputs and targets
+Samples = tuple[Any, Tree]  # outputs and targets
 
 
 class Division(NamedTuple):
@@ -75,7 +75,12 @@ def check_loss(division: Division, task: Task, key: str, samples: Callable[[], S
     found = samples()
     if found is None:
         return False
-    how = describe_coupling(task, *found, division.batch_size)
+    outputs, targets = found
+    if not isinstance(outputs, torch.Tensor):
+        from ddp_lab.tasks.nested import outputs_for as taken_by
+
+        outputs = taken_by(task, outputs)
+    how = describe_coupling(task, outputs, targets, division.batch_size)
     if how is not None:
         raise ConfigError(
             f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} would compute it over "
@@ -86,14 +91,16 @@ def check_loss(division: Division, task: Task, key: str, samples: Callable[[], S
     return True
 
 
-def check_lab_loss(division: Division, model: nn.Module, task: Task, example: Any, over_batch: bool) -> str | None:
+def check_lab_loss(
+    division: Division, model: nn.Module, task: Task, example: tuple[Tree, Tree] | None, over_batch: bool
+) -> str | None:
     """Check the loss of a trainer of a Lab: now with a complete sample as example, else in the first step.
 
     Args:
         division: of the batch.
         model: complete.
         task: with the loss, on the CPU.
-        example: a sample, or its input; None: there is none.
+        example: inputs and targets of complete samples; None: there are none.
         over_batch: whether a loss over the batch is allowed.
 
     Returns:
@@ -104,24 +111,12 @@ def check_lab_loss(division: Division, model: nn.Module, task: Task, example: An
     """
     if over_batch:
         return division.describe()
-    if not check_loss(division, task, "loss", lambda: samples_of(model, example)):
+    if not check_loss(division, task, "loss", lambda: example and outputs_for(model, *example)):
         task.check_first = lambda outputs, targets: check_loss(division, task, "loss", lambda: (outputs, targets))
     return None
 
 
-def samples_of(model: nn.Module, example: Any) -> Samples | None:
-    """Return the outputs and the targets of a complete sample; None if it is none, or if the model fails."""
-    if not isinstance(example, (tuple, list)) or len(cast("list[Any]", example)) != 2:
-        return None
-    sample: list[Any] = [*example]
-    with suppress(Exception):  # a target may be of any type, about which the loader reports
-        inputs, targets = (torch.as_tensor(part).unsqueeze(0) for part in sample)
-        is_image = inputs.dtype == torch.uint8 and inputs.dim() == 4
-        return outputs_for(model, inputs / 255 if is_image else inputs, targets)
-    return None
-
-
-def outputs_for(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Samples | None:
+def outputs_for(model: nn.Module, inputs: Tree, targets: Tree) -> Samples | None:
     """Return the outputs of a model, as `outputs_of`, with the targets; None if the model fails."""
     outputs = outputs_of(model, inputs)
     return None if outputs is None else (outputs, targets)

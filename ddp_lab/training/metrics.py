@@ -63,15 +63,19 @@ def evaluate(
     task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
         real = strategy.real_samples(count)
-        outputs = strategy.predict(inputs)
-        if outputs.shape[:1] != (len(inputs),):
-            from ddp_lab.models.outputs import require_samples
+        outputs = found = None
+        if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not strategy.cuts_padding:
+            outputs = strategy.predict(inputs)
+            if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
+                own = in_float32(outputs[:real])
+                expected = targets[:real]
+                loss, weight = strategy.task.loss_sum(own, expected)
+                found = {"loss": loss, "weight": weight, **task.sums(own, expected)}
+        if found is None:
+            from ddp_lab.training.nested import sums_of
 
-            require_samples(outputs.shape, len(inputs))
-        outputs = in_float32(outputs[:real])
-        targets = targets[:real]
-        loss, weight = strategy.task.loss_sum(outputs, targets)
-        for name, value in {"loss": loss, "weight": weight, **task.sums(outputs, targets)}.items():
+            found = sums_of(strategy, task, (inputs, targets), real, outputs)
+        for name, value in found.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += count

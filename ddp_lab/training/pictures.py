@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.metrics import Evaluation
 
@@ -32,7 +34,14 @@ class Pictures(Hook):
         epoch = run.position.epoch
         if self.samples is not None and is_drawn(epoch):
             inputs, targets, _ = self.samples
-            run.logger.predictions(epoch, inputs, targets, run.strategy.predict(inputs))
+            assert isinstance(inputs, torch.Tensor), "the inputs are images"
+            assert isinstance(targets, torch.Tensor), "they have a class each"
+            outputs = run.strategy.predict(inputs)
+            if not isinstance(outputs, torch.Tensor):
+                from ddp_lab.tasks.nested import logits_of
+
+                outputs = logits_of(outputs, type(run.strategy.task).__name__)
+            run.logger.predictions(epoch, inputs, targets, outputs)
         run.logger.confusion(epoch, results[self.name].sums.get("confusion"))
 
 

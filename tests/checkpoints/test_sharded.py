@@ -39,7 +39,7 @@ def reset_high_water() -> int:
 
 def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8, **options: Any) -> Checkpoints:
     """Return the checkpoints of a model with layers of 1 MiB, after a training step."""
-    strategy.input_shape = (512,)
+    strategy.example = torch.empty(2, 512, device="meta")
     strategy.setup(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)))
     optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1, momentum=0.9)
     strategy.forward(torch.randn(4, 512)).sum().backward()

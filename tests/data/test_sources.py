@@ -46,7 +46,9 @@ def test_tensors_stay_as_they_are_and_images_of_pillow_are_augmented_in_training
     masks = load("Masks")
     image, mask = own_datasets.Masks("train")[5]
     assert same(masks.train.sample(0, 5), (image, mask))
-    assert masks.train.forms == [((3, 8, 8), torch.float32), ((8, 8), torch.int64)]
+    inputs, targets = masks.train.example(2, "meta")
+    assert (inputs.shape, inputs.dtype) == ((2, 3, 8, 8), torch.float32)
+    assert (targets.shape, targets.dtype) == ((2, 8, 8), torch.int64)
     dataset = load("Shapes", "data.erasing=1", "data.mean=[1.0]")
     erased, whole = (each.sample(0, 0)[0] == 255 for each in (dataset.train, dataset.val))
     assert erased.any()
@@ -68,7 +70,7 @@ def same(one: tuple, other: tuple) -> bool:
         ("Tensors label=2", r"the target of sample 0 is 2; with 2 classes it must be 0 to 1"),
         (
             "Wrong how=word",
-            r"sample 0 must be tensors, arrays or numbers, or an image of Pillow as the input, got Image and str",
+            r"sample 0: targets is str\. Text must become numbers, for example those of tokens or of a class",
         ),
         ("Wrong how=outline", r"sample 0 is \[30, 40\], but would not be resized with its image of Pillow\. Return both"),
         ("Wrong how=empty", "Wrong: must be a map-style dataset, with __len__, __getitem__ and at least one sample$"),

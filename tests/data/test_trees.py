@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ddp_lab.data.parts import divide
 from ddp_lab.data.trees import chunk, pad, rows, size, to
 
 TENSOR = torch.arange(10.0).view(5, 2)
@@ -54,3 +55,18 @@ def test_functions_apply_to_each_tensor(tree):
 
 def test_what_needs_no_padding_is_not_copied():
     assert pad(TENSOR, 5) is TENSOR
+
+
+@pytest.mark.parametrize(
+    ("item", "targets", "expected"),
+    [
+        ((1, 2), 1, (1, 2)),
+        ([1, 2], 0, (2, 1)),
+        ((1, 2, 3), 0, ((2, 3), 1)),
+        ((1, 2, 3), -2, ((1, 3), 2)),
+        ({"a": 1, "b": 2, "c": 3}, "b", ({"a": 1, "c": 3}, 2)),
+        ((1, 2), None, ((1, 2), None)),
+    ],
+)
+def test_target_is_the_part_that_is_named(item, targets, expected):
+    assert divide(item, targets, "the sample") == expected

@@ -67,3 +67,4 @@ def test_code_of_the_document_runs(tmp_path, monkeypatch, capsys):
     logged = re.findall(r"^epoch (\d)", capsys.readouterr().out, re.MULTILINE)
     assert logged == ["1", "2", "3"], "epochs in the log count from 1"
     assert names["sums"].shape == (2,)
+    assert 0 <= names["accuracy"] <= 1

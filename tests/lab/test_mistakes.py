@@ -27,13 +27,13 @@ from ddp_lab.data.labels import LabelRange
 from ddp_lab.lab.launch import RankError, launch
 
 CLASSES, BATCH, SIZE = 3, 8, 40
-Pair = namedtuple("Pair", "hidden logits")
+Pair = namedtuple("Pair", "hidden scores")
 
 
 @dataclass
 class Output:
     loss: None
-    logits: torch.Tensor
+    scores: torch.Tensor
 
 
 class Wrapped(nn.Module):
@@ -72,7 +72,10 @@ def wrapped(wrap):
     return {"model": partial(Wrapped, wrap), "data": in_memory}
 
 
-OUTPUTS = "but expected is one tensor [b, ...] for b samples. Wrap it in a module of a few lines, whose forward ends with"
+OUTPUTS = (
+    "but Classification needs one tensor [b, ...] for b samples, or a part named logits. Wrap it in a module of a few lines, "
+    "whose forward ends with"
+)
 RANGE = "but the outputs of the model have 3 classes, so that labels must be 0 to 2. Correct the labels, or give"
 CASES = {
     "dict": (
@@ -81,11 +84,11 @@ CASES = {
     ),
     "object": (
         wrapped(lambda logits: Output(None, logits)),
-        f"ConfigError: the model returns Output with loss, logits, {OUTPUTS} `return self.model(inputs).logits`",
+        f"ConfigError: the model returns Output with loss, scores, {OUTPUTS} `return self.model(inputs).scores`",
     ),
     "namedtuple": (
         wrapped(lambda logits: Pair(0, logits)),
-        f"ConfigError: the model returns Pair with hidden, logits, {OUTPUTS} `return self.model(inputs).logits`",
+        f"ConfigError: the model returns Pair with hidden, scores, {OUTPUTS} `return self.model(inputs).scores`",
     ),
     "tuple": (
         wrapped(lambda logits: (None, logits)),

@@ -212,7 +212,7 @@ def reduced(outputs, targets):
 REFUSED = [
     ({"model": nn.Linear(3, 2)}, "the model: failed for inputs of shape [4]: RuntimeError: "),
     ({"model": nn.Linear(4, 3)}, "the outputs must have the shape of the targets, [2, 2], got [2, 3]. Change the last layer"),
-    ({"model": nn.LSTM(4, 2)}, "the model: it returns a tuple of 2, but expected is one tensor [b, ...] for b samples"),
+    ({"model": nn.LSTM(4, 2)}, "the model: it returns a tuple of 2, but Regression needs one tensor [b, ...] for b samples"),
     ({"model": Plain().requires_grad_(False)}, "the model: has nothing to train: all parameters are frozen"),
     ({"loss": raising}, "loss: failed for outputs of [2, 2] and targets of [2, 2], torch.float32, which are two copies"),
     ({"loss": reduced}, "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use reduction='none'"),

@@ -20,6 +20,6 @@ def test_predictions_have_no_graph_of_the_forward_pass(case, monkeypatch):
     with world(monkeypatch, 0, CASES[case]) as runtime:
         strategy = set_up(case, runtime, "vit", 1)
         assert any(parameter.requires_grad for parameter in strategy.module.parameters())
-        outputs = strategy.predict(torch.ones(SAMPLES, *strategy.input_shape))
+        outputs = strategy.predict(torch.ones(SAMPLES, *strategy.example.shape[1:]))
         assert outputs.shape[0] == SAMPLES
         assert not outputs.requires_grad

@@ -31,7 +31,7 @@ def names_of(units: list[nn.Module], model: nn.Module) -> list[str]:
 
 
 def units_of(model: nn.Module, tried: bool = True, keep_whole: tuple = (), shape: tuple = SHAPE) -> list[str]:
-    usage = find_usage(model, shape, None) if tried else None
+    usage = find_usage(model, torch.empty(2, *shape, device="meta")) if tried else None
     return names_of(find_units(model, usage, keep_whole), model)
 
 

@@ -126,3 +126,20 @@ def signs(split):
     """Return the same with two labels: whether the sum and the largest number are large."""
     inputs, targets = numbers(split).tensors
     return torch.utils.data.TensorDataset(inputs, (targets > torch.tensor([0.0, 1.2])).long())
+
+
+class Pairs:
+    """Samples with a dict of two inputs, for models whose forward has their names."""
+
+    classes = ("below", "above")
+
+    def __init__(self, size: int = 40):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        left, right = torch.rand(2, 3, generator=generator)
+        return {"left": left, "right": right}, int(left.sum() > right.sum())

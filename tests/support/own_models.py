@@ -403,3 +403,14 @@ class DirectWeights(nn.Module):
         hidden = nn.functional.linear(hidden, self.inner.weight, self.inner.bias)
         hidden = self.back(hidden).tanh_() @ self.back.weight.t()
         return self.head(self.usual(hidden.to(self.usual.weight.dtype)))
+
+
+class Compared(nn.Module):
+    """A model of two inputs, which are passed by name."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, num_classes)
+
+    def forward(self, left, right):
+        return {"logits": self.head(torch.tanh(self.layer(left) - self.layer(right)))}

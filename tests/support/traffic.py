@@ -70,7 +70,7 @@ def world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Iterator[Run
 
 
 def step(strategy: Strategy, accumulate: int) -> None:
-    shape = strategy.input_shape
+    shape = strategy.example.shape[1:]
     images, targets = torch.ones(SAMPLES, *shape), torch.zeros(SAMPLES, dtype=torch.int64)
     strategy.forward_backward(images, targets, SAMPLES * strategy.dp_size, accumulate)
 
@@ -78,7 +78,7 @@ def step(strategy: Strategy, accumulate: int) -> None:
 def set_up(case: str, runtime: Runtime, name: str, accumulate: int) -> Strategy:
     model = make_model(name, 0)
     strategy: Any = build(config_of(case).strategy, runtime)
-    strategy.input_shape, strategy.input_dtype = model.input_shape, model.input_dtype
+    strategy.example = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
     strategy.partition(model, SAMPLES // accumulate)
     strategy.setup(model)
     strategy.train()

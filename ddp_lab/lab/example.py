@@ -1,0 +1,97 @@
+"""The example of a sample, with which a Lab tries model and loss before anything starts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.collated import collate
+from ddp_lab.data.dataset import InMemory
+from ddp_lab.data.loader import as_numbers
+from ddp_lab.data.parts import Place, as_tree, divide, has_target
+from ddp_lab.data.trees import Tree, apply, leaves, stack
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How the samples of the datasets of a trainer become batches.
+
+    Attributes:
+        targets: place of the target in a sample, as in `parts.divide`.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are stacked.
+    """
+
+    targets: Place
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """Two copies of a sample, as a loader returns them: images are floats in [0, 1].
+
+    Attributes:
+        inputs: on the CPU.
+        targets: of them; None if there are none, or if they are not known.
+        is_complete: whether the sample has what the loss needs.
+    """
+
+    inputs: Tree
+    targets: Tree
+    is_complete: bool
+
+    @property
+    def form(self) -> Tree:
+        """The inputs on the meta device."""
+        return apply(lambda tensor: torch.empty_like(tensor, device="meta"), self.inputs)
+
+
+def find_example(given: Any, parts: Parts) -> Example | None:
+    """Return the example that a user has given.
+
+    Args:
+        given: a sample, or its inputs; None: there is none.
+        parts: which part of it is the target.
+
+    Raises:
+        ConfigError: it does not consist of tensors.
+    """
+    if given is None:
+        return None
+    if parts.collate_fn is not None:
+        inputs, targets = collate([given, given], parts.collate_fn, parts.targets, "example")
+        return Example(*as_loaded(inputs, targets), is_complete=True)
+    is_complete = has_target(given, parts.targets)
+    sample, target = divide(given, parts.targets if is_complete else None, "example")
+    if not is_complete and isinstance(sample, tuple) and len(sample) == 1:
+        (sample,) = sample
+    if not consists_of_tensors(sample):
+        raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(sample).__name__}")
+    try:
+        expected = as_tree(target, "targets")
+    except (ConfigError, TypeError, ValueError, RuntimeError) as error:
+        expected = None
+        problem = f" ({error})"
+    else:
+        problem = ""
+    if is_complete and parts.targets is not None and not any(True for _ in leaves(expected)):
+        raise ConfigError(f"example: the target of a sample must be a tensor or a number, got {type(target).__name__}{problem}")
+    own = as_tree(sample, "inputs")
+    return Example(*as_loaded(*stack([(own, expected), (own, expected)])), is_complete=is_complete)
+
+
+def consists_of_tensors(sample: Any) -> bool:
+    """Return whether inputs are a tensor, or a tuple or dict of tensors."""
+    if isinstance(sample, (tuple, list)):
+        return len(sample) > 0 and all(map(consists_of_tensors, sample))
+    if isinstance(sample, Mapping):
+        return len(sample) > 0 and all(map(consists_of_tensors, sample.values()))
+    return isinstance(sample, torch.Tensor)
+
+
+def as_loaded(inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
+    """Return a batch as a loader does, where uint8 images are floats and other uint8 numbers are int64."""
+    if InMemory(inputs, targets).is_image:
+        return apply(lambda images: images.to(torch.get_default_dtype()) / 255, inputs), apply(as_numbers, targets)
+    return apply(as_numbers, inputs), apply(as_numbers, targets)

@@ -1,0 +1,44 @@
+"""The evaluation of a batch whose inputs, targets or outputs are no tensor."""
+
+from typing import Any
+
+import torch
+
+from ddp_lab.data.trees import Tree, rows, size
+from ddp_lab.models.outputs import require_samples, without_padding
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.nested import for_task
+
+
+def sums_of(
+    strategy: Strategy, task: Task, batch: tuple[Tree, Tree], real: int, outputs: Any = None
+) -> dict[str, torch.Tensor]:
+    """Return the sums of a batch in an evaluation: loss, weight, and those of the task. Collective.
+
+    Args:
+        strategy: has the model, and the task with the loss.
+        task: whose sums are computed.
+        batch: inputs and targets, with padding at the end.
+        real: number of samples without padding.
+        outputs: of the model for all inputs; None: they are computed, for a batch whose padding has been cut.
+    """
+    if outputs is None:
+        inputs, _ = batch
+        strategy.require_inputs(inputs)
+        batch = rows(batch, slice(max(real, 1)))
+        inputs, _ = batch
+        outputs = strategy.predict(inputs)
+    inputs, targets = batch
+    samples = size(inputs)
+    if isinstance(outputs, torch.Tensor):
+        require_samples(outputs.shape, samples)
+    else:
+        strategy.cuts_padding = True
+        outputs = without_padding(outputs, samples, real)
+    own = for_task(strategy.task, outputs, targets, real)
+    other = own if task is strategy.task else for_task(task, outputs, targets, real)
+    loss, weight = strategy.task.loss_sum(own.outputs, own.targets)
+    found = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
+    counted = {"loss": own.counts, "weight": own.counts}
+    return {name: value if counted.get(name, other.counts) else torch.zeros_like(value) for name, value in found.items()}
