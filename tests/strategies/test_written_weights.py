@@ -280,6 +280,6 @@ def test_buffers_and_computed_weights_may_change(strategy):
 
 
 def test_parameter_that_is_replaced_is_found():
-    usage = find_usage(Replaced(), (4,), None)
+    usage = find_usage(Replaced(), torch.empty(2, 4, device="meta"))
     assert usage is not None
     assert usage.written == {"target.weight": "target"}
