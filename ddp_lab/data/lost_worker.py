@@ -25,7 +25,9 @@ FEWER = "Use fewer worker processes (data.num_workers, in a Lab num_workers) or 
 
 def find_lost_worker(error: BaseException | None) -> SampleError | None:
     """Return what stands for an error of torch about a lost worker process; None if the error has another reason."""
-    while error is not None:
+    seen = set[int]()  # what is raised again while its own effect is handled makes a cycle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, RuntimeError) and (found := LOST.search(str(error))):
             pids, _, killed_by = found.groups()
             return lost_worker(pids, killed_by)

@@ -260,10 +260,12 @@ def unwrapped() -> Generator[None]:
     """Raise the TrainingError of a stage in place of torch's error about the stage that raised it."""
     try:
         yield
+        return
     except RuntimeError as error:
-        if isinstance(error.__cause__, TrainingError):
-            raise error.__cause__ from None
-        raise
+        if not isinstance(error.__cause__, TrainingError):
+            raise
+        cause = error.__cause__
+    raise cause  # not within `except`: torch's error would be its context, and it that error's cause
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:

@@ -118,3 +118,9 @@ def test_what_torch_says_of_a_lost_worker_is_explained(text):
     assert isinstance(lost, SampleError)
     assert ENDS[text] in str(lost)
     assert find_lost_worker(RuntimeError("Connection closed by peer")) is None
+
+
+def test_errors_that_are_each_others_reasons_are_no_lost_worker():
+    first, second = RuntimeError("of a stage"), RuntimeError("of torch")
+    first.__context__, second.__cause__ = second, first
+    assert find_lost_worker(first) is None
