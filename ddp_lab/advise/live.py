@@ -21,6 +21,7 @@ from ddp_lab.data.batch import Batch
 from ddp_lab.data.trees import apply, leaves
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.dtensor import local
+from ddp_lab.training.optimizer import StepObserver
 from ddp_lab.training.trainer import Trainer
 
 HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")
@@ -75,10 +76,13 @@ class Live(TorchDispatchMode):
         self._in_flight: set[int] = set()  # storages that a collective read or wrote
         self._peaks: list[dict[int, int]] = [{} for _ in self.modules]  # bytes by storage when most lives on a device
         self._kinds: list[dict[int, str]] = [{} for _ in self.modules]  # of storages in `_peaks` that are not state
-        trainer.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
-        trainer.optimizer.register_step_post_hook(lambda *_: setattr(self, "_place", 0))
+        trainer.optimizer.register_step_pre_hook(StepObserver(self._begin_update))
+        trainer.optimizer.register_step_post_hook(StepObserver(self._end_update))
         if len(self.modules) > 1:
             self._follow()
+
+    def _end_update(self) -> None:
+        self._place = 0
 
     def take_steps(self) -> None:
         """Take two steps. The first creates the optimizer's state; the second is recorded. Call it within the fake mode."""

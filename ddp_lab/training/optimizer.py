@@ -7,7 +7,7 @@ Optimizers that update each element by itself get the same result from the shard
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -137,10 +137,20 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return step
 
 
+class StepObserver(NamedTuple):
+    """A hook on an optimizer's step that reads no parameters, so that it may be called while these are shards."""
+
+    function: Callable[[], None]
+
+    def __call__(self, *_: Any) -> None:
+        self.function()
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered that are called before or after a step."""
+    """Return whether functions are registered that are called before or after a step, besides observers."""
     private: Any = optimizer
-    return bool(private._optimizer_step_pre_hooks or private._optimizer_step_post_hooks)
+    hooks = [*private._optimizer_step_pre_hooks.values(), *private._optimizer_step_post_hooks.values()]
+    return any(not isinstance(hook, StepObserver) for hook in hooks)
 
 
 @contextmanager

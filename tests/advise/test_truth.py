@@ -18,6 +18,7 @@ from ddp_lab.advise.plan import Planned, plan_rank
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
 from ddp_lab.strategies.dtensor import local
+from ddp_lab.training.optimizer import StepObserver
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
@@ -70,7 +71,7 @@ def measure(runtime: Runtime, case: str) -> Real:
         parameters = list(module.parameters())
         job.strategy.train()
         noting = trainer.optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(nbytes(tensor.grad for tensor in parameters if tensor.grad is not None))
+            StepObserver(lambda: gradients.append(nbytes(each.grad for each in parameters if each.grad is not None)))
         )
         trainer.eager_step(batch)
         noting.remove()

@@ -25,7 +25,7 @@ def made(node: dict, seed: int = 3):
 
 def weights_of(node: dict, seed: int = 3) -> dict[str, torch.Tensor]:
     """Return the complete model's weights under `single`."""
-    model, initial_weights, _ = made(node, seed)
+    model, initial_weights, *_ = made(node, seed)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     strategy = Single(Runtime("cpu"))
     strategy.initial_weights = initial_weights
@@ -107,7 +107,7 @@ def reads():
 
 
 def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled():
-    model, initial_weights, notes = made({"_target_": f"{__name__}.scaled"})
+    model, initial_weights, notes, *_ = made({"_target_": f"{__name__}.scaled"})
     assert notes == ["2 parameters are frozen: 1.layer.weight, 1.layer.bias"]
     fill(model, initial_weights, CPU)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["1.scale"]
@@ -155,7 +155,7 @@ def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
     state = {name: tensor + 1 for name, tensor in weights_of(node).items()}
     state["head.linear.weight"], state["head.linear.bias"] = torch.ones(7, 64), torch.ones(7)  # of seven classes
     torch.save(state, tmp_path / "vit.pt")
-    model, initial_weights, notes = made({**node, "weights": f"{tmp_path}/vit.pt"})
+    model, initial_weights, notes, *_ = made({**node, "weights": f"{tmp_path}/vit.pt"})
     assert notes[1:] == ["head.linear.weight, head.linear.bias: initialised anew, for 10 classes instead of 7"]
     fill(model, initial_weights, CPU)
     for name, tensor in model.state_dict().items():

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.lab.calls import Calls
 from ddp_lab.strategies.unit_advice import Advice
 
 WIDTH, ROUNDS = 4, 3
@@ -249,7 +251,8 @@ def test_following_the_messages_ends_in_a_run_that_equals_single(kind):
 
 def differing_calls() -> str:
     inputs, targets = (tensor[:4] for tensor in samples().tensors)
-    with Lab("fsdp", device="cpu", timeout=TIMEOUT) as lab:
+    # Ranks of a Lab that make different calls are ended after some seconds, too.
+    with patch.object(Calls, "start"), Lab("fsdp", device="cpu", timeout=TIMEOUT) as lab:
         trainer = lab.trainer(Head(), tasks.Regression(), ADAM, batch_size=8)
         try:
             trainer.step(inputs, targets) if lab.rank == 0 else trainer.predict(inputs)

@@ -1,5 +1,7 @@
 """Optimizers' steps on the shards of DTensors."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from torch import optim
@@ -55,6 +57,11 @@ def test_steps_on_shards_equal_those_of_whole_tensors():
 def test_other_optimizers_keep_their_own_step():
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.to_local = lambda: parameter  # as a DTensor has it
+    parameter.grad = torch.ones(2)
     for make in (torch.optim.RMSprop, type("Own", (torch.optim.SGD,), {})):
+        before = parameter.detach().clone()
         optimizer = make([parameter], lr=0.1)
-        assert step_of(optimizer) == optimizer.step
+        with patch("ddp_lab.training.optimizer.on_shards") as on_shards:
+            step_of(optimizer)()
+        assert not on_shards.called
+        assert (parameter < before).all()
