@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.lab.calls import Calls
 from ddp_lab.strategies.unit_advice import Advice
 
 WIDTH, ROUNDS = 4, 3
@@ -247,27 +245,6 @@ def test_following_the_messages_ends_in_a_run_that_equals_single(kind):
     _, weights = ranks[0]
     for name, tensor in expected.items():
         assert (weights[name] - tensor).abs().max() < 1e-12, name
-
-
-def differing_calls() -> str:
-    inputs, targets = (tensor[:4] for tensor in samples().tensors)
-    # Ranks of a Lab that make different calls are ended after some seconds, too.
-    with patch.object(Calls, "start"), Lab("fsdp", device="cpu", timeout=TIMEOUT) as lab:
-        trainer = lab.trainer(Head(), tasks.Regression(), ADAM, batch_size=8)
-        try:
-            trainer.step(inputs, targets) if lab.rank == 0 else trainer.predict(inputs)
-            trainer.predict(inputs)
-        except TrainingError as error:
-            return str(error)
-        except RuntimeError:  # of gloo
-            return ""
-        return ""
-
-
-def test_ranks_that_call_the_model_differently_get_no_list_for_keep_whole():
-    message = next(filter(None, run_world(2, differing_calls, timeout=60)))
-    assert "All ranks must call the model equally often and in the same mode" in message
-    assert "keep_whole" not in message
 
 
 def test_recommended_list_begins_with_what_is_given():
