@@ -260,12 +260,12 @@ def unwrapped() -> Generator[None]:
     """Raise the TrainingError of a stage in place of torch's error about the stage that raised it."""
     try:
         yield
-        return
     except RuntimeError as error:
-        if not isinstance(error.__cause__, TrainingError):
-            raise
         cause = error.__cause__
-    raise cause  # not within `except`: torch's error would be its context, and it that error's cause
+        if isinstance(cause, TrainingError):
+            error.__cause__ = None  # it becomes the context of its cause: each would be the other's
+            raise cause from None
+        raise
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.strategies.stages import unwrapped
 
 BATCH, TOLERANCE = 8, 1e-12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -205,3 +206,10 @@ def test_shapes_that_depend_on_the_mode_are_refused_by_one_message():
         with pytest.raises(TrainingError, match=message):
             trainer.step(torch.rand(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64))
         assert trainer.predict(torch.rand(3, 6)).shape == (3, 5)
+
+
+def test_error_of_a_stage_is_not_the_reason_of_its_own_reason():
+    with pytest.raises(TrainingError) as error, unwrapped():
+        raise RuntimeError("of torch") from TrainingError("of the stage")
+    before = error.value.__context__
+    assert before is None or error.value not in (before.__cause__, before.__context__)
