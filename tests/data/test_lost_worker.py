@@ -77,7 +77,9 @@ def test_killed_worker_process_of_the_command_is_one_message(tmp_path, monkeypat
     options += ["epochs=9", "batch_size=4", f"runs_dir={tmp_path}"]
     code, printed = launches.launch("ddp-lab train --nproc 1", *options)
     assert code != 0
-    assert printed.count(KILLED) == 1, printed
+    # Whoever reads the exit status of a forked server's child second does not learn the signal.
+    found = printed.count(KILLED) + printed.count("has exited: it was killed, most likely because memory")
+    assert found == 1, printed
     assert "Traceback" not in printed
     assert "RuntimeError" not in printed
 
