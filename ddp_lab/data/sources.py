@@ -119,7 +119,10 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
     Raises:
         ConfigError: it is not map-style, is empty, or its first sample does not consist of inputs and a target.
     """
-    name, seed, images, classes = reading.name, reading.seed, reading.images, reading.classes
+    name = reading.name
+    seed = reading.seed
+    images = reading.images
+    classes = reading.classes
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
         raise ConfigError(f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
     if reading.collate_fn is not None:
@@ -145,7 +148,9 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
         ConfigError: it cannot be read, does not consist of inputs and a target that are tensors or numbers, or its target is
             no class.
     """
-    name, images, classes = reading.name, reading.images, reading.classes
+    name = reading.name
+    images = reading.images
+    classes = reading.classes
     try:
         item = dataset[number]
     except MemoryError:

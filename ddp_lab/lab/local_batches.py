@@ -71,8 +71,11 @@ class LocalBatches:
     """
 
     def __init__(self, strategy: Strategy, batch_size: int, reading: Reading, num_workers: int):
-        self.strategy, self.batch_size, self.num_workers = strategy, batch_size, num_workers
-        self.reading, self.seed = reading, reading.seed
+        self.strategy = strategy
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.reading = reading
+        self.seed = reading.seed
         self.handed: Handed | None = None
         self._kept: dict[int, Kept] = {}  # by the id of the dataset, the most recently used one last
         self._iterated: list[Loader] = []  # of the loops that have not ended

@@ -251,7 +251,8 @@ class Strategy(ABC):
             [loss_sum, *task.running, weight] of the local batch.
         """
         if self.check_first is not None:
-            check, self.check_first = self.check_first, None
+            check = self.check_first
+            self.check_first = None
             check(inputs)
         left = self.real_samples(count)
         micro_batches: list[tuple[Tree, Tree, int]] = []
