@@ -90,7 +90,7 @@ class Texts:
         return {"input_ids": ids * mask.long(), "labels": index % 4, "attention_mask": mask}
 
 
-class Ragged(Texts):
+class DifferentLengths(Texts):
     """The same without padding, and with text that is no input."""
 
     def __getitem__(self, index):
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict]] = {
         Texts(),
         {"targets": "labels"},
     ),
-    "collated": (Masked, tasks.Classification, Ragged(), {"targets": "labels", "collate_fn": pad_to_longest}),
+    "collated": (Masked, tasks.Classification, DifferentLengths(), {"targets": "labels", "collate_fn": pad_to_longest}),
     "targets": (Heads, lambda: of_heads, Found(), {}),
 }
 
@@ -286,7 +286,12 @@ REFUSED = {
         "Classification: needs targets that are one tensor [b, ...], got no targets. ",
     ),
     "lengths": (
-        {"case": "dict", "data": Ragged(), "targets": "label", "collate_fn": lambda samples: samples[0] and {"label": 1}},
+        {
+            "case": "dict",
+            "data": DifferentLengths(),
+            "targets": "label",
+            "collate_fn": lambda samples: samples[0] and {"label": 1},
+        },
         'the batch from collate_fn must be a dict with the target "label" and inputs, got dict with label.',
     ),
     "few": (
