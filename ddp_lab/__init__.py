@@ -6,7 +6,8 @@ Lab         the ranks that torchrun or `launch` has started, and trainers of mod
 launch      starts ranks from a script or a notebook
 tasks       what a model can be trained for, with its loss and its metrics
 
-The subpackages from the lowest layer up; each imports only from those before it (tests/test_layout.py):
+The subpackages from the lowest layer up; each imports only from those before it
+(tests/test_layout.py):
 
 config      the keys that a user can set, their validation, and the error messages
 world       the distributed environment of this process: rank, device, process group
@@ -41,7 +42,9 @@ MODULES = {"Lab": "ddp_lab.lab.lab", "launch": "ddp_lab.lab.launch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names when it is first used: they import torch, which `ddp-lab --help` does not need."""
+    """Import one of the names when it is first used: they import torch, which `ddp-lab --help` does
+    not need.
+    """
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

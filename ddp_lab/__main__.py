@@ -1,4 +1,6 @@
-"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`: without a command, the arguments are those of `train`."""
+"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`: without a command, the arguments are
+those of `train`.
+"""
 
 import difflib
 import importlib
@@ -22,8 +24,15 @@ HELP = ("-h", "--help", "help")
 def main() -> None:
     name, *arguments = sys.argv[1:] if is_command(sys.argv[1:2]) else ["train", *sys.argv[1:]]
     if name in HELP:
-        print("usage: ddp-lab COMMAND ...\n", *(f"  {each:<10}{text}" for each, text in COMMANDS.items()), sep="\n")
-        print("\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as `ddp-lab`.")
+        print(
+            "usage: ddp-lab COMMAND ...\n",
+            *(f"  {each:<10}{text}" for each, text in COMMANDS.items()),
+            sep="\n",
+        )
+        print(
+            "\n`ddp-lab COMMAND --help` describes a command. `python -m ddp_lab` is the same as "
+            "`ddp-lab`."
+        )
     elif name == "--version":
         from ddp_lab.launchers.arguments import installed
 
@@ -31,7 +40,9 @@ def main() -> None:
     elif name not in COMMANDS:
         close = [f" Did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
         allowed = f"allowed: {', '.join(COMMANDS)}, or overrides such as epochs=3"
-        print(f"error: {name}: there is no such command.{''.join(close)} {allowed}", file=sys.stderr)
+        print(
+            f"error: {name}: there is no such command.{''.join(close)} {allowed}", file=sys.stderr
+        )
         sys.exit(2)
     else:
         try:
@@ -44,8 +55,12 @@ def main() -> None:
 
 
 def is_command(first: list[str]) -> bool:
-    """Whether the first argument, if there is one, is neither an override nor an option of `train`."""
-    return bool(first) and (first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~"))
+    """Whether the first argument, if there is one, is neither an override nor an option of
+    `train`.
+    """
+    return bool(first) and (
+        first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~")
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A GPT on the bytes of a text: python examples/gpt.py README.md, torchrun --nproc_per_node=2 examples/gpt.py README.md fsdp"""
+"""A GPT on the bytes of a text: python examples/gpt.py README.md, torchrun --nproc_per_node=2
+examples/gpt.py README.md fsdp
+"""
 
 import sys
 from functools import partial
@@ -10,10 +12,12 @@ from torch.utils.data import TensorDataset
 from ddp_lab import Lab, tasks
 from ddp_lab.models.gpt import gpt
 
-CONTEXT, STEPS = 64, 60
+CONTEXT = 64
+STEPS = 60
 text = torch.tensor(list(Path(sys.argv[1]).read_bytes()))
 end = (len(text) - 1) // CONTEXT * CONTEXT
-data = TensorDataset(text[:end].view(-1, CONTEXT), text[1 : end + 1].view(-1, CONTEXT))  # tokens, and those that follow
+# tokens, and those that follow
+data = TensorDataset(text[:end].view(-1, CONTEXT), text[1 : end + 1].view(-1, CONTEXT))
 
 with Lab(strategy=sys.argv[2] if len(sys.argv) > 2 else "single", seed=0) as lab:
     model = gpt(vocabulary=256, context=CONTEXT, depth=2, width=64, heads=4)
@@ -30,7 +34,8 @@ with Lab(strategy=sys.argv[2] if len(sys.argv) > 2 else "single", seed=0) as lab
             loss = trainer.step(tokens, following)
         lab.log(step=trainer.progress.step, loss=loss)
     lab.log(**trainer.evaluate(data))
-    written, generator = text[:CONTEXT].tolist(), torch.Generator().manual_seed(0)
+    written = text[:CONTEXT].tolist()
+    generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         logits = trainer.predict(torch.tensor([written[-CONTEXT:]]))[0, -1].cpu()
         written.append(int(logits.softmax(0).multinomial(1, generator=generator)))

@@ -3,14 +3,16 @@
 python scripts/bench.py                                            what our loop costs: `ours beside bare`
 python scripts/bench.py --gpus 1 2 --models vit_l16 gpt2 resnet18 \\
     --strategies ddp fsdp scratch-bucketed pipeline "mesh tp=2" --json runs/bench.json
-                                                                   what a second GPU brings, beside stock torch
+                                                                   what a second GPU brings, beside
+                                                                   stock torch
 
-The table has samples or, of gpt2, tokens per second of the training steps alone, on made-up samples, `--batch` of them on each
-device: the median over the repeats of all rounds, and half the range between the quartiles. In each round the loops of a
-strategy run one after another, so that drift of the machine meets all of them. A launch that takes longer than `--patience` is
-ended. Every launch is written to the JSON file when it ends; a call with the same file measures only what is missing there,
-and `--minutes` ends a call in time, so that a long table can be measured in parts. The ratio is that to the strongest loop that
-is not ours.
+The table has samples or, of gpt2, tokens per second of the training steps alone, on made-up
+samples, `--batch` of them on each device: the median over the repeats of all rounds, and half the
+range between the quartiles. In each round the loops of a strategy run one after another, so that
+drift of the machine meets all of them. A launch that takes longer than `--patience` is ended. Every
+launch is written to the JSON file when it ends; a call with the same file measures only what is
+missing there, and `--minutes` ends a call in time, so that a long table can be measured in parts.
+The ratio is that to the strongest loop that is not ours.
 
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
@@ -60,7 +62,9 @@ NAMES = [*LOOPS, "stock", *OURS, PAIRED]
 
 
 def strategy_overrides(strategy: str) -> list[str]:
-    """Return the overrides of a strategy as `--strategies` has it: "ddp", "scratch-bucketed" or "mesh tp=2"."""
+    """Return the overrides of a strategy as `--strategies` has it: "ddp", "scratch-bucketed" or
+    "mesh tp=2".
+    """
     first, *options = strategy.split()
     name, _, algorithm = first.partition("-")
     chosen = [f"strategy={name}", *(f"strategy.{option}" for option in options)]
@@ -117,7 +121,8 @@ def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> lis
 
 
 def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
-    """Return samples or tokens per second of every repeat of a loop that is not ours, of a quarter of the steps.
+    """Return samples or tokens per second of every repeat of a loop that is not ours, of a quarter
+    of the steps.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -137,25 +142,41 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
         "out": str(out),
     }
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "scripts/bench_loops.py", json.dumps(settings)]
+    command = [
+        sys.executable,
+        *(torchrun if ranks > 1 else []),
+        "scripts/bench_loops.py",
+        json.dumps(settings),
+    ]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=arguments.patience)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=arguments.patience,
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done within {arguments.patience} s") from None
     if done.returncode or not out.exists():
-        errors = [line.strip() for line in (done.stdout + done.stderr).splitlines() if "rror" in line]
+        errors = [
+            line.strip() for line in (done.stdout + done.stderr).splitlines() if "rror" in line
+        ]
         raise RuntimeError(errors[-1] if errors else f"exit code {done.returncode}")
     return json.loads(out.read_text())
 
 
 def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> None:
-    """Add to the row the ratios of one run whose epochs alternate with bare steps, by time and by CPU time.
+    """Add to the row the ratios of one run whose epochs alternate with bare steps, by time and by
+    CPU time.
 
     Raises:
         RuntimeError: it took too long, or failed.
     """
-    model, ranks = row["model"], row["devices"]
+    model = row["model"]
+    ranks = row["devices"]
     steps = arguments.steps or MODELS[model].cpu_steps
     out = folder / "pairs"
     task = {"model": model, "batch": row["batch"], "steps": steps, "out": out}
@@ -206,10 +227,20 @@ def measure(row: dict, arguments: argparse.Namespace) -> None:
 def table(rows: list[dict]) -> str:
     """Return the rates as a Markdown table.
 
-    `of one` is the rate in multiples of that of the same model on one device, by the loop `ours` or by another of ours; the
-    last column the ratio to the strongest loop that is not ours, of the same strategy.
+    `of one` is the rate in multiples of that of the same model on one device, by the loop `ours` or
+    by another of ours; the last column the ratio to the strongest loop that is not ours, of the
+    same strategy.
     """
-    head = ["model", "devices", "strategy", "loop", "per second", "+-", "of one", "against the strongest other"]
+    head = [
+        "model",
+        "devices",
+        "strategy",
+        "loop",
+        "per second",
+        "+-",
+        "of one",
+        "against the strongest other",
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row["model"], str(row["devices"]), row["strategy"], row["loop"]]
@@ -220,13 +251,18 @@ def table(rows: list[dict]) -> str:
         others = [each for each in alike if each["loop"] not in (*OURS, PAIRED)]
         same = [each for each in others if each["strategy"] == row["strategy"]]
         best = max((each["rate"] for each in same or others), default=None)
-        alone = [each for each in rows if is_same(each, row, "model", "loop") and each["devices"] == 1]
+        alone = [
+            each for each in rows if is_same(each, row, "model", "loop") and each["devices"] == 1
+        ]
         one = next((each["rate"] for each in alone if "rate" in each), None)
         times = f"{row['rate'] / one:.2f}x" if one else ""
         ratio = f"{row['rate'] / best:.2f}x" if best else ""
         if row["loop"] == PAIRED:
             ratio = describe_pairs(row)
-        lines.append(f"| {' | '.join(cells)} | {row['rate']:,.0f} | {row['spread']:.1%} | {times} | {ratio} |")
+        lines.append(
+            f"| {' | '.join(cells)} | {row['rate']:,.0f} | {row['spread']:.1%} | {times} | {ratio} "
+            "|"
+        )
     return "\n".join(lines)
 
 
@@ -236,20 +272,34 @@ def is_same(one: dict, other: dict, *keys: str) -> bool:
 
 
 def parse(gpus: int) -> argparse.Namespace:
-    """Return the command line on a machine with so many GPUs; exit with a message if it cannot be measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return the command line on a machine with so many GPUs; exit with a message if it cannot be
+    measured.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with 1 and 2 ranks", **number)
+    parser.add_argument(
+        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with 1 and 2 ranks", **number
+    )
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"], choices=MODELS)
-    parser.add_argument("--strategies", nargs="+", help="on several devices, ddp by default; scratch-ALGORITHM")
+    parser.add_argument(
+        "--strategies", nargs="+", help="on several devices, ddp by default; scratch-ALGORITHM"
+    )
     parser.add_argument("--batch", help="samples on each device; by default the model's", **number)
     parser.add_argument("--steps", help="per repeat of ours; others take a quarter", **number)
     parser.add_argument("--repeats", default=5, help="of a launch", **number)
     parser.add_argument("--rounds", default=1, help="launches of each loop", **number)
     parser.add_argument("--patience", default=180, help="seconds that a launch may take", **number)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no launch begins that might end later")
-    parser.add_argument("--loops", nargs="+", choices=["all", *NAMES], metavar="LOOP", help=", ".join(NAMES))
-    parser.add_argument("--json", type=Path, help="file for the numbers, which may have some of them")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="no launch begins that might end later"
+    )
+    parser.add_argument(
+        "--loops", nargs="+", choices=["all", *NAMES], metavar="LOOP", help=", ".join(NAMES)
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file for the numbers, which may have some of them"
+    )
     arguments = parser.parse_args()
     if arguments.repeats < 2:
         sys.exit(f"error: --repeats {arguments.repeats}: must be at least 2, for the quartiles")
@@ -261,11 +311,17 @@ def parse(gpus: int) -> argparse.Namespace:
     elif "all" in arguments.loops:
         arguments.loops = NAMES
     if PAIRED in arguments.loops and arguments.gpus != [0]:
-        arguments.loops = [loop for loop in arguments.loops if loop != PAIRED] or ["bare", "ours eager"]
+        arguments.loops = [loop for loop in arguments.loops if loop != PAIRED] or [
+            "bare",
+            "ours eager",
+        ]
     for strategy in arguments.strategies or ():
         name = strategy.split()[0].partition("-")[0]
         if "stock" in arguments.loops and name not in STOCK:
-            sys.exit(f"error: --strategies {strategy}: has no stock loop; use {', '.join(STOCK)}, or --loops ours")
+            sys.exit(
+                f"error: --strategies {strategy}: has no stock loop; use {', '.join(STOCK)}, or "
+                "--loops ours"
+            )
     return arguments
 
 
@@ -282,7 +338,9 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
 
 
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
-    """Return the rows with what an earlier call has measured of them, and after them its other rows."""
+    """Return the rows with what an earlier call has measured of them, and after them its other
+    rows.
+    """
     keys = ("model", "devices", "strategy", "loop", "batch")
     found = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
     return [*found, *(old for old in before if old not in found)]
@@ -293,11 +351,22 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     arguments = parse(gpus)
     where = f"{os.cpu_count()} CPU cores" if arguments.gpus == [0] else torch.cuda.get_device_name()
-    record = {"where": where, "torch": torch.__version__, "time": f"{datetime.now():%Y-%m-%d %H:%M}"}
-    before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {"rows": []}
+    record = {
+        "where": where,
+        "torch": torch.__version__,
+        "time": f"{datetime.now():%Y-%m-%d %H:%M}",
+    }
+    before = (
+        json.loads(arguments.json.read_text())
+        if arguments.json and arguments.json.exists()
+        else {"rows": []}
+    )
     wanted = list(rows_to_measure(arguments))
     rows = record["rows"] = resumed(wanted, before["rows"])
-    groups = [list(group) for _, group in itertools.groupby(rows[: len(wanted)], lambda row: list(row.values())[:3])]
+    groups = [
+        list(group)
+        for _, group in itertools.groupby(rows[: len(wanted)], lambda row: list(row.values())[:3])
+    ]
     for group in groups:
         for number, row in itertools.product(range(arguments.rounds), group):
             late = time.monotonic() - begin + arguments.patience > 60 * arguments.minutes

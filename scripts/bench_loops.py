@@ -1,4 +1,6 @@
-"""The training loops that scripts/bench.py measures train.py against: as an expert writes them with torch alone."""
+"""The training loops that scripts/bench.py measures train.py against: as an expert writes them with
+torch alone.
+"""
 
 import itertools
 import json
@@ -32,32 +34,51 @@ def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module
     """Return the model in DistributedDataParallel, if there are several ranks."""
     if not dist.is_initialized():
         return model
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+    return DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, **options
+    )
 
 
 def resident(model: Model, device: torch.device, arguments: Namespace) -> Batches:
-    """Yield this rank's batches, gathered on the device from normalised images, in a random order."""
-    images, targets = (tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model))
-    inputs = (images.float() / (255 * 0.5) - 1).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    """Yield this rank's batches, gathered on the device from normalised images, in a random
+    order.
+    """
+    images, targets = (
+        tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model)
+    )
+    inputs = (images.float() / (255 * 0.5) - 1).to(
+        torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     inputs = inputs.contiguous(memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     while True:
-        for index in torch.randperm(len(targets), generator=generator).to(device).split(arguments.batch):
+        for index in (
+            torch.randperm(len(targets), generator=generator).to(device).split(arguments.batch)
+        ):
             yield inputs[index], targets[index]
 
 
 def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None) -> Step:
-    """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a CPU), fused SGD.
+    """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a
+    CPU), fused SGD.
 
-    `mode` is that of torch.compile, for the forward pass and the loss; on several ranks for the model inside of
-    DistributedDataParallel. None is eager mode.
+    `mode` is that of torch.compile, for the forward pass and the loss; on several ranks for the
+    model inside of DistributedDataParallel. None is eager mode.
     """
-    cuda, alone = device.type == "cuda", not dist.is_initialized()
+    cuda = device.type == "cuda"
+    alone = not dist.is_initialized()
     torch.backends.cudnn.benchmark = True
-    fuse: Callable[[Any], Any] = partial(torch.compile, mode=mode) if mode else lambda function: function
+    fuse: Callable[[Any], Any] = (
+        partial(torch.compile, mode=mode) if mode else lambda function: function
+    )
     plain = model.make().to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9, fused=cuda or None)
-    module = wrapped(plain if alone else fuse(plain), device, broadcast_buffers=False, gradient_as_bucket_view=True)
+    module = wrapped(
+        plain if alone else fuse(plain),
+        device,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
     batches = resident(model, device, arguments)
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -76,9 +97,14 @@ def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | 
 
 
 def bare(model: Model, device: torch.device, arguments: Namespace) -> Step:
-    """Return a step in eager mode and float32 on images on the device: the kernels of `ours eager` and nothing else."""
-    images, targets = (tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model))
-    scale, shift = torch.tensor(1 / (255 * 0.5), device=device), torch.tensor(1.0, device=device)
+    """Return a step in eager mode and float32 on images on the device: the kernels of `ours eager`
+    and nothing else.
+    """
+    images, targets = (
+        tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model)
+    )
+    scale = torch.tensor(1 / (255 * 0.5), device=device)
+    shift = torch.tensor(1.0, device=device)
     module = wrapped(model.make().to(device), device, broadcast_buffers=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
     totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -93,7 +119,15 @@ def bare(model: Model, device: torch.device, arguments: Namespace) -> Step:
         optimizer.step()
         optimizer.zero_grad()
         correct = (logits.argmax(1) == wanted).sum()
-        totals.add_(torch.stack([loss.detach().double(), correct.double(), torch.full_like(loss, len(index)).double()]))
+        totals.add_(
+            torch.stack(
+                [
+                    loss.detach().double(),
+                    correct.double(),
+                    torch.full_like(loss, len(index)).double(),
+                ]
+            )
+        )
 
     return step
 
@@ -128,7 +162,9 @@ def main(arguments: Namespace) -> None:
     torch.manual_seed(0)
     model = MODELS[arguments.model]
     loops = STOCK if arguments.loop == "stock" else LOOPS
-    step = loops[arguments.strategy if arguments.loop == "stock" else arguments.loop](model, device, arguments)
+    step = loops[arguments.strategy if arguments.loop == "stock" else arguments.loop](
+        model, device, arguments
+    )
     rates: list[float] = []
     for _ in range(arguments.repeats + 1):
         wait(device)

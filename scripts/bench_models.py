@@ -19,7 +19,8 @@ from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
 from ddp_lab.models.vit import vit  # noqa: E402
 
-LR = 1e-4  # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
+# so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
+LR = 1e-4
 
 
 def fused_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -83,11 +84,23 @@ class Model:
         return ["data=synthetic", *(f"data.dataset.{key}={value}" for key, value in sizes.items())]
 
 
-VIT_L16 = partial(vit, depth=24, width=1024, heads=16, mlp_ratio=4.0, patch_size=16, pool="mean", drop_path=0.0)
-TINY = ["depth=4", "width=16", "heads=2", "mlp_ratio=2.0", "patch_size=7", "pool=mean", "drop_path=0.0"]
+VIT_L16 = partial(
+    vit, depth=24, width=1024, heads=16, mlp_ratio=4.0, patch_size=16, pool="mean", drop_path=0.0
+)
+TINY = [
+    "depth=4",
+    "width=16",
+    "heads=2",
+    "mlp_ratio=2.0",
+    "patch_size=7",
+    "pool=mean",
+    "drop_path=0.0",
+]
 MODELS = {
     "lenet": Model(lambda: lenet(1, 28, 10, None), ["model=lenet"], (1, 28, 28)),
-    "resnet18": Model(lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28), cpu_batch=4, cpu_steps=5),
+    "resnet18": Model(
+        lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28), cpu_batch=4, cpu_steps=5
+    ),
     "resnet50": Model(
         lambda: torchvision.models.resnet50(num_classes=10),
         ["model=torchvision", "model.name=resnet50"],
@@ -103,7 +116,18 @@ MODELS = {
         optimizer=fused_adamw,
     ),
     "vit_tiny": Model(  # for tests of the loops
-        lambda: vit(1, 28, 10, depth=4, width=16, heads=2, mlp_ratio=2.0, patch_size=7, pool="mean", drop_path=0.0),
+        lambda: vit(
+            1,
+            28,
+            10,
+            depth=4,
+            width=16,
+            heads=2,
+            mlp_ratio=2.0,
+            patch_size=7,
+            pool="mean",
+            drop_path=0.0,
+        ),
         ["model=vit", *(f"model.{name}" for name in TINY), *ADAMW],
         (1, 28, 28),
         batch=8,

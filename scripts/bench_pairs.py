@@ -1,13 +1,16 @@
-"""The bare loop inside of a run of train.py: a task that takes bare steps before every epoch, on the same ranks.
+"""The bare loop inside of a run of train.py: a task that takes bare steps before every epoch, on
+the same ranks.
 
-So the two loops alternate every second or so, and drift of the machine meets both. scripts/bench.py starts such a run and
-reads what it writes:
+So the two loops alternate every second or so, and drift of the machine meets both. scripts/bench.py
+starts such a run and reads what it writes:
 
-    train.py task._target_=scripts.bench_pairs.BesideBare +task.model=lenet +task.steps=20 +task.out=FILE ...
+    train.py task._target_=scripts.bench_pairs.BesideBare +task.model=lenet +task.steps=20
+    +task.out=FILE ...
 
-An epoch's time begins and ends with the task's own calls: it has everything that train.py does between two bare rounds, also
-what is recorded and decided at the end of an epoch. Both loops have the memory that train.py keeps
-(ddp_lab/world/process.py) and share their processes with its watchdog, whose looks are therefore in no ratio.
+An epoch's time begins and ends with the task's own calls: it has everything that train.py does
+between two bare rounds, also what is recorded and decided at the end of an epoch. Both loops have
+the memory that train.py keeps (ddp_lab/world/process.py) and share their processes with its
+watchdog, whose looks are therefore in no ratio.
 """
 
 import itertools
@@ -63,7 +66,9 @@ class BesideBare(Classification):
             bare steps, and those of the epoch before them.
     """
 
-    def __init__(self, model: str, batch: int, steps: int, out: str, loss: LossFunction | None = None):
+    def __init__(
+        self, model: str, batch: int, steps: int, out: str, loss: LossFunction | None = None
+    ):
         super().__init__(loss)
         self.settings = Namespace(model=model, batch=batch, steps=steps)
         self.out = Path(out)
@@ -103,7 +108,8 @@ def is_connected() -> bool:
 
 
 def ratios(rows: list[dict[str, Any]], clock: int) -> list[float]:
-    """Return the speed of each epoch as a share of that of the bare steps around it, of which the first ones do not count.
+    """Return the speed of each epoch as a share of that of the bare steps around it, of which the
+    first ones do not count.
 
     The mean of the bare steps before and after an epoch removes a drift that is linear.
 
@@ -120,11 +126,15 @@ def ratios(rows: list[dict[str, Any]], clock: int) -> list[float]:
 
 
 def lower_bound(values: list[float]) -> float:
-    """Return the lower 95 % bound of the median, by order statistics: it holds for any distribution.
+    """Return the lower 95 % bound of the median, by order statistics: it holds for any
+    distribution.
 
-    Of n values the k-th smallest is above the median with the probability of at most k - 1 of n throws of a coin.
+    Of n values the k-th smallest is above the median with the probability of at most k - 1 of n
+    throws of a coin.
     """
-    count, below, rank = len(values), 0.0, 0
+    count = len(values)
+    below = 0.0
+    rank = 0
     while below + math.comb(count, rank) / 2**count <= ERROR:
         below += math.comb(count, rank) / 2**count
         rank += 1

@@ -1,4 +1,5 @@
-"""The loop that an expert writes with torch alone for each strategy, against which scripts/bench.py measures ours.
+"""The loop that an expert writes with torch alone for each strategy, against which scripts/bench.py
+measures ours.
 
 single       torch.compile of the complete model
 ddp          DistributedDataParallel around it; also what the algorithms of `scratch` are compared with
@@ -6,7 +7,8 @@ fsdp         fully_shard of every compiled block, then of the model
 pipeline     torch.distributed.pipelining, 1F1B with eight micro-batches, compiled stages
 tp           parallelize_module by each block's plan, compiled blocks
 
-All have bf16 autocast (FSDP2 its own policy), the fused optimizer, and a batch that stays on the device.
+All have bf16 autocast (FSDP2 its own policy), the fused optimizer, and a batch that stays on the
+device.
 """
 
 from argparse import Namespace
@@ -34,7 +36,9 @@ STYLES = {"column": ColwiseParallel, "heads": ColwiseParallel, "row": RowwisePar
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits of images, [b, classes], or of tokens, [b, n, classes]."""
+    """Return the mean cross-entropy of logits of images, [b, classes], or of tokens, [b, n,
+    classes].
+    """
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 
@@ -102,7 +106,8 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
     """Return the step of a pipeline with a stage of equally many blocks on each rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     blocks = list(model.make().to(device).children())
     first = [len(blocks) * number // ranks for number in range(ranks + 1)]
     own = nn.Sequential(*blocks[first[rank] : first[rank + 1]])
@@ -114,7 +119,9 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
         shape = between(inputs[:1]).shape[1:] if rank == 0 else torch.Size()
     shapes = [shape]
     dist.broadcast_object_list(shapes, src=0)
-    activations = torch.empty(size, *shapes[0], device=device, dtype=torch.bfloat16, requires_grad=True)
+    activations = torch.empty(
+        size, *shapes[0], device=device, dtype=torch.bfloat16, requires_grad=True
+    )
     stage = Autocast(own, torch.float32 if last else torch.bfloat16)
     with torch.no_grad():
         outputs = stage(inputs[:size] if rank == 0 else activations)
@@ -148,12 +155,16 @@ def tensor_parallel_step(model: Model, device: torch.device, arguments: Namespac
     module = model.make().to(device)
     for block in module.children():
         plan: dict[str, str] = getattr(block, "tensor_parallel", {})
-        styles: dict[str, ParallelStyle] = {name: STYLES[word]() for name, word in plan.items() if word in STYLES}
+        styles: dict[str, ParallelStyle] = {
+            name: STYLES[word]() for name, word in plan.items() if word in STYLES
+        }
         if styles:
             parallelize_module(block, mesh, styles)
         block.compile()
     sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "placements")]
-    others = [parameter for parameter in module.parameters() if not hasattr(parameter, "placements")]
+    others = [
+        parameter for parameter in module.parameters() if not hasattr(parameter, "placements")
+    ]
     # One kernel cannot update tensors of a mesh and others.
     optimizers = [model.optimizer(sharded), model.optimizer(others)]
     inputs, targets = on_device(model, device, arguments.batch * ranks)

@@ -1,19 +1,21 @@
-"""Train the same model on the same batches under every strategy that this machine can run, and compare them in a report.
+"""Train the same model on the same batches under every strategy that this machine can run, and
+compare them in a report.
 
 python scripts/compare.py                                    LeNet on the digits, on all available GPUs or two CPU ranks
 python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
 python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh strategy.pp=2' -- model=vit
 
-A value of --strategies is the name of a strategy, with overrides of its options. Arguments after -- are Hydra overrides of
-train.py and apply to all strategies. All have the same seed, hence the same initial weights, and the same GLOBAL batch, hence
-the same samples in every step. `--out` gets report.md, and a run directory per strategy for `tensorboard --logdir OUT`.
+A value of --strategies is the name of a strategy, with overrides of its options. Arguments after --
+are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same
+initial weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets
+report.md, and a run directory per strategy for `tensorboard --logdir OUT`.
 
 speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
 memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
 throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
 difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
-              another order round differently: expected below 1e-6 after 5 steps. Training makes it grow; models with BatchNorm
-              differ by more (docs/strategies.md)
+              another order round differently: expected below 1e-6 after 5 steps. Training makes it
+              grow; models with BatchNorm differ by more (docs/strategies.md)
 """
 
 import argparse
@@ -36,12 +38,15 @@ sys.path.insert(0, str(ROOT))
 
 from ddp_lab.launchers.short_run import ShortRun, train  # noqa: E402
 
-SAVED = [1, 2, 5, 20]  # steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are profiled
+# steps after which weights are saved, besides those at the end of epochs; steps 7 to 16 are
+# profiled
+SAVED = [1, 2, 5, 20]
 EARLY = 5  # steps after which weights still agree up to rounding
 
 
 class Entry(NamedTuple):
-    """A strategy to run, on so many devices: its name, the overrides that it needs, and further ones that the user named.
+    """A strategy to run, on so many devices: its name, the overrides that it needs, and further
+    ones that the user named.
 
     `ranks` is the number of processes; None runs train.py without torchrun.
     """
@@ -65,11 +70,13 @@ class Entry(NamedTuple):
 
 
 def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entry]:
-    """Return single and the entries of `--strategies`; those of several processes once for each number of ranks.
+    """Return single and the entries of `--strategies`; those of several processes once for each
+    number of ranks.
 
     Args:
-        values: names of strategies, with overrides of their options after them, for example "mesh strategy.tp=2". None: all but
-            mesh, dp where it has only one replica, and split where there is only one GPU.
+        values: names of strategies, with overrides of their options after them, for example "mesh
+            strategy.tp=2". None: all but mesh, dp where it has only one replica, and split where
+            there is only one GPU.
         counts: numbers of ranks.
         gpus: number of GPUs.
 
@@ -80,7 +87,11 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
     overrides |= {"ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"], "mesh": []}
     devices = {"dp": gpus, "split": max(1, gpus)}
     found = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
-    everything = [name for name in overrides if name != "mesh"] + ["dp"] * (gpus > 0) + ["split"] * (gpus != 1)
+    everything = (
+        [name for name in overrides if name != "mesh"]
+        + ["dp"] * (gpus > 0)
+        + ["split"] * (gpus != 1)
+    )
     for name, *options in (value.split() for value in values or everything):
         if name in overrides:
             ranks = [count for count in counts if name != "ddp_pipeline" or count >= 4]
@@ -89,7 +100,10 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
             found.append(Entry(name, [], None, devices[name], tuple(options)))
         elif name != "single":
             names = ", ".join(["single", *overrides, *devices])
-            raise ValueError(f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of train.py after --")
+            raise ValueError(
+                f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of "
+                "train.py after --"
+            )
     return list({entry.label: entry for entry in found}.values())
 
 
@@ -102,24 +116,35 @@ class Result(NamedTuple):
 
     def differences(self, other: "Result") -> dict[int, float]:
         """Return the largest absolute difference of a weight from another strategy's, by step."""
-        return {step: largest_difference(path, other.checkpoints[step]) for step, path in self.checkpoints.items()}
+        return {
+            step: largest_difference(path, other.checkpoints[step])
+            for step, path in self.checkpoints.items()
+        }
 
 
 @cache
 def largest_difference(one: Path, other: Path) -> float:
     """Return the largest absolute difference of a weight between two checkpoints."""
     mine, others = (torch.load(path, weights_only=True)["model"] for path in (one, other))
-    weights = [name for name, tensor in others.items() if tensor.is_floating_point()]  # without num_batches_tracked
+    # without num_batches_tracked
+    weights = [name for name, tensor in others.items() if tensor.is_floating_point()]
     return max((mine[name].double() - others[name].double()).abs().max().item() for name in weights)
 
 
 def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
     given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
-    given += ["checkpoint.every_epochs=1", f"checkpoint.at_steps={json.dumps(SAVED)}", "checkpoint.keep=100000"]
+    given += [
+        "checkpoint.every_epochs=1",
+        f"checkpoint.at_steps={json.dumps(SAVED)}",
+        "checkpoint.keep=100000",
+    ]
     given += ["checkpoint.format=full"]  # they are compared as files
     done = train(given, entry.ranks, out, entry.label)
-    files = {int(path.stem.removeprefix("step_")): path for path in (out / entry.label / "checkpoints").glob("step_*.pt")}
+    files = {
+        int(path.stem.removeprefix("step_")): path
+        for path in (out / entry.label / "checkpoints").glob("step_*.pt")
+    }
     return Result(entry, done, dict(sorted(files.items())))
 
 
@@ -138,17 +163,24 @@ COLUMNS = (
 
 
 def median_of(run: ShortRun, key: str) -> float:
-    """Return the median of a value of the epochs. The first, which allocates and tunes, counts only if it is the only one."""
+    """Return the median of a value of the epochs.
+
+    The first, which allocates and tunes, counts only if it is the only one.
+    """
     return statistics.median(record[key] for record in run.records[1:] or run.records)
 
 
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
-    """Return the cells of the table as text. The row of a strategy that did not run ends with the reason."""
+    """Return the cells of the table as text.
+
+    The row of a strategy that did not run ends with the reason.
+    """
     single = results[0].run
     base = float("nan") if single.problem else median_of(single, "samples_per_second")
     table: list[tuple[str, ...]] = []
     for result in results:
-        entry, run = result.entry, result.run
+        entry = result.entry
+        run = result.run
         if run.problem:
             table.append((entry.title, str(entry.devices), f"not run: {run.problem}"))
             continue
@@ -164,7 +196,9 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
                 f"{rate:,.0f}",
                 f"{rate / base:.2f}",
                 f"{rate / base / entry.devices:.0%}",
-                f"{max(run.profile['peak_memory_bytes']) / 2**20:,.0f} MiB" if run.profile else "not measured",
+                f"{max(run.profile['peak_memory_bytes']) / 2**20:,.0f} MiB"
+                if run.profile
+                else "not measured",
                 f"{run.records[-1]['test_accuracy']:.4f}",
                 *differences,
             )
@@ -173,25 +207,59 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
 
 
 def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
-    """Return the text of report.md: lines above the table, its cells without the header, and lines below it."""
+    """Return the text of report.md: lines above the table, its cells without the header, and lines
+    below it.
+    """
     padded = [[*row, *[""] * (len(COLUMNS) - len(row))] for row in table]
     cells = [f"| {' | '.join(row)} |" for row in (COLUMNS, *padded)]
-    lines = ["# Every strategy on the same work", "", *head, "", cells[0], "|---" * len(COLUMNS) + "|", *cells[1:], ""]
+    lines = [
+        "# Every strategy on the same work",
+        "",
+        *head,
+        "",
+        cells[0],
+        "|---" * len(COLUMNS) + "|",
+        *cells[1:],
+        "",
+    ]
     return "\n".join(
-        [*lines, *(f"- {line}" for line in diagnosis), "", "`python scripts/compare.py --help` describes the columns.", ""]
+        [
+            *lines,
+            *(f"- {line}" for line in diagnosis),
+            "",
+            "`python scripts/compare.py --help` describes the columns.",
+            "",
+        ]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpus = 0 if "device=cpu" in sys.argv else torch.cuda.device_count()
     powers = [2**power for power in range(1, 10) if 2**power <= gpus]
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=powers or [2], help="numbers of ranks for the strategies of several processes"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=powers or [2],
+        help="numbers of ranks for the strategies of several processes",
     )
-    parser.add_argument("--strategies", nargs="+", help="strategies to run, all but mesh if none is named; single always runs")
-    parser.add_argument("--out", type=Path, default=None, help="directory of the report; default: runs/compare-<time>")
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of train.py, for all strategies")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        help="strategies to run, all but mesh if none is named; single always runs",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="directory of the report; default: runs/compare-<time>",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="Hydra overrides of train.py, for all strategies"
+    )
     arguments = parser.parse_intermixed_args()
     if min(arguments.ranks) < 1:
         parser.error(f"--ranks {' '.join(map(str, arguments.ranks))}: each must be at least 1")
@@ -202,7 +270,9 @@ def main() -> None:
     for override in arguments.overrides:
         if override.partition("=")[0] in ("runs_dir", "name", "strategy"):
             parser.error(f"{override}: is set by compare.py; use --out and --strategies")
-    out: Path = (arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}").resolve()
+    out: Path = (
+        arguments.out or ROOT / "runs" / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    ).resolve()
     if out.exists() and any(out.iterdir()):  # the numbers of old runs would be mixed with new ones
         sys.exit(f"error: --out {arguments.out}: is not empty; use another folder")
     out.mkdir(parents=True, exist_ok=True)
@@ -218,11 +288,19 @@ def main() -> None:
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} CPU cores"
     some = f" --strategies {shlex.join(arguments.strategies)}" if arguments.strategies else ""
     head = [
-        f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- {shlex.join(overrides)}",
-        f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {datetime.now():%Y-%m-%d %H:%M}",
+        f"python scripts/compare.py --ranks {' '.join(map(str, arguments.ranks))}{some} -- "
+        f"{shlex.join(overrides)}",
+        f"{where}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{datetime.now():%Y-%m-%d %H:%M}",
     ]
-    profiled = [(result.entry.label, result.run.profile) for result in results if result.run.profile]
-    text = report(rows(results), head, [f"{label}: {'. '.join(profile['diagnosis'])}" for label, profile in profiled])
+    profiled = [
+        (result.entry.label, result.run.profile) for result in results if result.run.profile
+    ]
+    text = report(
+        rows(results),
+        head,
+        [f"{label}: {'. '.join(profile['diagnosis'])}" for label, profile in profiled],
+    )
     (out / "report.md").write_text(text)
     print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")
 

@@ -1,4 +1,5 @@
-"""Write docs/configuration.md from the schema, the constructors' docstrings, and the values and comments in conf/.
+"""Write docs/configuration.md from the schema, the constructors' docstrings, and the values and
+comments in conf/.
 
 python scripts/configuration.py
 """
@@ -29,7 +30,10 @@ Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, th
 Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its keys are set as
 `group.key=value`. `null` means none. A list is written as `[a,b]`.
 """
-EXPERIMENTS = "`experiment` sets keys of the run and of several groups at once; see the comments in `conf/experiment/`.\n"
+EXPERIMENTS = (
+    "`experiment` sets keys of the run and of several groups at once; see the comments in "
+    "`conf/experiment/`.\n"
+)
 
 
 class Row(NamedTuple):
@@ -46,7 +50,9 @@ def load(path: str) -> dict[str, Any]:
 
 
 def comments(path: str) -> dict[str, str]:
-    """Return the comments of a file in conf/ by dotted key: after a value, and continued in lines of their own."""
+    """Return the comments of a file in conf/ by dotted key: after a value, and continued in lines
+    of their own.
+    """
     found: dict[str, str] = {}
     section = key = ""
     for line in (CONF / path).read_text().splitlines():
@@ -64,7 +70,9 @@ def comments(path: str) -> dict[str, str]:
 
 
 def meanings() -> dict[str, str]:
-    """Return the comments of all keys: those of the groups' options, by `group.key`, and those of config.yaml."""
+    """Return the comments of all keys: those of the groups' options, by `group.key`, and those of
+    config.yaml.
+    """
     found = {
         f"{group}.{key}": text
         for group in ("data", "optimizer")
@@ -75,7 +83,9 @@ def meanings() -> dict[str, str]:
 
 
 def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> Iterator[Row]:
-    """Yield a row for each of `values` that the schema has; the groups within it have tables of their own."""
+    """Yield a row for each of `values` that the schema has; the groups within it have tables of
+    their own.
+    """
     for name, field in schema.model_fields.items():
         if name in values and field.annotation != dict[str, Any] and not is_model(field.annotation):
             yield Row(
@@ -87,7 +97,9 @@ def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> I
 
 
 def option_rows(group: str, node: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each key that an option of a group sets; none if the user chooses the constructor."""
+    """Yield a row for each key that an option of a group sets; none if the user chooses the
+    constructor.
+    """
     if node.get("_target_") == "???":
         return
     if group == "data":
@@ -128,10 +140,20 @@ def table(*lines: tuple[str, ...]) -> str:
 def render() -> str:
     """Return the text of docs/configuration.md."""
     run = load("config.yaml")
-    chosen = {name: option for entry in run["defaults"] if isinstance(entry, dict) for name, option in entry.items()}
+    chosen = {
+        name: option
+        for entry in run["defaults"]
+        if isinstance(entry, dict)
+        for name, option in entry.items()
+    }
     groups = [name for name in chosen if not name.startswith("override")]
     lines = [(code(name), show(chosen[name]), ", ".join(map(code, names(name)))) for name in groups]
-    parts = [INTRODUCTION, "## Groups\n", table(("group", "default", "options"), *lines), EXPERIMENTS]
+    parts = [
+        INTRODUCTION,
+        "## Groups\n",
+        table(("group", "default", "options"), *lines),
+        EXPERIMENTS,
+    ]
     parts += ["## The run\n", table(Row._fields, *make_rows(RunConfig, run))]
     for name, field in RunConfig.model_fields.items():
         if field.annotation == dict[str, Any] or is_model(field.annotation):
@@ -141,10 +163,23 @@ def render() -> str:
         if name == "model":
             parts += [table(Row._fields, *make_rows(ModelConfig, run["model"], "model."))]
         if name == "tracker_options":
-            nodes = {f"{name}.{tracker}": {"_target_": TRACKERS[tracker], **node} for tracker, node in run[name].items()}
-            parts += [table(Row._fields, *(row for group, node in nodes.items() for row in option_rows(group, node)))]
+            nodes = {
+                f"{name}.{tracker}": {"_target_": TRACKERS[tracker], **node}
+                for tracker, node in run[name].items()
+            }
+            parts += [
+                table(
+                    Row._fields,
+                    *(row for group, node in nodes.items() for row in option_rows(group, node)),
+                )
+            ]
         if name in groups and (rows := group_rows(name)):
-            parts += [table((name, *Row._fields), *((", ".join(having), *row) for row, having in rows.items()))]
+            parts += [
+                table(
+                    (name, *Row._fields),
+                    *((", ".join(having), *row) for row, having in rows.items()),
+                )
+            ]
     return "\n".join(parts)
 
 

@@ -6,10 +6,10 @@ python scripts/first_cause.py --times 2 --cold      with new interpreters, which
 
 The kinds are strategy, task, tracker, optimizer, dataset and model, and the places the constructor
 and the first call of tests/support/own_failing.py. Both ranks raise, or rank 0 alone, or rank 1
-alone, under `ddp-lab train` and under `torchrun train.py`, in turn; tests/support/culprits.py judges
-what is shown. OUT/first_cause.jsonl has a line for each launch, and the output of those that are
-wrong. Launches are forked from a process that has imported torch (tests/support/warm.py), so that
-the ranks start, and fail, within milliseconds of each other. Exit code 0: none was wrong.
+alone, under `ddp-lab train` and under `torchrun train.py`, in turn; tests/support/culprits.py
+judges what is shown. OUT/first_cause.jsonl has a line for each launch, and the output of those that
+are wrong. Launches are forked from a process that has imported torch (tests/support/warm.py), so
+that the ranks start, and fail, within milliseconds of each other. Exit code 0: none was wrong.
 """
 
 import argparse
@@ -76,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Count wrong culprits.")
     parser.add_argument("--times", type=int, default=20, help="launches of each kind and place")
     forever = float("inf")
-    parser.add_argument("--seconds", type=float, default=forever, help="start no launch after these")
+    parser.add_argument(
+        "--seconds", type=float, default=forever, help="start no launch after these"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs", help="folder of the results")
     parser.add_argument("--cold", action="store_true", help="start new interpreters")
     options = parser.parse_args()

@@ -2,20 +2,26 @@
 
 python scripts/lab_overlap.py [--size 4096] [--matmuls 10] [--repeat 10] [--out runs/lab_overlap]
 
-Automatic parallelism, Dive into Deep Learning, section 13.3, with timelines. On a GPU a call returns when its work is queued.
-Work on the same queue (a stream) runs in the order of issue. Work on different streams may overlap.
+Automatic parallelism, Dive into Deep Learning, section 13.3, with timelines. On a GPU a call
+returns when its work is queued. Work on the same queue (a stream) runs in the order of issue. Work
+on different streams may overlap.
 
-1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it issues the second's work.
-Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when is the work too small for a
-second device (--size)? When the host takes longer to issue the work than the device takes to compute it.
+1. Matrix multiplications on two devices. Sequential: the host waits for the first device before it
+  issues the second's work.
+Concurrent: the host issues both, then waits; this should take as long as one device. Exercise: when
+is the work too small for a second device (--size)? When the host takes longer to issue the work
+than the device takes to compute it.
 
-2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i overlap with multiplication i+1.
-`non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned memory: the copy engine
-needs pages that do not move; to pageable memory the driver copies through a pinned buffer of its own and blocks the host
-meanwhile. A second stream: on the compute stream, multiplication i+1 would run after copy i. On the second stream copy i must
-wait for the event recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
+2. Matrix multiplications, and a copy of each result to the host. Three conditions let copy i
+  overlap with multiplication i+1.
+`non_blocking=True`: otherwise the host waits for copy i before it issues multiplication i+1. Pinned
+memory: the copy engine needs pages that do not move; to pageable memory the driver copies through a
+pinned buffer of its own and blocks the host meanwhile. A second stream: on the compute stream,
+multiplication i+1 would run after copy i. On the second stream copy i must wait for the event
+recorded after multiplication i, or it would copy incomplete data; the script checks all copies.
 
-Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device or stream.
+Without a GPU torch's calls are synchronous. A thread with one core then takes the place of a device
+or stream.
 """
 
 import argparse
@@ -47,7 +53,8 @@ class Run(NamedTuple):
 
 
 class Lane:
-    """A queue of work, which runs in the order of issue and may overlap with that of other lanes: a CUDA stream or a thread.
+    """A queue of work, which runs in the order of issue and may overlap with that of other lanes: a
+    CUDA stream or a thread.
 
     Attributes:
         host: when Python issued and waited.
@@ -55,7 +62,8 @@ class Lane:
     """
 
     def __init__(self, name: str, device: torch.device):
-        self.name, self.device = name, device
+        self.name = name
+        self.device = device
         self.host: Boxes = []
         self.queued: list[Any] = []
         if device.type == "cuda":
@@ -64,11 +72,16 @@ class Lane:
             self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     def begin(self) -> None:
-        """Clear the record. On an idle GPU an event happens when it is recorded, which relates its clock to the host's."""
-        self.host, self.queued = [], []
+        """Clear the record.
+
+        On an idle GPU an event happens when it is recorded, which relates its clock to the host's.
+        """
+        self.host = []
+        self.queued = []
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.zero, self.moment = self._mark(), time.perf_counter()
+            self.zero = self._mark()
+            self.moment = time.perf_counter()
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -78,11 +91,17 @@ class Lane:
     def issue(self, label: str, work: Work, after: Any = None) -> Any:
         """Queue work, which starts after that of the handle `after`; return a handle of it."""
         start = time.perf_counter()
-        done = self._on_stream(label, work, after) if self.device.type == "cuda" else self._on_thread(label, work, after)
+        done = (
+            self._on_stream(label, work, after)
+            if self.device.type == "cuda"
+            else self._on_thread(label, work, after)
+        )
         self.host.append((start, time.perf_counter(), "issue"))
         return done
 
-    def _on_stream(self, label: str, work: Work, after: torch.cuda.Event | None) -> torch.cuda.Event:
+    def _on_stream(
+        self, label: str, work: Work, after: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):  # its device becomes the current one as well
             if after is not None:
                 self.stream.wait_event(after)
@@ -117,8 +136,14 @@ class Lane:
         """Return what ran, by the host's clock; on a GPU accurate to some microseconds."""
         if self.device.type != "cuda":
             return [future.result() for future in self.queued]
-        times = [(self.zero.elapsed_time(start), self.zero.elapsed_time(end), label) for start, end, label in self.queued]
-        return [(self.moment + start / 1000, self.moment + end / 1000, label) for start, end, label in times]
+        times = [
+            (self.zero.elapsed_time(start), self.zero.elapsed_time(end), label)
+            for start, end, label in self.queued
+        ]
+        return [
+            (self.moment + start / 1000, self.moment + end / 1000, label)
+            for start, end, label in times
+        ]
 
 
 def once(lanes: list[Lane], variant: Work) -> Run:
@@ -130,13 +155,26 @@ def once(lanes: list[Lane], variant: Work) -> Run:
     for lane in lanes:
         lane.wait()
     seconds = time.perf_counter() - start
-    rows = {"host": sorted(box for lane in lanes for box in lane.host)} | {lane.name: lane.ran() for lane in lanes}
-    return Run(seconds, {name: [(a - start, b - start, label) for a, b, label in row] for name, row in rows.items() if row})
+    rows = {"host": sorted(box for lane in lanes for box in lane.host)} | {
+        lane.name: lane.ran() for lane in lanes
+    }
+    return Run(
+        seconds,
+        {
+            name: [(a - start, b - start, label) for a, b, label in row]
+            for name, row in rows.items()
+            if row
+        },
+    )
 
 
 def median(lanes: list[Lane], variant: Work, repeat: int) -> Run:
-    """Return the run with the median time of `repeat`, after two warm-up runs; its timeline is that of its time."""
-    return sorted([once(lanes, variant) for _ in range(repeat + 2)][2:], key=lambda run: run.seconds)[repeat // 2]
+    """Return the run with the median time of `repeat`, after two warm-up runs; its timeline is that
+    of its time.
+    """
+    return sorted(
+        [once(lanes, variant) for _ in range(repeat + 2)][2:], key=lambda run: run.seconds
+    )[repeat // 2]
 
 
 def on_two(pair: list[Lane], size: int, matmuls: int) -> dict[str, Work]:
@@ -163,7 +201,8 @@ def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict
         AssertionError: a copy on a second stream differs from the result of its multiplication.
     """
     compute, copy = lanes
-    gpu, every = compute.device.type == "cuda", range(matmuls)
+    gpu = compute.device.type == "cuda"
+    every = range(matmuls)
     matrix = torch.randn(size, size, device=compute.device)
     results = [torch.empty_like(matrix) for _ in every]
     pinned = [torch.empty(size, size, pin_memory=gpu) for _ in every]
@@ -172,13 +211,19 @@ def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict
     def matmul(i: int) -> object:
         return compute.issue("matmul", partial(torch.mm, matrix, matrix, out=results[i]))
 
-    def copied(i: int, lane: Lane = compute, host: list[torch.Tensor] = pinned, after: object = None) -> None:
+    def copied(
+        i: int, lane: Lane = compute, host: list[torch.Tensor] = pinned, after: object = None
+    ) -> None:
         lane.issue("copy", partial(host[i].copy_, results[i], non_blocking=True), after)
 
     variants: dict[str, Work] = {
         "matmuls alone": lambda: [matmul(i) for i in every],
         "copies alone": lambda: [copied(i) for i in every],
-        "sequential": lambda: ([matmul(i) for i in every], compute.wait(), [copied(i) for i in every]),
+        "sequential": lambda: (
+            [matmul(i) for i in every],
+            compute.wait(),
+            [copied(i) for i in every],
+        ),
         "one stream": lambda: [(matmul(i), copied(i)) for i in every],
         "two streams": lambda: [copied(i, copy, after=matmul(i)) for i in every],
     }
@@ -203,10 +248,23 @@ def show(title: str, runs: dict[str, Run]) -> None:
 def main() -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = "cuda" if gpus else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/lab_overlap", help="path of the picture without its suffix: OUT.png is written")
-    parser.add_argument("--size", type=int, default=SIZE[kind], help="rows and columns of a matrix; default: 4096, CPU: 512")
-    parser.add_argument("--matmuls", type=int, default=10, help="matrix multiplications on each device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        default="runs/lab_overlap",
+        help="path of the picture without its suffix: OUT.png is written",
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=SIZE[kind],
+        help="rows and columns of a matrix; default: 4096, CPU: 512",
+    )
+    parser.add_argument(
+        "--matmuls", type=int, default=10, help="matrix multiplications on each device"
+    )
     parser.add_argument("--repeat", type=int, default=10)
     arguments = parser.parse_args()
     for name in ("size", "matmuls", "repeat"):
@@ -214,23 +272,47 @@ def main() -> None:
             sys.exit(f"error: --{name} {getattr(arguments, name)}: must be at least 1")
     picture = Path(arguments.out).with_suffix(".png")
     picture.parent.mkdir(parents=True, exist_ok=True)
-    size, matmuls, repeat = arguments.size, arguments.matmuls, arguments.repeat
+    size = arguments.size
+    matmuls = arguments.matmuls
+    repeat = arguments.repeat
     devices = [torch.device(kind, i % gpus) if gpus else torch.device(kind) for i in range(2)]
-    names = [str(device) if gpus > 1 else f"{'stream' if gpus else 'thread'} {i}" for i, device in enumerate(devices)]
+    names = [
+        str(device) if gpus > 1 else f"{'stream' if gpus else 'thread'} {i}"
+        for i, device in enumerate(devices)
+    ]
     if gpus < 2:
-        print(f"{'one GPU: two of its streams' if gpus else 'no GPU: two threads of one core each'} stand for two devices")
+        print(
+            f"{'one GPU: two of its streams' if gpus else 'no GPU: two threads of one core each'} "
+            "stand for two devices"
+        )
 
     pair = [Lane(name, device) for name, device in zip(names, devices, strict=True)]
-    twice = {name: median(pair, variant, repeat) for name, variant in on_two(pair, size, matmuls).items()}
+    twice = {
+        name: median(pair, variant, repeat) for name, variant in on_two(pair, size, matmuls).items()
+    }
     show(f"1. {matmuls} matmuls of {size} x {size} on each of two devices", twice)
-    copies = with_copies([Lane("compute", devices[0]), Lane("copy", devices[0])], size, matmuls, repeat)
-    show(f"2. {matmuls} matmuls of {size} x {size} on {devices[0]}, each copied to the host", copies)
+    copies = with_copies(
+        [Lane("compute", devices[0]), Lane("copy", devices[0])], size, matmuls, repeat
+    )
+    show(
+        f"2. {matmuls} matmuls of {size} x {size} on {devices[0]}, each copied to the host", copies
+    )
     print("every copy is correct")
-    titles = {"Matrix multiplications on two devices": twice, "Matrix multiplications and copies to the host": copies}
+    titles = {
+        "Matrix multiplications on two devices": twice,
+        "Matrix multiplications and copies to the host": copies,
+    }
     drawn: list[Any] = []
     for title, runs in titles.items():
-        rows = {f"{variant}: {name}": row for variant, run in runs.items() for name, row in run.rows.items()}
-        boxes = {name: [(1000 * start, 1000 * end, label, "") for start, end, label in row] for name, row in rows.items()}
+        rows = {
+            f"{variant}: {name}": row
+            for variant, run in runs.items()
+            for name, row in run.rows.items()
+        }
+        boxes = {
+            name: [(1000 * start, 1000 * end, label, "") for start, end, label in row]
+            for name, row in rows.items()
+        }
         drawn.append(timeline(title, "ms", boxes))
     beside(drawn, picture)
     print(f"\n{picture}")

@@ -71,7 +71,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
     parser.add_argument("--only", default="ddp_lab", help="the folder or file to mutate")
     parser.add_argument("--tests", default="tests", help="the folder or file of tests")
-    parser.add_argument("--files", type=int, default=4, help="test files that a mutant meets at most")
+    parser.add_argument(
+        "--files", type=int, default=4, help="test files that a mutant meets at most"
+    )
     seconds = "seconds that these files take at most, after the first one"
     parser.add_argument("--seconds", type=float, default=150, help=seconds)
     parser.add_argument("--jobs", type=int, default=2, help="test files that run at a time")
@@ -168,7 +170,9 @@ def meet(mutant: Mutant, tests: list[Covered], tree: Path) -> dict[str, Any]:
 
 
 def run_mutants(options: argparse.Namespace, tree: Path) -> list[tuple[Mutant, str]]:
-    """Return the mutants of the sample with their statuses, from the results or by running tests."""
+    """Return the mutants of the sample with their statuses, from the results or by running
+    tests.
+    """
     tests = cover(options, tree)
     mutants = sample(tree, options.only, options.sample, options.seed)
     record = Record(options.results / "mutants.jsonl")

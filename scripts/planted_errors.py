@@ -1,10 +1,12 @@
-"""Plant the errors of planted_errors.toml in copies of this tree, one at a time, and report which survive their test.
+"""Plant the errors of planted_errors.toml in copies of this tree, one at a time, and report which
+survive their test.
 
 python scripts/planted_errors.py              all errors
 python scripts/planted_errors.py loop         those whose entry contains this
 
-An entry is one replacement in one file, `old` by `new`, with `test`, the arguments of pytest for the least expensive tests that
-must fail because of it. They are run without the error, too. Exit code 0: all pass there, and every error makes one fail.
+An entry is one replacement in one file, `old` by `new`, with `test`, the arguments of pytest for
+the least expensive tests that must fail because of it. They are run without the error, too. Exit
+code 0: all pass there, and every error makes one fail.
 """
 
 import shlex
@@ -16,10 +18,18 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE: dict[str, dict[str, dict[str, str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-ERRORS = [{"file": file, "name": name, "new": "", **error} for file, errors in TABLE.items() for name, error in errors.items()]
+TABLE: dict[str, dict[str, dict[str, str]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text()
+)
+ERRORS = [
+    {"file": file, "name": name, "new": "", **error}
+    for file, errors in TABLE.items()
+    for name, error in errors.items()
+]
 LIMIT = 300  # seconds for the tests of an error
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "runs", "data", "*.egg-info", "__pycache__", ".*_cache")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "runs", "data", "*.egg-info", "__pycache__", ".*_cache"
+)
 
 
 def planted(error: dict[str, str], root: Path) -> str:
@@ -30,36 +40,69 @@ def planted(error: dict[str, str], root: Path) -> str:
     """
     text = (root / error["file"]).read_text()
     if text.count(error["old"]) != 1:
-        raise ValueError(f"{error['file']} has {error['old']!r} {text.count(error['old'])} times: update or remove the entry")
+        raise ValueError(
+            f"{error['file']} has {error['old']!r} {text.count(error['old'])} times: update or "
+            "remove the entry"
+        )
     return text.replace(error["old"], error["new"])
 
 
 def outcome(test: str, error: dict[str, str] | None = None) -> int | None:
-    """Return the exit code of pytest in a copy of this tree, with an error or without; None if it takes too long."""
+    """Return the exit code of pytest in a copy of this tree, with an error or without; None if it
+    takes too long.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(
-            ROOT, tree, symlinks=True, ignore=lambda path, names: LEFT_OUT(path, names) if path == str(ROOT) else []
+            ROOT,
+            tree,
+            symlinks=True,
+            ignore=lambda path, names: LEFT_OUT(path, names) if path == str(ROOT) else [],
         )
         if error:
             (tree / error["file"]).write_text(planted(error, tree))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *shlex.split(test)]
-        environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHONPATH": str(tree)}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            *shlex.split(test),
+        ]
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
+            "PYTHONPATH": str(tree),
+        }
         try:
-            return subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT).returncode
+            return subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, timeout=LIMIT
+            ).returncode
         except subprocess.TimeoutExpired:
             return None
 
 
 def main() -> None:
     chosen = [error for error in ERRORS if all(word in str(error) for word in sys.argv[1:])]
-    wrong = [test for test in dict.fromkeys(error["test"] for error in chosen) if outcome(test) != 0]
+    wrong = [
+        test for test in dict.fromkeys(error["test"] for error in chosen) if outcome(test) != 0
+    ]
     survived = 0
     for error in chosen:
         caught = outcome(error["test"], error) == 1
         survived += not caught
-        print(f"{'caught  ' if caught else 'SURVIVED'} {error['file']}: {error['name']} ({error['test']})", flush=True)
-    print(f"{len(chosen) - survived} of {len(chosen)} errors are caught; not passing without one: {wrong}")
+        print(
+            f"{'caught  ' if caught else 'SURVIVED'} {error['file']}: {error['name']} "
+            f"({error['test']})",
+            flush=True,
+        )
+    print(
+        f"{len(chosen) - survived} of {len(chosen)} errors are caught; not passing without one: "
+        f"{wrong}"
+    )
     sys.exit(1 if wrong or survived or not chosen else 0)
 
 

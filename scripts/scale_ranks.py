@@ -1,8 +1,10 @@
-"""Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where a rank would compute.
+"""Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where
+a rank would compute.
 
-Start, agreement, watchdog, exchanges, run directory and store are those of ddp_lab. Simulated are the steps (sleep), the
-all-reduce (over pipes to scale_sim.py) and what would end the process of a rank (its thread ends instead). Operations
-on files are those that Python reports to its audit hooks, which are all but `stat`.
+Start, agreement, watchdog, exchanges, run directory and store are those of ddp_lab. Simulated are
+the steps (sleep), the all-reduce (over pipes to scale_sim.py) and what would end the process of a
+rank (its thread ends instead). Operations on files are those that Python reports to its audit
+hooks, which are all but `stat`.
 """
 
 import os
@@ -33,11 +35,23 @@ from ddp_lab.training.sync import Sync
 from ddp_lab.world.process import Place
 from ddp_lab.world.runtime import Runtime
 
-FILE_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rmdir", "os.link", "os.rename", "os.remove", "os.truncate"}
+FILE_EVENTS = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.rename",
+    "os.remove",
+    "os.truncate",
+}
 
 
 class Spec(NamedTuple):
-    """The ranks of one process: their places, the port of the store, the shared directory, and seconds of the simulation."""
+    """The ranks of one process: their places, the port of the store, the shared directory, and
+    seconds of the simulation.
+    """
 
     places: list[Place]
     port: int
@@ -47,14 +61,18 @@ class Spec(NamedTuple):
 
 
 class Peers:
-    """The all-reduce of this process's ranks among each other and, through the pipe, with those of other processes.
+    """The all-reduce of this process's ranks among each other and, through the pipe, with those of
+    other processes.
 
-    A rank waits in a function of torch, as in a real collective: the watchdog recognises it by that.
+    A rank waits in a function of torch, as in a real collective: the watchdog recognises it by
+    that.
     """
 
     def __init__(self, ranks: int, pipe: Connection):
-        self.ranks, self.pipe = ranks, pipe
-        self.sending, self._lock = threading.Lock(), threading.Lock()
+        self.ranks = ranks
+        self.pipe = pipe
+        self.sending = threading.Lock()
+        self._lock = threading.Lock()
         self._rounds: dict[int, tuple[Future[list[float]], list[list[float]]]] = {}
 
     def send(self, *message: Any) -> None:
@@ -63,7 +81,10 @@ class Peers:
             self.pipe.send(message)
 
     def maximum(self, number: int, values: list[float]) -> list[float]:
-        """Return the element-wise maximum over all ranks. All ranks call it with the same `number`."""
+        """Return the element-wise maximum over all ranks.
+
+        All ranks call it with the same `number`.
+        """
         with self._lock:
             future, given = self._rounds.setdefault(number, (Future(), []))
             given.append(values)
@@ -80,17 +101,26 @@ class Peers:
 
 
 class CountedStore:
-    """One connection to a store: counts the requests to the server, and the bytes of their keys and values."""
+    """One connection to a store: counts the requests to the server, and the bytes of their keys and
+    values.
+    """
 
     def __init__(self, base: Any, prefix: str, connections: list["CountedStore"]):
-        self.base, self.prefix, self.operations, self.size = base, prefix, 0, 0
+        self.base = base
+        self.prefix = prefix
+        self.operations = 0
+        self.size = 0
         connections.append(self)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*values: Any) -> Any:
             answer = getattr(self.base, name)(*values)
             self.operations += 1
-            sent = [each for value in (*values, answer) for each in (value if isinstance(value, list) else [value])]
+            sent = [
+                each
+                for value in (*values, answer)
+                for each in (value if isinstance(value, list) else [value])
+            ]
             self.size += sum(len(each) for each in sent if isinstance(each, str | bytes))
             return answer
 
@@ -100,12 +130,14 @@ class CountedStore:
 class SimulatedRuntime(Runtime):
     """A runtime whose process group is simulated, and which counts what goes through the store.
 
-    Its all-reduce is the maximum, whatever the operation: where ddp_lab adds flags and a number of rank 0, it is as good.
+    Its all-reduce is the maximum, whatever the operation: where ddp_lab adds flags and a number of
+    rank 0, it is as good.
     """
 
     def __init__(self, place: Place, peers: Peers):
         super().__init__("cpu", timeout=300, place=place)
-        self.peers, self.reduced = peers, 0
+        self.peers = peers
+        self.reduced = 0
         self.connections: list[CountedStore] = []
 
     @property
@@ -115,20 +147,27 @@ class SimulatedRuntime(Runtime):
         return self._store
 
     def connect(self, prefix: str) -> Any:
-        return CountedStore(dist.PrefixStore(prefix, self.store.base.clone()), prefix, self.connections)
+        return CountedStore(
+            dist.PrefixStore(prefix, self.store.base.clone()), prefix, self.connections
+        )
 
     def _attempt(self, store: Any) -> str:  # counted apart: it depends on how long this rank waits
         return super()._attempt(CountedStore(store, "attempt", self.connections))  # pyright: ignore[reportArgumentType]
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
+    ) -> torch.Tensor:
         self.reduced += 1
-        return tensor.copy_(torch.tensor(self.peers.maximum(self.reduced, tensor.tolist()), dtype=tensor.dtype))
+        return tensor.copy_(
+            torch.tensor(self.peers.maximum(self.reduced, tensor.tolist()), dtype=tensor.dtype)
+        )
 
 
 class Looks:
     """The thread in which all watchdogs of a process look, one after another, every BEAT seconds.
 
-    A thread of each watchdog, as in a real rank, would cost more processor time for waking up than for looking.
+    A thread of each watchdog, as in a real rank, would cost more processor time for waking up than
+    for looking.
     """
 
     def __init__(self) -> None:
@@ -146,14 +185,16 @@ class Looks:
 
 
 class SimulatedWatchdog(Watchdog):
-    """A watchdog that looks in the thread of `looks`, and reports when its rank learns of a failure.
+    """A watchdog that looks in the thread of `looks`, and reports when its rank learns of a
+    failure.
 
     It is its own thread: `start` lets it look, and `join` look no more.
     """
 
     def __init__(self, run_dir: RunDir, runtime: SimulatedRuntime, timeout: float, looks: Looks):
         super().__init__(run_dir, runtime, timeout)
-        self.peers, self.looks = runtime.peers, looks
+        self.peers = runtime.peers
+        self.looks = looks
         self._thread = cast(threading.Thread, self)
 
     def start(self) -> None:
@@ -172,14 +213,17 @@ class Rank:
     """One simulated rank; with `hangs` it hangs in its next step."""
 
     def __init__(self, spec: Spec, place: Place, peers: Peers, looks: Looks):
-        self.spec, self.peers, self.looks = spec, peers, looks
+        self.spec = spec
+        self.peers = peers
+        self.looks = looks
         self.runtime = SimulatedRuntime(place, peers)
         self.requests = Requests(self.runtime)
         self.hangs = False
         threading.Thread(target=self._run, name=f"rank {place.rank}", daemon=True).start()
 
     def _run(self) -> None:
-        runtime, spec = self.runtime, self.spec
+        runtime = self.runtime
+        spec = self.spec
         check_network(runtime)
         runtime.agree("source", lambda: None)
         runtime.collect("dataset", "0" * 64)
@@ -190,9 +234,17 @@ class Rank:
         watchdog.__enter__()  # leaving it would end the process
         runtime.all_reduce(torch.zeros(1))  # where the process group opens, which needs all ranks
         self.peers.send("trains", runtime.rank, time.time())
-        # Of a strategy the exchanges need no more than this. Whatever is not the same on all ranks they only compare with 0.
-        strategy = cast(Strategy, SimpleNamespace(runtime=runtime, device=runtime.device, is_metric_rank=True))
-        sync = Sync(strategy, RunningSums(Task(), runtime.device), Every(), lambda: (self.requests.preempted,))
+        # Of a strategy the exchanges need no more than this. Whatever is not the same on all ranks
+        # they only compare with 0.
+        strategy = cast(
+            Strategy, SimpleNamespace(runtime=runtime, device=runtime.device, is_metric_rank=True)
+        )
+        sync = Sync(
+            strategy,
+            RunningSums(Task(), runtime.device),
+            Every(),
+            lambda: (self.requests.preempted,),
+        )
         step = self._train(watchdog, sync)
         self.peers.send("stops", runtime.rank, time.time())
         if runtime.rank == 0:
@@ -222,17 +274,29 @@ class Rank:
 
 def run(spec: Spec, pipe: Connection) -> None:
     """Run the ranks of a process, and do what scale_sim.py asks for, until it closes the pipe."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up the address of the store's host for every connection
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(spec.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    # torch looks up the address of the store's host for every connection
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     torch.set_num_threads(1)
     if spec.places[0].node > 0:
-        os.nice(5)  # node 0 and the store, on which all others depend, have a machine of their own in a real launch
+        # node 0 and the store, on which all others depend, have a machine of their own in a real
+        # launch
+        os.nice(5)
     threading.stack_size(512 * 1024)
-    sys.setswitchinterval(0.1)  # otherwise each of the threads that wait for the interpreter's lock wakes up every 5 ms
+    # otherwise each of the threads that wait for the interpreter's lock wakes up every 5 ms
+    sys.setswitchinterval(0.1)
     files: Counter[str] = Counter()
 
     def count(event: str, values: tuple[Any, ...]) -> None:
-        if event in FILE_EVENTS and isinstance(values[0], str | os.PathLike) and os.fspath(values[0]).startswith(spec.runs_dir):
+        if (
+            event in FILE_EVENTS
+            and isinstance(values[0], str | os.PathLike)
+            and os.fspath(values[0]).startswith(spec.runs_dir)
+        ):
             files[event] += 1
 
     sys.addaudithook(count)
@@ -252,5 +316,7 @@ def run(spec: Spec, pipe: Connection) -> None:
             ranks[values[0]].requests.preempted = True  # as its signal handler does
         elif what == "count":
             connections = [each for rank in ranks.values() for each in rank.runtime.connections]
-            operations = sum((Counter({each.prefix: each.operations}) for each in connections), Counter[str]())
+            operations = sum(
+                (Counter({each.prefix: each.operations}) for each in connections), Counter[str]()
+            )
             peers.send("counts", operations, sum(each.size for each in connections), files.total())

@@ -1,12 +1,15 @@
-"""Run the control plane of a thousand ranks on one machine, and measure its traffic and how fast it notices failures.
+"""Run the control plane of a thousand ranks on one machine, and measure its traffic and how fast it
+notices failures.
 
 python scripts/scale_sim.py --ranks 1024 --nodes 128
 python scripts/scale_sim.py --ranks 16 --nodes 4 --seconds 5
 
-The ranks are threads of a few processes (scale_ranks.py), with their own connections to a real store. Start-up, agreement,
-heartbeats, failure reports, preemption and the run directory are ddp_lab's own code; the training is simulated. Five launches
-are made: one without a fault, which is preempted after `--seconds`, one in which a rank is killed, one in which all processes
-of a node are, one in which a rank hangs, and one in which a node's first rank is suspended. Exit code 1: another is blamed.
+The ranks are threads of a few processes (scale_ranks.py), with their own connections to a real
+store. Start-up, agreement, heartbeats, failure reports, preemption and the run directory are
+ddp_lab's own code; the training is simulated. Five launches are made: one without a fault, which is
+preempted after `--seconds`, one in which a rank is killed, one in which all processes of a node
+are, one in which a rank hangs, and one in which a node's first rank is suspended. Exit code 1:
+another is blamed.
 """
 
 import argparse
@@ -44,8 +47,8 @@ class Counts(NamedTuple):
     """What all ranks have done.
 
     Attributes:
-        store: operations of the store, by prefix: "attempt" until all ranks have started, "" at start and end, "nodes" those of
-            heartbeats and failures.
+        store: operations of the store, by prefix: "attempt" until all ranks have started, "" at
+            start and end, "nodes" those of heartbeats and failures.
         size: bytes of their keys and values.
         files: operations on files in the shared directory.
     """
@@ -60,8 +63,9 @@ class Counts(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What was measured without a fault: what was done until all ranks train, then, and from a preemption on; and how long the
-    first took, and the ranks to agree to stop."""
+    """What was measured without a fault: what was done until all ranks train, then, and from a
+    preemption on; and how long the first took, and the ranks to agree to stop.
+    """
 
     start_seconds: float
     start: Counts
@@ -71,8 +75,9 @@ class Training(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What was measured with a fault: seconds until it was reported and until all ranks knew, from the fault or from the
-    watchdog's timeout on; what the other ranks did meanwhile; and the report."""
+    """What was measured with a fault: seconds until it was reported and until all ranks knew, from
+    the fault or from the watchdog's timeout on; what the other ranks did meanwhile; and the report.
+    """
 
     reported_seconds: float
     known_seconds: float
@@ -81,7 +86,8 @@ class Failure(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault: its `kind` in failure.json, which ranks of a node it happens to, and the signal that their processes receive.
+    """A fault: its `kind` in failure.json, which ranks of a node it happens to, and the signal that
+    their processes receive.
 
     Without a signal they hang in their next step. A hang is reported after the watchdog's timeout.
     """
@@ -96,7 +102,8 @@ FAULTS = [
     Fault("rank killed", "lost_rank", slice(1, 2), signal.SIGKILL),
     Fault("node vanished", "lost_node", slice(None), signal.SIGKILL),
     Fault("rank hangs", "hang", slice(-1, None), None),
-    Fault("rank suspended", "hang", slice(1), signal.SIGSTOP),  # the first of its node, which leads it
+    # the first of its node, which leads it
+    Fault("rank suspended", "hang", slice(1), signal.SIGSTOP),
 ]
 
 
@@ -104,27 +111,42 @@ class Launch:
     """One simulated launch: its processes, its store, and the all-reduce between the processes.
 
     Attributes:
-        faulty: the places on the node whose ranks are processes of their own, so that they can be killed.
-        events: by name ("trains", "knows", "stops", "ends") the Unix time at which it happened, by rank.
+        faulty: the places on the node whose ranks are processes of their own, so that they can be
+            killed.
+        events: by name ("trains", "knows", "stops", "ends") the Unix time at which it happened, by
+            rank.
     """
 
     def __init__(self, ranks: int, nodes: int, folder: Path, step_seconds: float, timeout: float):
         local = ranks // nodes
-        places = [Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)]
+        places = [
+            Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)
+        ]
         together = -(-nodes // PROCESSES)  # nodes in one process
         groups = [places[i : i + together * local] for i in range(local, ranks, together * local)]
         self.faulty = [place for place in places if place.node == nodes // 2]
-        groups = [[place for place in group if place not in self.faulty] for group in [places[:local], *groups]]
+        groups = [
+            [place for place in group if place not in self.faulty]
+            for group in [places[:local], *groups]
+        ]
         groups += [[place] for place in self.faulty]
-        self.size, self.runs_dir = ranks, folder / "runs"
-        self.events: dict[str, dict[int, float]] = {name: {} for name in ("trains", "knows", "stops", "ends")}
+        self.size = ranks
+        self.runs_dir = folder / "runs"
+        self.events: dict[str, dict[int, float]] = {
+            name: {} for name in ("trains", "knows", "stops", "ends")
+        }
         self._counts: list[Counts] = []
         self._sending = threading.Lock()
         self._given: dict[int, list[list[float]]] = {}
-        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)  # not IPv6, which would be looked up in the DNS
+        # not IPv6, which would be looked up in the DNS
+        listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         port = listener.getsockname()[1]
         self.store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         self.started = time.time()
         self.processes: list[tuple[list[Place], Connection, Any]] = []
@@ -175,7 +197,9 @@ class Launch:
                 os.kill(process.pid, number)
 
     def await_event(self, name: str, ranks: int) -> float:
-        """Wait until an event has happened on so many ranks. Return when it happened on the last of them.
+        """Wait until an event has happened on so many ranks.
+
+        Return when it happened on the last of them.
 
         Raises:
             TimeoutError: it does not.
@@ -183,12 +207,16 @@ class Launch:
         deadline = time.monotonic() + LIMIT
         while len(self.events[name]) < ranks:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{name}: {len(self.events[name])} of {ranks} ranks after {LIMIT:g} s")
+                raise TimeoutError(
+                    f"{name}: {len(self.events[name])} of {ranks} ranks after {LIMIT:g} s"
+                )
             time.sleep(0.02)
         return max(self.events[name].values())
 
     def count(self, without: list[Place]) -> Counts:
-        """Return what the ranks have done so far, but for the processes of some ranks, which may be dead."""
+        """Return what the ranks have done so far, but for the processes of some ranks, which may be
+        dead.
+        """
         self._counts = []
         counted = [pipe for places, pipe, _ in self.processes if places[0] not in without]
         for pipe in counted:
@@ -207,14 +235,20 @@ class Launch:
             process.kill()
         for _, _, process in self.processes:
             process.join()
-        self._receiver.join()  # it ends when all pipes have; closed earlier, they would raise an error in it
+        # it ends when all pipes have; closed earlier, they would raise an error in it
+        self._receiver.join()
         for _, pipe, _ in self.processes:
             pipe.close()
 
 
 @contextlib.contextmanager
-def launched(ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT) -> Generator[Launch]:
-    """Return a launch whose ranks all train, in a temporary directory. What is left of it is ended."""
+def launched(
+    ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT
+) -> Generator[Launch]:
+    """Return a launch whose ranks all train, in a temporary directory.
+
+    What is left of it is ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         launch = Launch(ranks, nodes, Path(folder), step_seconds, timeout)
         try:
@@ -230,14 +264,19 @@ def train(seconds: float, ranks: int, nodes: int, **options: float) -> Training:
         started = max(launch.events["trains"].values()) - launch.started
         before = launch.count([])
         time.sleep(seconds)
-        after, asked = launch.count([]), time.time()
+        after = launch.count([])
+        asked = time.time()
         launch.tell("preempt", launch.faulty[-1].rank, rank=launch.faulty[-1].rank)
         stopped = launch.await_event("stops", ranks) - asked
         launch.await_event("ends", ranks)
-        return Training(started, before, after.minus(before), launch.count([]).minus(after), stopped)
+        return Training(
+            started, before, after.minus(before), launch.count([]).minus(after), stopped
+        )
 
 
-def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT) -> Failure:
+def fail(
+    fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeout: float = TIMEOUT
+) -> Failure:
     """Inject a fault and wait until all ranks know.
 
     Raises:
@@ -246,11 +285,13 @@ def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeou
     with launched(ranks, nodes, step_seconds, timeout) as launch:
         time.sleep(3 + 2 * step_seconds)  # several heartbeats of each node
         victims = launch.faulty[fault.victims]
-        before, at = launch.count(victims), time.time()
+        before = launch.count(victims)
+        at = time.time()
         if fault.signal is None:
             launch.tell("hang", victims[0].rank, rank=victims[0].rank)
         else:
-            launch.signal(signal.SIGSTOP, victims)  # all of them, so that none reports that another one was killed
+            # all of them, so that none reports that another one was killed
+            launch.signal(signal.SIGSTOP, victims)
             launch.signal(fault.signal, victims)
         at += timeout if fault.kind == "hang" else 0.0
         known = launch.await_event("knows", ranks - (len(victims) if fault.signal else 0)) - at
@@ -258,35 +299,69 @@ def fail(fault: Fault, ranks: int, nodes: int, step_seconds: float = 1.0, timeou
         failure = json.loads((launch.runs_dir / "run" / "failure.json").read_text())
         counts = launch.count(victims).minus(before)
     if failure["kind"] != fault.kind or failure["rank"] not in {place.rank for place in victims}:
-        sys.exit(f"error: {fault.name} on {victims}: reported as {failure['kind']}: {failure['message']}")
+        sys.exit(
+            f"error: {fault.name} on {victims}: reported as {failure['kind']}: {failure['message']}"
+        )
     return Failure(failure["time"] - at, known, counts, failure["message"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1024, help="number of ranks")
-    parser.add_argument("--nodes", type=int, default=128, help="number of nodes; must divide the ranks")
-    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the training without a fault")
+    parser.add_argument(
+        "--nodes", type=int, default=128, help="number of nodes; must divide the ranks"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="duration of the training without a fault"
+    )
     arguments = parser.parse_args()
-    ranks, nodes = arguments.ranks, arguments.nodes
+    ranks = arguments.ranks
+    nodes = arguments.nodes
     if ranks % nodes or ranks < 2 * nodes:
-        parser.error(f"--ranks {ranks}: each of --nodes {nodes} must have the same number of ranks, 2 or more")
+        parser.error(
+            f"--ranks {ranks}: each of --nodes {nodes} must have the same number of ranks, 2 or "
+            "more"
+        )
     os.environ["PYTHONPATH"] = sys.path[0]  # by which the server of forks finds what it imports
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise a line for every address that has no name
+    # otherwise a line for every address that has no name
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     CONTEXT.set_forkserver_preload(PRELOAD)
     made = train(arguments.seconds, ranks, nodes)
-    print(f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations per rank, ", end="")
+    print(
+        f"start: {made.start_seconds:.1f} s, {made.start.store[''] / ranks:.1f} store operations "
+        "per rank, ",
+        end="",
+    )
     print(f"{made.start.store['attempt'] / ranks:.1f} more while it waits for others, ", end="")
     print(f"{made.start.size / ranks:,.0f} bytes per rank, {made.start.files:,} file operations")
-    print(f"training: {made.training.store.total() / arguments.seconds:,.0f} store operations/s, ", end="")
-    print(f"{made.training.size / arguments.seconds / 1e3:,.0f} kB/s, {made.training.files:,} file operations")
+    print(
+        f"training: {made.training.store.total() / arguments.seconds:,.0f} store operations/s, ",
+        end="",
+    )
+    print(
+        f"{made.training.size / arguments.seconds / 1e3:,.0f} kB/s, {made.training.files:,} file "
+        "operations"
+    )
     print(f"preemption: agreed after {made.preempted_seconds:.1f} s, to the end ", end="")
-    print(f"{made.end.store.total() / ranks:.2f} store operations per rank, {made.end.files:,} file operations", flush=True)
+    print(
+        f"{made.end.store.total() / ranks:.2f} store operations per rank, {made.end.files:,} file "
+        "operations",
+        flush=True,
+    )
     for fault in [fault for fault in FAULTS if nodes > 1 or fault.kind != "lost_node"]:
         failure = fail(fault, ranks, nodes)
         after = f"{TIMEOUT:g} s + " if fault.kind == "hang" else ""
-        print(f"{fault.name}: reported after {after}{failure.reported_seconds:.1f} s, known everywhere after ", end="")
-        print(f"{after}{failure.known_seconds:.1f} s, {failure.counts.files} file operations", flush=True)
+        print(
+            f"{fault.name}: reported after {after}{failure.reported_seconds:.1f} s, known "
+            "everywhere after ",
+            end="",
+        )
+        print(
+            f"{after}{failure.known_seconds:.1f} s, {failure.counts.files} file operations",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The files of the site, a hook of mkdocs.yml: the repository's documents, and the code that they link to, in the same places.
+"""The files of the site, a hook of mkdocs.yml: the repository's documents, and the code that they
+link to, in the same places.
 
-So a link that works in the repository works on the site. docs/ alone would not do: its pages link to code, and README.md to it.
+So a link that works in the repository works on the site. docs/ alone would not do: its pages link
+to code, and README.md to it.
 """
 
 from pathlib import Path
@@ -13,9 +15,17 @@ FOLDERS = ("conf", "ddp_lab", "docs", "examples", "scripts", "tests")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the documents and code of the repository, and the files of the theme, which `files` has."""
-    paths = [*ROOT.glob("*.md"), ROOT / "LICENSE", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    """Return the documents and code of the repository, and the files of the theme, which `files`
+    has.
+    """
+    paths = [
+        *ROOT.glob("*.md"),
+        ROOT / "LICENSE",
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*")),
+    ]
     kept = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
     theme = [file for file in files if file.src_dir != config.docs_dir]
-    made = [File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)) for path in kept]
+    made = [
+        File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)) for path in kept
+    ]
     return Files([*theme, *made])

@@ -16,21 +16,50 @@ from ddp_lab.launchers.command import command as launch_command
 pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 
 # These files take the longest and therefore start first. Each file runs in a single pytest process.
-FIRST = ["tutorial", "equivalence", "faults", "launch", "by_strategy", "fit", "slurm", "examples", "startup", "advise"]
-FIRST += ["sweep", "resume", "start_ranks", "own", "compile", "runs", "every_key", "measure", "after_training", "validation"]
+FIRST = [
+    "tutorial",
+    "equivalence",
+    "faults",
+    "launch",
+    "by_strategy",
+    "fit",
+    "slurm",
+    "examples",
+    "startup",
+    "advise",
+]
+FIRST += [
+    "sweep",
+    "resume",
+    "start_ranks",
+    "own",
+    "compile",
+    "runs",
+    "every_key",
+    "measure",
+    "after_training",
+    "validation",
+]
 
 
-gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time
+# by default 700 new objects start a collection, which takes a twentieth of the time
+gc.set_threshold(20_000)
 
 
 def pytest_collection_modifyitems(items):
     names = [f"test_{name}.py" for name in FIRST]
-    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
+    items.sort(
+        key=lambda item: names.index(item.path.name) if item.path.name in names else len(names)
+    )
 
 
 def pytest_configure(config):
     """Start the server that launches are forked from, once for all pytest processes."""
-    if sys.platform == "linux" and warm.VARIABLE not in os.environ and not config.option.collectonly:
+    if (
+        sys.platform == "linux"
+        and warm.VARIABLE not in os.environ
+        and not config.option.collectonly
+    ):
         folder = tempfile.TemporaryDirectory(prefix="warm-")
         server = warm.start_server(Path(folder.name))
         config.add_cleanup(folder.cleanup)
@@ -50,7 +79,9 @@ def no_process_group_leaks():
 
 @pytest.fixture(autouse=True)
 def same_signal_handlers():
-    """Undo what a command that runs in this process has set: the processes of later tests would inherit it."""
+    """Undo what a command that runs in this process has set: the processes of later tests would
+    inherit it.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -67,7 +98,9 @@ def need_gpus(request):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Return a function that runs a command in this process and returns its exit code, output and errors."""
+    """Return a function that runs a command in this process and returns its exit code, output and
+    errors.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
     monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 

@@ -20,7 +20,9 @@ def test_helpers_that_contributing_imports_exist():
     code = re.search(r"<<'END'\n(.*?)^END\n", TEXT, re.DOTALL | re.MULTILINE)[1]
     compile(code, "CONTRIBUTING.md", "exec")
     for module in (training, worlds):
-        names = re.search(rf"^from {module.__name__} import (.*)$", code, re.MULTILINE)[1].split(", ")
+        names = re.search(rf"^from {module.__name__} import (.*)$", code, re.MULTILINE)[1].split(
+            ", "
+        )
         assert all(hasattr(module, name) for name in names)
 
 

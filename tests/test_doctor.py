@@ -1,4 +1,6 @@
-"""The preflight checks of train.py before it opens the process group, and the findings of `ddp-lab doctor`."""
+"""The preflight checks of train.py before it opens the process group, and the findings of `ddp-lab
+doctor`.
+"""
 
 import contextlib
 import io
@@ -26,14 +28,27 @@ from ddp_lab.config.build import build
 from ddp_lab.launchers import preflight
 from ddp_lab.run.build import checkpoint_bytes
 
-CHECKS = ["versions", "environment", "config", "devices", "backend", "runs_dir", "dataset", "model", "strategy", "batch"]
+CHECKS = [
+    "versions",
+    "environment",
+    "config",
+    "devices",
+    "backend",
+    "runs_dir",
+    "dataset",
+    "model",
+    "strategy",
+    "batch",
+]
 NOWHERE = "no-such-host.invalid"
 HERE = socket.gethostname()
 WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24"
 
 
 def shared_bytes(image: int) -> int:
-    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12 images, and their queues."""
+    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12
+    images, and their queues.
+    """
     pages = math.ceil(12 * image / 4096) + 1
     return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
 
@@ -57,16 +72,28 @@ class Case:
     nodes: int = 1
 
 
-MEMORY = f"need {shared_bytes(3 * 28 * 28) / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB free. Lower data."
+MEMORY = (
+    f"need {shared_bytes(3 * 28 * 28) / 2**20:.1f} MiB of shared memory, and /dev/shm has 0.2 MiB "
+    "free. Lower data."
+)
 REFUSED = {
-    "no address": Case(message=f"MASTER_ADDR={NOWHERE}: does not resolve on ", env={"MASTER_ADDR": NOWHERE}),
+    "no address": Case(
+        message=f"MASTER_ADDR={NOWHERE}: does not resolve on ", env={"MASTER_ADDR": NOWHERE}
+    ),
     "silent store": Case(
-        message="MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from ", env={"MASTER_PORT": "9"}
+        message="MASTER_ADDR=127.0.0.1, MASTER_PORT=9: does not accept connections from ",
+        env={"MASTER_PORT": "9"},
     ),
     "not shared": Case(
-        "runs_dir=FOLDER/NODE", f"is not shared by all nodes: {HERE} does not see the file that rank 0", nodes=2
+        "runs_dir=FOLDER/NODE",
+        f"is not shared by all nodes: {HERE} does not see the file that rank 0",
+        nodes=2,
     ),
-    "no folder": Case("runs_dir=/proc/nowhere", "runs_dir=/proc/nowhere: cannot create the run directory there (", nodes=2),
+    "no folder": Case(
+        "runs_dir=/proc/nowhere",
+        "runs_dir=/proc/nowhere: cannot create the run directory there (",
+        nodes=2,
+    ),
     "memory": Case(WORKERS, MEMORY, free=2**18),
 }
 
@@ -80,13 +107,18 @@ def run_case(case: Case, function, folder: Path, patch: pytest.MonkeyPatch):
         patch.delenv(key, raising=False) if value is None else patch.setenv(key, value)
     if case.free is not None:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=case.free))
-    patch.setattr(preflight, "TOKEN_WAIT", 0.5)  # seconds; enough, because the tests use no network file system
-    line = f"strategy=ddp {case.line}" + ("" if "runs_dir=" in case.line else " runs_dir=FOLDER/runs")
+    # seconds; enough, because the tests use no network file system
+    patch.setattr(preflight, "TOKEN_WAIT", 0.5)
+    line = f"strategy=ddp {case.line}" + (
+        "" if "runs_dir=" in case.line else " runs_dir=FOLDER/runs"
+    )
     return function(line.replace("FOLDER", str(folder)).replace("NODE", str(rank // local)))
 
 
 def run_cases(cases: dict[str, Case], function, folder: Path) -> dict:
-    """Run cases one after another on this rank, each in a folder of its own; return what `function` returns, by name."""
+    """Run cases one after another on this rank, each in a folder of its own; return what `function`
+    returns, by name.
+    """
     results = {}
     for name, case in cases.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -122,19 +154,35 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     assert found["dataset"] == "train 1,437, test 360 images of 1x28x28, 10 classes"
     assert found["batch"] == "1 rank, global batch 64 = 1 x 64, 23 steps an epoch, lr 0.1"
     assert not list((tmp_path / "runs").iterdir())
-    code, output, _ = command(doctor.main, f"runs_dir={tmp_path}/runs", "device=cpu", *SMALL, "batch_size=102", "strategy=ddp")
+    code, output, _ = command(
+        doctor.main,
+        f"runs_dir={tmp_path}/runs",
+        "device=cpu",
+        *SMALL,
+        "batch_size=102",
+        "strategy=ddp",
+    )
     warnings = [line for line in output.splitlines() if line.startswith("warning ")]
-    assert [line.split(":")[0] for line in warnings] == ["warning  strategy", "warning  batch"], output
+    assert [line.split(":")[0] for line in warnings] == ["warning  strategy", "warning  batch"], (
+        output
+    )
     assert warnings[0].endswith(
-        "has one rank, so nothing is distributed. Use, for example, `ddp-lab train --nproc 2 strategy=ddp`"
+        "has one rank, so nothing is distributed. Use, for example, `ddp-lab train --nproc 2 "
+        "strategy=ddp`"
     )
     code, output, errors = command(doctor.main, "patience=3", "device=cpu")
     assert (code, errors.startswith("error: patience=3: needs a validation set")) == (2, True)
 
 
-def test_doctor_reports_versions_environment_and_config_without_secrets(command, monkeypatch, tmp_path):
+def test_doctor_reports_versions_environment_and_config_without_secrets(
+    command, monkeypatch, tmp_path
+):
     """A refused config has the report, too: the key that may be a secret does not exist."""
-    given = {"WANDB_API_KEY": "s3cr3t", "MLFLOW_TRACKING_URI": "https://me:s3cr3t@host/a?sig=s3cr3t", "EDITOR": "s3cr3t"}
+    given = {
+        "WANDB_API_KEY": "s3cr3t",
+        "MLFLOW_TRACKING_URI": "https://me:s3cr3t@host/a?sig=s3cr3t",
+        "EDITOR": "s3cr3t",
+    }
     for key, value in (given | {"NCCL_DEBUG": "INFO"}).items():
         monkeypatch.setenv(key, value)
     line = [
@@ -152,8 +200,14 @@ def test_doctor_reports_versions_environment_and_config_without_secrets(command,
     assert "ddp_lab " in found["versions"]
     assert re.search(r", commit [0-9a-f]{7}", found["versions"])
     variables = found["environment"].split()
-    assert {"WANDB_API_KEY=(hidden)", "MLFLOW_TRACKING_URI=https://(hidden)@host/a?(hidden)", "NCCL_DEBUG=INFO"} <= {*variables}
-    assert {"epochs=3", "model.api_token=(hidden)", f"runs_dir={tmp_path}"} <= {*found["config"].split()}
+    assert {
+        "WANDB_API_KEY=(hidden)",
+        "MLFLOW_TRACKING_URI=https://(hidden)@host/a?(hidden)",
+        "NCCL_DEBUG=INFO",
+    } <= {*variables}
+    assert {"epochs=3", "model.api_token=(hidden)", f"runs_dir={tmp_path}"} <= {
+        *found["config"].split()
+    }
     assert "data.dataset._target_=ddp_lab.data.datasets." in found["config"]
     assert "batch_size" not in found["config"], "it has its default"
     assert "s3cr3t" not in output
@@ -168,7 +222,9 @@ def doctor_in_world(line: str) -> str:
 
 def test_doctor_on_two_nodes_prints_each_finding_once_and_the_devices_of_each(tmp_path):
     case = Case(nodes=2)
-    first, second = (rank["two"] for rank in run_world(2, run_cases, {"two": case}, doctor_in_world, tmp_path))
+    first, second = (
+        rank["two"] for rank in run_world(2, run_cases, {"two": case}, doctor_in_world, tmp_path)
+    )
     assert "runs is writable and shared\n" in first
     assert all(first.count(f"ok       {about}: ") == 1 for about in [*CHECKS, "network"]), first
     assert "ok       strategy: ddp on 2 x cpu: dp 2\n" in first
@@ -176,7 +232,10 @@ def test_doctor_on_two_nodes_prints_each_finding_once_and_the_devices_of_each(tm
     assert second.count("\n") == 2
 
 
-@pytest.mark.parametrize(("optimizer", "options", "copies"), [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "options", "copies"),
+    [("sgd", {"momentum": 0}, 1), ("sgd", {}, 2), ("adamw", {}, 3)],
+)
 def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
     sizes = [checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10), ema) for ema in (False, True)]
@@ -199,16 +258,36 @@ def test_doctor_reports_a_torch_without_the_backend(command, monkeypatch):
 
 @pytest.mark.slow
 def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
-    line = [*WORKERS.split(), "data.dataset.train_size=480", "data.dataset.image_size=128", "device=cpu", "epochs=2"]
+    line = [
+        *WORKERS.split(),
+        "data.dataset.train_size=480",
+        "data.dataset.image_size=128",
+        "device=cpu",
+        "epochs=2",
+    ]
     needed = shared_bytes(3 * 128 * 128)
-    for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):  # 64 KiB for the ranks' heartbeats
+    # 64 KiB for the ranks' heartbeats
+    for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):
         mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
         namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
-        if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        if (
+            not shutil.which("unshare")
+            or subprocess.run([*namespace, "true"], capture_output=True).returncode
+        ):
             pytest.skip("needs the right to mount in a namespace of its own")
-        command = [*namespace, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+        command = [
+            *namespace,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "train.py",
+        ]
         given = [*line, "strategy=ddp", f"runs_dir={tmp_path}"]
-        ended = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(
+            [*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]

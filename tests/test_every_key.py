@@ -1,7 +1,9 @@
-"""Every config key and every flag, from the command line to an effect that a user sees. One without a row fails here.
+"""Every config key and every flag, from the command line to an effect that a user sees.
 
-A row is a run with the key on its command line, and the effect; or the id of another test that has the key on a command line.
-The runs are short and follow each other in one process.
+One without a row fails here.
+
+A row is a run with the key on its command line, and the effect; or the id of another test that has
+the key on a command line. The runs are short and follow each other in one process.
 """
 
 import contextlib
@@ -31,27 +33,67 @@ from ddp_lab.__main__ import COMMANDS
 from ddp_lab.commands import advise, evaluate, export, predict, train
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.config.schema import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from ddp_lab.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from ddp_lab.launchers.start_ranks import read_options
 
-GROUPS = ("strategy", "task", "loss", "scheduler", "model", "data.dataset")  # whose keys are parameters of a constructor
-BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=20", "batch_size=20", "epochs=1", "strategy=single"]
+# whose keys are parameters of a constructor
+GROUPS = ("strategy", "task", "loss", "scheduler", "model", "data.dataset")
+BASE = [
+    *SMALL,
+    "data.dataset.train_size=40",
+    "data.dataset.test_size=20",
+    "batch_size=20",
+    "epochs=1",
+    "strategy=single",
+]
 FILES = [override for override in BASE if not override.startswith("data")]  # for other datasets
-OWN = ["data=own", "data.dataset._target_=own_datasets.Shapes", "data.image_size=24", "data.resize=28"]
+OWN = [
+    "data=own",
+    "data.dataset._target_=own_datasets.Shapes",
+    "data.image_size=24",
+    "data.resize=28",
+]
 OWN += ["data.num_workers=0", "data.mean=[0.5]", "data.std=[0.2]"]
 WORKERS = ["data=own", "data.dataset._target_=own_datasets.Workers", "data.num_classes=2"]
-MASKS = ["task=segmentation", "data=own", "data.mean=[0.0]", "data.std=[1.0]", "data.dataset._target_=own_datasets.Masks"]
-MASKS += ["data.num_workers=0", "data.num_classes=2", "model=own", "model._target_=own_models.segmenter"]
+MASKS = [
+    "task=segmentation",
+    "data=own",
+    "data.mean=[0.0]",
+    "data.std=[1.0]",
+    "data.dataset._target_=own_datasets.Masks",
+]
+MASKS += [
+    "data.num_workers=0",
+    "data.num_classes=2",
+    "model=own",
+    "model._target_=own_models.segmenter",
+]
 NUMBERS = ["data=own", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
-TEXT = ["task=tokens", "data=text", "data.root={SENTENCES}", "data.num_workers=0", "data.context=16", "model=gpt"]
+TEXT = [
+    "task=tokens",
+    "data=text",
+    "data.root={SENTENCES}",
+    "data.num_workers=0",
+    "data.context=16",
+    "model=gpt",
+]
 GPT = ["model.depth=1", "model.width=16", "model.heads=2", "optimizer.lr=1"]
 TEXT += GPT
 HF = "data=hf data.root={HF} data.num_workers=0 data.image_size=16 data.test_split=test"
-CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"  # its best epoch is not its last one
-SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"  # two layers with the same weight
+# its best epoch is not its last one
+CHOSEN = "data.val_fraction=0.25 epochs=3 optimizer.lr=0.3 scheduler=constant"
+# two layers with the same weight
+SHARED = "model=own model._target_=own_models.twice ema=0.5 checkpoint.format=sharded"
 SOME_STEPS = (
-    "model=own model._target_=own_models.SomeSteps"  # without the key ddp ends with an error (tests/models/test_own.py)
+    # without the key ddp ends with an error (tests/models/test_own.py)
+    "model=own model._target_=own_models.SomeSteps"
 )
 NORMED = f"{SHARED} +model.shared=false"  # and BatchNorm, which both models have
 
@@ -76,7 +118,9 @@ class Ended(NamedTuple):
 
     @property
     def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.path / "checkpoints").glob("*") if path.suffix != ".sha256")
+        return sorted(
+            path.name for path in (self.path / "checkpoints").glob("*") if path.suffix != ".sha256"
+        )
 
 
 Effect = Callable[[Ended, Ended], bool]
@@ -97,7 +141,9 @@ class Row(NamedTuple):
 
 
 def changes(*metrics: str) -> Effect:
-    return lambda run, base: run.code == base.code == 0 and all(run.last[name] != base.last[name] for name in metrics)
+    return lambda run, base: (
+        run.code == base.code == 0 and all(run.last[name] != base.last[name] for name in metrics)
+    )
 
 
 def logs(text: str) -> Effect:
@@ -128,7 +174,9 @@ def writes(name: str) -> Effect:
     return lambda run, base: (run.path / name).exists() and not (base.path / name).exists()
 
 
-TRAINED, TESTED, VALIDATED = changes("train_loss", "test_loss"), changes("test_loss"), changes("train_loss", "val_loss")
+TRAINED = changes("train_loss", "test_loss")
+TESTED = changes("test_loss")
+VALIDATED = changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
 TRACKING = "tests/observe/test_trackers.py::test_options_reach_"
 FAULTS = "tests/resilience/test_faults.py::"
@@ -136,19 +184,32 @@ FAULTS = "tests/resilience/test_faults.py::"
 FOLDER = "data=folder data.root={FOLDER} data.image_size=16 data.num_workers=0"
 KEYS: dict[str, Row | str] = {
     "seed": Row("seed=1", TRAINED),
-    "epochs": Row("epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]),
+    "epochs": Row(
+        "epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]
+    ),
     "batch_size": Row("batch_size=10", has("step", 4)),
     "scaling": "tests/test_every_key.py::test_ranks_share_a_weakly_scaled_batch_and_its_statistics",
-    "lr_scaling": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=10", has("lr", 0.02)),
-    "lr_base_batch_size": Row("scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)),
+    "lr_scaling": Row(
+        "scheduler=constant lr_scaling=linear lr_base_batch_size=10", has("lr", 0.02)
+    ),
+    "lr_base_batch_size": Row(
+        "scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)
+    ),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
-    "accumulate": Row(f"{NORMED} accumulate=2", TRAINED, NORMED),  # statistics of BatchNorm are of micro-batches
-    "loss_over_batch": Row(f"{TRIPLET} loss_over_batch=true", allows("the loss is not a sum over samples: it "), TRIPLET),
+    # statistics of BatchNorm are of micro-batches
+    "accumulate": Row(f"{NORMED} accumulate=2", TRAINED, NORMED),
+    "loss_over_batch": Row(
+        f"{TRIPLET} loss_over_batch=true",
+        allows("the loss is not a sum over samples: it "),
+        TRIPLET,
+    ),
     "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
     "ema_warmup": Row("ema=0.9 ema_warmup=false", TESTED, "ema=0.9"),
-    "decay_norms_and_biases": Row("optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"),
+    "decay_norms_and_biases": Row(
+        "optimizer.weight_decay=9 decay_norms_and_biases=false", TESTED, "optimizer.weight_decay=9"
+    ),
     "mixup": Row("mixup=0.9", TRAINED),
     "cutmix": Row("cutmix=0.9", TRAINED),
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
@@ -156,49 +217,96 @@ KEYS: dict[str, Row | str] = {
     "float32_matmul": "tests/world/test_runtime.py::test_training_and_evaluation_have_the_chosen_precision",
     "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
     "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
-    "compile": Row("strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")),
-    "channels_last": Row("strategy=fsdp channels_last=true", logs("channels_last=true is disabled: not supported by strat")),
+    "compile": Row(
+        "strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")
+    ),
+    "channels_last": Row(
+        "strategy=fsdp channels_last=true",
+        logs("channels_last=true is disabled: not supported by strat"),
+    ),
     "timeout": FAULTS + "test_frozen_rank_is_named",
-    "name": Row("name=other", lambda run, base: (run.path.parent / "other" / "metrics.jsonl").exists()),
-    "runs_dir": Row("runs_dir={NEW}/runs", lambda run, base: any(run.path.parent.glob("new*/runs/*/metrics.jsonl"))),
+    "name": Row(
+        "name=other", lambda run, base: (run.path.parent / "other" / "metrics.jsonl").exists()
+    ),
+    "runs_dir": Row(
+        "runs_dir={NEW}/runs",
+        lambda run, base: any(run.path.parent.glob("new*/runs/*/metrics.jsonl")),
+    ),
     "resume": Row("epochs=2 resume={RUN}/checkpoints/" + STEPS[2], has("step", 4)),
     "on_nan": Row("inject=nan@rank=0,step=1 on_nan=skip", lambda run, base: run.code == 0),
-    "patience": Row("data.val_fraction=0.25 epochs=4 optimizer.lr=1e-12 patience=1", logs("stopped early: ")),
-    "evaluate_test": Row("epochs=2 evaluate_test=end", lambda run, base: "test_loss" not in read_metrics(run.path)[0]),
+    "patience": Row(
+        "data.val_fraction=0.25 epochs=4 optimizer.lr=1e-12 patience=1", logs("stopped early: ")
+    ),
+    "evaluate_test": Row(
+        "epochs=2 evaluate_test=end", lambda run, base: "test_loss" not in read_metrics(run.path)[0]
+    ),
     "optimize": Row(
         "data.val_fraction=0.25 optimize=val_accuracy",
         lambda run, base: run.returned == run.last["val_accuracy"] != base.returned,
         "data.val_fraction=0.25",
     ),
     "check_replicas": FAULTS + "test_drifting_replicas_are_named",
-    "log_every": Row("log_every=off", lambda run, base: run.code == 0 and writes("steps")(base, run), "log_every=1"),
+    "log_every": Row(
+        "log_every=off",
+        lambda run, base: run.code == 0 and writes("steps")(base, run),
+        "log_every=1",
+    ),
     "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
     "inject": FAULTS + "test_first_failure_is_reported_once",
-    "tracker": Row("tracker=none", lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*"))),
-    **dict.fromkeys((f"tracker_options.wandb.{name}" for name in ("project", "entity", "mode", "dir")), f"{TRACKING}wandb"),
-    **dict.fromkeys((f"tracker_options.mlflow.{name}" for name in ("experiment", "tracking_uri", "dir")), f"{TRACKING}mlflow"),
-    "checkpoint.every_epochs": Row("epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"),
+    "tracker": Row(
+        "tracker=none",
+        lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*")),
+    ),
+    **dict.fromkeys(
+        (f"tracker_options.wandb.{name}" for name in ("project", "entity", "mode", "dir")),
+        f"{TRACKING}wandb",
+    ),
+    **dict.fromkeys(
+        (f"tracker_options.mlflow.{name}" for name in ("experiment", "tracking_uri", "dir")),
+        f"{TRACKING}mlflow",
+    ),
+    "checkpoint.every_epochs": Row(
+        "epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"
+    ),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", keeps(*STEPS[1:3])),
     "checkpoint.at_steps": Row("checkpoint.at_steps=[1]", keeps(*STEPS[1:3])),
-    "checkpoint.keep": Row("epochs=3 checkpoint.keep=3", keeps(STEPS[2], STEPS[4], STEPS[6]), "epochs=3"),
-    "checkpoint.best": Row("data.val_fraction=0.25 checkpoint.best=null", keeps(STEPS[2]), "data.val_fraction=0.25"),
-    "checkpoint.on_error": Row("inject=disk_full@rank=0,step=1 checkpoint.on_error=continue", lambda run, base: run.code == 0),
+    "checkpoint.keep": Row(
+        "epochs=3 checkpoint.keep=3", keeps(STEPS[2], STEPS[4], STEPS[6]), "epochs=3"
+    ),
+    "checkpoint.best": Row(
+        "data.val_fraction=0.25 checkpoint.best=null", keeps(STEPS[2]), "data.val_fraction=0.25"
+    ),
+    "checkpoint.on_error": Row(
+        "inject=disk_full@rank=0,step=1 checkpoint.on_error=continue",
+        lambda run, base: run.code == 0,
+    ),
     "checkpoint.format": Row("checkpoint.format=sharded", keeps("step_00000002.sharded")),
     "checkpoint.mirror": Row(
         "checkpoint.mirror=file://{NEW}/mirror",
-        lambda run, base: any(run.path.parent.glob(f"new*/mirror/{run.path.name}/{STEPS[2]}/SHA256SUMS")),
+        lambda run, base: any(
+            run.path.parent.glob(f"new*/mirror/{run.path.name}/{STEPS[2]}/SHA256SUMS")
+        ),
     ),
-    "data.root": Row(f"{FOLDER} data.crop_scale=null", lambda run, base: "class 0" in (run.path / "data.json").read_text()),
+    "data.root": Row(
+        f"{FOLDER} data.crop_scale=null",
+        lambda run, base: "class 0" in (run.path / "data.json").read_text(),
+    ),
     "data.loader": Row(
-        FOLDER.replace("data.num_workers=0", "data.loader=device"), refused("data.loader=device: is not supported")
+        FOLDER.replace("data.num_workers=0", "data.loader=device"),
+        refused("data.loader=device: is not supported"),
     ),
-    "data.num_workers": Row("{WORKERS} data.num_workers=2", TRAINED, "{WORKERS} data.num_workers=1"),
+    "data.num_workers": Row(
+        "{WORKERS} data.num_workers=2", TRAINED, "{WORKERS} data.num_workers=1"
+    ),
     "data.crop_padding": Row("data.crop_padding=3", TRAINED),
     "data.flip": Row("data.flip=true", TRAINED),
     "data.val_fraction": Row(
-        "data.val_fraction=0.25", lambda run, base: "val_loss" in run.last and "val_loss" not in base.last
+        "data.val_fraction=0.25",
+        lambda run, base: "val_loss" in run.last and "val_loss" not in base.last,
     ),
-    "data.val_seed": Row("data.val_fraction=0.25 data.val_seed=1", changes("val_loss"), "data.val_fraction=0.25"),
+    "data.val_seed": Row(
+        "data.val_fraction=0.25 data.val_seed=1", changes("val_loss"), "data.val_fraction=0.25"
+    ),
     "data.mean": Row("data.mean=[0.4]", TRAINED),
     "data.std": Row("data.std=[0.3]", TRAINED),
     "data.channels": Row("{OWN} data.channels=1", VALIDATED, "{OWN}"),
@@ -210,9 +318,13 @@ KEYS: dict[str, Row | str] = {
     "data.context": Row("{TEXT} data.context=8", VALIDATED, "{TEXT}"),
     "data.num_classes": Row("{OWN} data.num_classes=5", VALIDATED, "{OWN}"),
     "data.val_split": Row(
-        "{OWN} data.val_split=null data.test_split=val", lambda run, base: "val_loss" not in run.last, "{OWN}"
+        "{OWN} data.val_split=null data.test_split=val",
+        lambda run, base: "val_loss" not in run.last,
+        "{OWN}",
     ),
-    "data.test_split": Row("{OWN} data.test_split=test", lambda run, base: "test_loss" in run.last, "{OWN}"),
+    "data.test_split": Row(
+        "{OWN} data.test_split=test", lambda run, base: "test_loss" in run.last, "{OWN}"
+    ),
     "model.weights": Row("model.weights={RUN}/checkpoints/" + STEPS[2], TRAINED),
     "model.init": Row("model.init=by_block", TRAINED),
     "optimizer.lr": Row("optimizer.lr=0.02", TESTED),
@@ -224,43 +336,68 @@ KEYS: dict[str, Row | str] = {
         refused("optimizer.fused=True: there is no such key"),
     ),
 }
-# More rows: groups and their options, and keys that tensors use in another way than images of Pillow.
+# More rows: groups and their options, and keys that tensors use in another way than images of
+# Pillow.
 MORE: dict[str, dict[str, Row]] = {
     "group": {
         "task": Row("{MASKS} task=segmentation", reports("val_mean_iou", "val_accuracy")),
         "data": Row("{TEXT} data=text", reports("val_perplexity", "val_bits_per_byte")),
-        "optimizer._target_": Row("optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov", TRAINED),
-        "task.ignore": Row("{MASKS} data.num_classes=256 task.ignore=0", VALIDATED, "{MASKS} data.num_classes=256"),
+        "optimizer._target_": Row(
+            "optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov", TRAINED
+        ),
+        "task.ignore": Row(
+            "{MASKS} data.num_classes=256 task.ignore=0", VALIDATED, "{MASKS} data.num_classes=256"
+        ),
         "model.depth": Row("{TEXT} model.depth=2", VALIDATED, "{TEXT}"),
         "model.width": Row("{TEXT} model.width=8", VALIDATED, "{TEXT}"),
         "model.heads": Row("{TEXT} model.heads=4", VALIDATED, "{TEXT}"),
-        "strategy.find_unused_parameters": Row(f"strategy=ddp {SOME_STEPS} strategy.find_unused_parameters=true", TRAINED),
+        "strategy.find_unused_parameters": Row(
+            f"strategy=ddp {SOME_STEPS} strategy.find_unused_parameters=true", TRAINED
+        ),
     },
     "scratch": {
         "strategy.find_unused_parameters": Row(
             "strategy=scratch strategy.find_unused_parameters=true compile=true",
-            logs("compile=true is disabled: compiled steps of strategy.find_unused_parameters=true were never tested"),
+            logs(
+                "compile=true is disabled: compiled steps of strategy.find_unused_parameters=true "
+                "were never tested"
+            ),
         ),
     },
     "fsdp": {
         "strategy.keep_whole": Row(
-            "strategy=fsdp strategy.keep_whole=[conv*]", logs("parameters gathered separately: head\n"), "strategy=fsdp"
+            "strategy=fsdp strategy.keep_whole=[conv*]",
+            logs("parameters gathered separately: head\n"),
+            "strategy=fsdp",
         ),
     },
     "tensors": {
         "data.num_classes": Row("{MASKS} data.num_classes=256", VALIDATED, "{MASKS}"),
-        "data.val_split": Row("{MASKS} data.val_split=null data.test_split=val", reports("test_mean_iou"), "{MASKS}"),
-        "data.test_split": Row("{MASKS} data.val_split=null data.test_split=val", reports("test_loss"), "{MASKS}"),
-        "data.val_fraction": Row("{MASKS} data.val_split=null data.val_fraction=0.5", has("step", 1), "{MASKS}"),
+        "data.val_split": Row(
+            "{MASKS} data.val_split=null data.test_split=val", reports("test_mean_iou"), "{MASKS}"
+        ),
+        "data.test_split": Row(
+            "{MASKS} data.val_split=null data.test_split=val", reports("test_loss"), "{MASKS}"
+        ),
+        "data.val_fraction": Row(
+            "{MASKS} data.val_split=null data.val_fraction=0.5", has("step", 1), "{MASKS}"
+        ),
         "data.crop_padding": Row("{MASKS} data.crop_padding=2", VALIDATED, "{MASKS}"),
         "data.flip": Row("{MASKS} data.flip=true", VALIDATED, "{MASKS}"),
     },
     "hf": {
         "data.root": Row(HF, lambda run, base: '"dark"' in (run.path / "data.json").read_text()),
-        "data.test_split": Row(f"{HF} data.val_split=test data.test_split=null", reports("val_accuracy"), HF),
-        "data.num_classes": Row(f"{HF} data.dataset.targets=number data.num_classes=6", reports("test_top5_accuracy"), HF),
+        "data.test_split": Row(
+            f"{HF} data.val_split=test data.test_split=null", reports("val_accuracy"), HF
+        ),
+        "data.num_classes": Row(
+            f"{HF} data.dataset.targets=number data.num_classes=6",
+            reports("test_top5_accuracy"),
+            HF,
+        ),
         "data.context": Row(
-            f"{HF} data.dataset.inputs=text data.dataset.targets=null data.context=16 task=tokens model=gpt {' '.join(GPT)}",
+            f"{HF} data.dataset.inputs=text data.dataset.targets=null data.context=16 task=tokens "
+            f"model=gpt {' '.join(GPT)}",
             reports("test_perplexity"),
             HF,
         ),
@@ -272,8 +409,12 @@ ROWS |= {(key, kind): row for kind, rows in MORE.items() for key, row in rows.it
 
 
 def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | None]]:
-    """Run train.py with each line of overrides, in this process; return exit codes, errors, and values for a sweeper."""
-    found, returned, train_rank = [], [], train.train_rank
+    """Run train.py with each line of overrides, in this process; return exit codes, errors, and
+    values for a sweeper.
+    """
+    found = []
+    returned = []
+    train_rank = train.train_rank
 
     def recorded(cfg: Any) -> None:
         returned.append(train_rank(cfg))
@@ -283,7 +424,12 @@ def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | No
         returned.clear()
         with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stderr(printed):
             try:
-                main_in_world(*(FILES if "data=" in line else BASE), f"runs_dir={folder}", f"name=run{number}", *line.split())
+                main_in_world(
+                    *(FILES if "data=" in line else BASE),
+                    f"runs_dir={folder}",
+                    f"name=run{number}",
+                    *line.split(),
+                )
                 code = 0
             except SystemExit as ended:
                 code = ended.code
@@ -301,14 +447,33 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
     write_hf(folder / "hf")
     (folder / "sentences.txt").write_bytes(b"to be or not, " * 90)
-    lines = ["", CHOSEN, SHARED, NORMED, *(line for row in ROWS.values() for line in (row.base, row.overrides))]
+    lines = [
+        "",
+        CHOSEN,
+        SHARED,
+        NORMED,
+        *(line for row in ROWS.values() for line in (row.base, row.overrides)),
+    ]
     lines = list(dict.fromkeys(lines))
-    names = {"FOLDER": images, "RUN": folder / "run0", "OWN": " ".join(OWN), "WORKERS": " ".join(WORKERS)}
+    names = {
+        "FOLDER": images,
+        "RUN": folder / "run0",
+        "OWN": " ".join(OWN),
+        "WORKERS": " ".join(WORKERS),
+    }
     text = " ".join(TEXT).format(SENTENCES=folder / "sentences.txt")
-    names |= {"MASKS": " ".join(MASKS), "NUMBERS": " ".join(NUMBERS), "TEXT": text, "HF": folder / "hf"}
+    names |= {
+        "MASKS": " ".join(MASKS),
+        "NUMBERS": " ".join(NUMBERS),
+        "TEXT": text,
+        "HF": folder / "hf",
+    }
     given = [line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)]
     (ended,) = run_world(1, run_all, str(folder), given)
-    return {line: Ended(*found, folder / f"run{number}") for number, (line, found) in enumerate(zip(lines, ended, strict=True))}
+    return {
+        line: Ended(*found, folder / f"run{number}")
+        for number, (line, found) in enumerate(zip(lines, ended, strict=True))
+    }
 
 
 @pytest.mark.parametrize(("key", "kind"), ROWS, ids=lambda value: value or "key")
@@ -320,33 +485,48 @@ def test_key_has_its_effect(key, kind, runs):
 
 
 # The flags of each command, by the test that gives them.
-HERE, AFTER = "tests/test_every_key.py::", "tests/test_after_training.py::"
-RUNS, SUBMIT = "tests/run/test_runs_command.py::", "tests/launchers/test_kubernetes.py::"
+HERE = "tests/test_every_key.py::"
+AFTER = "tests/test_after_training.py::"
+RUNS = "tests/run/test_runs_command.py::"
+SUBMIT = "tests/launchers/test_kubernetes.py::"
 GIVEN = {
-    "evaluate --checkpoint": "tests/test_validation.py::test_commands_use_the_best_weights_and_name_their_file",
+    "evaluate "
+    "--checkpoint": "tests/test_validation.py::test_commands_use_the_best_weights_and_name_their_file",
     "evaluate --config-dir": HERE + "test_evaluate_reads_yaml_of_the_users_own",
     "evaluate --json": AFTER + "test_evaluate_prints_one_line_and_writes_only_the_json_asked_for",
     "predict --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
-    "predict --output --force --top --batch-size": AFTER + "test_predictions_of_files_equal_those_of_the_test_set",
+    "predict --output --force --top --batch-size": AFTER
+    + "test_predictions_of_files_equal_those_of_the_test_set",
     "predict --prompt --tokens --temperature": HERE + "test_flags_of_predict_determine_the_text",
     "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
     "export --checkpoint --output": HERE + "test_checkpoint_changes_predictions_and_exports",
-    "export --force": AFTER + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
-    "exercise --folder --number": "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
-    "exercise --speed": "tests/exercises/test_command.py::test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
+    "export --force": AFTER
+    + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
+    "exercise --folder "
+    "--number": "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
+    "exercise "
+    "--speed": "tests/exercises/test_command.py::test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
     "merge --checkpoint --output --force": AFTER + "test_merge_writes_a_full_checkpoint",
     "train --config-dir": "tests/launchers/test_sweep.py::test_concurrent_jobs_use_different_ports",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
-    "advise --gpus --nodes --link --config-dir --json": HERE + "test_advise_plans_what_its_flags_say",
-    "advise --picture --html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
-    "advise --measure --minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+    "advise --gpus --nodes --link --config-dir --json": HERE
+    + "test_advise_plans_what_its_flags_say",
+    "advise --picture "
+    "--html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --measure "
+    "--minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
     "runs --runs-dir": RUNS + "test_table_has_state_epoch_best_rate_and_age_of_each_run",
-    "runs --clean --yes": RUNS + "test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told",
-    "submit --nodes --gpus": SUBMIT + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
-    "submit --queue": SUBMIT + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
+    "runs --clean --yes": RUNS
+    + "test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told",
+    "submit --nodes --gpus": SUBMIT
+    + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
+    "submit --queue": SUBMIT
+    + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
     "submit --config-dir --yes": SUBMIT + "test_job_without_a_queue_or_gpus_has_neither",
 }
-FLAGS = {f"{line.split()[0]} {flag}": test for line, test in GIVEN.items() for flag in line.split()[1:]}
+FLAGS = {
+    f"{line.split()[0]} {flag}": test for line, test in GIVEN.items() for flag in line.split()[1:]
+}
 
 
 def source_of(test: str) -> str:
@@ -356,11 +536,19 @@ def source_of(test: str) -> str:
     own = [block for block in blocks if f"\ndef {name}(" in f"\n{block}"]
     assert own, f"there is no test {test}"
     named = set(re.findall(r"\w+", own[0]))
-    defined = [set(re.findall(r"^(?:def |class )?(\w+)(?:\(|:| \+?= )", block, re.MULTILINE)) for block in blocks]
-    return "\n".join(block for block, names in zip(blocks, defined, strict=True) if block in own or names & named)
+    defined = [
+        set(re.findall(r"^(?:def |class )?(\w+)(?:\(|:| \+?= )", block, re.MULTILINE))
+        for block in blocks
+    ]
+    return "\n".join(
+        block for block, names in zip(blocks, defined, strict=True) if block in own or names & named
+    )
 
 
-@pytest.mark.parametrize(("what", "test"), [*((key, row) for key, row in KEYS.items() if isinstance(row, str)), *FLAGS.items()])
+@pytest.mark.parametrize(
+    ("what", "test"),
+    [*((key, row) for key, row in KEYS.items() if isinstance(row, str)), *FLAGS.items()],
+)
 def test_test_of_a_key_or_flag_gives_it(what, test):
     given = re.escape(what.split()[1]) + r"\b" if " " in what else rf"(?<![\w.]){re.escape(what)}="
     assert re.search(given, source_of(test)), f"{test} does not give {what}"
@@ -368,9 +556,18 @@ def test_test_of_a_key_or_flag_gives_it(what, test):
 
 def keys() -> set[str]:
     """Return the keys of the schema but those of GROUPS, whose constructors define them."""
-    nested = {"checkpoint": CheckpointConfig, "data": DataConfig, "model": ModelConfig, "optimizer": OptimizerConfig}
+    nested = {
+        "checkpoint": CheckpointConfig,
+        "data": DataConfig,
+        "model": ModelConfig,
+        "optimizer": OptimizerConfig,
+    }
     found = {f"{group}.{name}" for group, schema in nested.items() for name in schema.model_fields}
-    found |= {f"tracker_options.{name}.{key}" for name, node in config().tracker_options.items() for key in node}
+    found |= {
+        f"tracker_options.{name}.{key}"
+        for name, node in config().tracker_options.items()
+        for key in node
+    }
     return (found | RunConfig.model_fields.keys()) - {*nested, *GROUPS, "tracker_options"}
 
 
@@ -392,16 +589,28 @@ def test_every_key_and_flag_has_a_row(capsys):
     assert flags(capsys) == FLAGS.keys()
 
 
-OPTIONS = [(group, path) for group in GROUPS for path in sorted((CONF / group.partition(".")[0]).glob("*.yaml"))]
+OPTIONS = [
+    (group, path)
+    for group in GROUPS
+    for path in sorted((CONF / group.partition(".")[0]).glob("*.yaml"))
+]
 
 
-@pytest.mark.parametrize(("group", "path"), OPTIONS, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.parametrize(
+    ("group", "path"), OPTIONS, ids=lambda value: getattr(value, "stem", value)
+)
 def test_constructor_gets_every_option_of_its_group(group, path):
     """What it does with them is tested where it is."""
     node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     options = node["dataset"] if group == "data.dataset" else node
-    given = {name: f"given {name}" for name in options if not name.startswith("_") and name != "defaults"}  # Hydra's list
-    cfg = config(f"{group.partition('.')[0]}={path.stem}", *(f"{group}.{name}='{value}'" for name, value in given.items()))
+    # Hydra's list
+    given = {
+        name: f"given {name}" for name in options if not name.startswith("_") and name != "defaults"
+    }
+    cfg = config(
+        f"{group.partition('.')[0]}={path.stem}",
+        *(f"{group}.{name}='{value}'" for name, value in given.items()),
+    )
     made = build(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
     assert given.items() <= (made.keywords if isinstance(made, partial) else made).items()
 
@@ -415,22 +624,40 @@ def evaluated(command, run: Path, *arguments: str) -> dict[str, Any]:
 
 def test_precision_changes_what_is_evaluated(runs, command):
     run = runs[CHOSEN].path
-    assert evaluated(command, run, "precision=bf16")["test_loss"] != evaluated(command, run)["test_loss"]
+    assert (
+        evaluated(command, run, "precision=bf16")["test_loss"]
+        != evaluated(command, run)["test_loss"]
+    )
 
 
 def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
     (tmp_path / "data").mkdir()
     yaml = (CONF / "data" / "synthetic.yaml").read_text()
     (tmp_path / "data" / "mine.yaml").write_text(yaml.replace("test_size: 1000", "test_size: 7"))
-    code, output, errors = command(evaluate.main, runs[CHOSEN].path, "--config-dir", tmp_path, "data=mine", "split=test")
+    code, output, errors = command(
+        evaluate.main, runs[CHOSEN].path, "--config-dir", tmp_path, "data=mine", "split=test"
+    )
     assert (code, " on 7 samples" in output) == (0, True), output + errors
 
 
 def test_options_of_a_launch_reach_torchrun():
-    given = "--nproc=3 --nnodes 1:2 --rdzv-endpoint=localhost:1 --max_restarts 1 --rdzv-conf=timeout=9 --local-addr there"
+    given = (
+        "--nproc=3 --nnodes 1:2 --rdzv-endpoint=localhost:1 --max_restarts 1 --rdzv-conf=timeout=9 "
+        "--local-addr there"
+    )
     options, overrides = read_options(["strategy=ddp", *given.split(), "device=cpu"])
-    expected = {"nproc_per_node": "3", "nnodes": "1:2", "rdzv_endpoint": "localhost:1", "max_restarts": 1}
-    expected |= {"rdzv_conf": "timeout=9", "local_addr": "there", "rdzv_backend": "c10d", "standalone": False}
+    expected = {
+        "nproc_per_node": "3",
+        "nnodes": "1:2",
+        "rdzv_endpoint": "localhost:1",
+        "max_restarts": 1,
+    }
+    expected |= {
+        "rdzv_conf": "timeout=9",
+        "local_addr": "there",
+        "rdzv_backend": "c10d",
+        "standalone": False,
+    }
     assert vars(options).items() >= expected.items()
     assert overrides == ["strategy=ddp", "device=cpu"]
 
@@ -438,7 +665,18 @@ def test_options_of_a_launch_reach_torchrun():
 def test_advise_plans_what_its_flags_say(command, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: own_models.sequential")
-    given = "--gpus", "1xH100", "--nodes", "2", "--link", "25", "--config-dir", tmp_path, "--json", tmp_path / "plans"
+    given = (
+        "--gpus",
+        "1xH100",
+        "--nodes",
+        "2",
+        "--link",
+        "25",
+        "--config-dir",
+        tmp_path,
+        "--json",
+        tmp_path / "plans",
+    )
     code, _, errors = command(advise.main, *given, "model=mine", "data=digits", "batch_size=8")
     assert code == 0, errors
     plans = json.loads((tmp_path / "plans").read_text())
@@ -449,8 +687,10 @@ def test_advise_plans_what_its_flags_say(command, tmp_path):
 
 
 def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
-    run, image = runs[CHOSEN].path, ROOT / "docs" / "tensorboard.png"
-    predictions, weights = {}, {}
+    run = runs[CHOSEN].path
+    image = ROOT / "docs" / "tensorboard.png"
+    predictions = {}
+    weights = {}
     for choice in ("best", "last"):
         predictions[choice] = command(predict.main, run, image, "--checkpoint", choice)[:2]
         file = tmp_path / f"{choice}.safetensors"
@@ -460,8 +700,14 @@ def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
     assert predictions["best"] != predictions["last"]
     assert not torch.equal(weights["best"], weights["last"])
     with safe_open(tmp_path / "best.safetensors", "pt") as file:
-        metadata = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
-    assert metadata == {"classes": [str(number) for number in range(10)], "mean": [0.5], "std": [0.2]}
+        metadata = {
+            key: json.loads(value) for key, value in file.metadata().items() if key != "format"
+        }
+    assert metadata == {
+        "classes": [str(number) for number in range(10)],
+        "mean": [0.5],
+        "std": [0.2],
+    }
 
 
 def test_flags_of_predict_determine_the_text(runs, command):
@@ -472,7 +718,10 @@ def test_flags_of_predict_determine_the_text(runs, command):
 
     longer = text("--prompt", "to be", "--tokens", "9", "--temperature", "0")
     assert longer.startswith("to be")
-    assert text("--prompt", "to be", "--tokens", "4", "--temperature", "0").rstrip("\n") == longer[: 5 + 4]
+    assert (
+        text("--prompt", "to be", "--tokens", "4", "--temperature", "0").rstrip("\n")
+        == longer[: 5 + 4]
+    )
     assert text("--prompt", "to be", "--tokens", "9", "--temperature", "9") != longer
     assert text("--prompt", "or not", "--tokens", "9", "--temperature", "0").startswith("or not")
 
@@ -481,22 +730,35 @@ def test_hparams_of_tensorboard_have_the_scaled_learning_rate(runs):
     run = runs["scheduler=constant lr_scaling=linear lr_base_batch_size=5"]
     board = EventAccumulator(str(run.path)).Reload()
     data = board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    assert HParamsPluginData.FromString(data).session_start_info.hparams["lr"].number_value == pytest.approx(0.04)
+    assert HParamsPluginData.FromString(data).session_start_info.hparams[
+        "lr"
+    ].number_value == pytest.approx(0.04)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> Path:
     """Return the directory of a run of four ranks, in pairs that share one copy of the weights."""
     folder = tmp_path_factory.mktemp("four")
-    overrides = ["strategy=mesh", "strategy.shard=2", "strategy.batch_norm=sync", "scaling=weak", "batch_size=5"]
-    run_world(4, main_in_world, *BASE, *NORMED.split(), *overrides, f"runs_dir={folder}", "name=run")
+    overrides = [
+        "strategy=mesh",
+        "strategy.shard=2",
+        "strategy.batch_norm=sync",
+        "scaling=weak",
+        "batch_size=5",
+    ]
+    run_world(
+        4, main_in_world, *BASE, *NORMED.split(), *overrides, f"runs_dir={folder}", "name=run"
+    )
     return folder / "run"
 
 
 def test_ranks_share_a_weakly_scaled_batch_and_its_statistics(runs, four):
-    (row,), one = read_metrics(four), runs[NORMED].last
+    (row,) = read_metrics(four)
+    one = runs[NORMED].last
     assert (row["global_batch_size"], row["world_size"]) == (20, 4)
-    assert (row["train_loss"], row["test_loss"]) == pytest.approx((one["train_loss"], one["test_loss"]), rel=1e-5)
+    assert (row["train_loss"], row["test_loss"]) == pytest.approx(
+        (one["train_loss"], one["test_loss"]), rel=1e-5
+    )
 
 
 def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command):

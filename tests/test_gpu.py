@@ -1,4 +1,6 @@
-"""The equivalence matrix and the launch commands on GPUs, with NCCL. A test is skipped with fewer GPUs than it needs.
+"""The equivalence matrix and the launch commands on GPUs, with NCCL.
+
+A test is skipped with fewer GPUs than it needs.
 
 python -m pytest -m gpu -n 5
 """
@@ -16,7 +18,15 @@ import training
 from cases import MATRIX, assert_equal, tolerance_of
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
-from training import ONE_PROCESS, Outcome, largest_difference, reference_of, run_case, run_cases, words_of
+from training import (
+    ONE_PROCESS,
+    Outcome,
+    largest_difference,
+    reference_of,
+    run_case,
+    run_cases,
+    words_of,
+)
 from worlds import once, run_world
 
 from ddp_lab.speed import fastest
@@ -27,21 +37,31 @@ from ddp_lab.world.runtime import Runtime
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
 BY_SIZE = {
     # Worker processes decode files, which is the same on any device.
-    size: [case for case, quick, slow in MATRIX if str(size) in quick + slow and "files" not in case]
+    size: [
+        case for case, quick, slow in MATRIX if str(size) in quick + slow and "files" not in case
+    ]
     for size in (2, 4, 8)
 }
-GRAPH, FUSED = "cuda_graph=true", "compile=true channels_last=true"
-BOTH, AUTO = f"{GRAPH} {FUSED}", "speed=auto"
-# The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes the sign of a ReLU's input:
-# after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in float64 (an H200).
-MOVED, EXACT_VIT = "data.crop_padding=2 data.flip=true", "vit float64"
+GRAPH = "cuda_graph=true"
+FUSED = "compile=true channels_last=true"
+BOTH = f"{GRAPH} {FUSED}"
+AUTO = "speed=auto"
+# The fused optimizer of a graph requires float32. Compiled kernels round differently, which changes
+# the sign of a ReLU's input: after 15 steps the weights differ by 4e-6 in float32, and by 3e-17 in
+# float64 (an H200).
+MOVED = "data.crop_padding=2 data.flip=true"
+EXACT_VIT = "vit float64"
 SYNC = "batch_norm=sync resnet18 step"
 
 
 def one_process(size: int) -> list[str]:
     devices = f"devices=[{','.join(f'cuda:{i}' for i in range(size))}]"
-    splits = [f"split {devices} num_microbatches={m}" for m in ("1", "4", "5 samples=97 data.loader=workers focal")]
-    # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s, 2026-11-25).
+    splits = [
+        f"split {devices} num_microbatches={m}"
+        for m in ("1", "4", "5 samples=97 data.loader=workers focal")
+    ]
+    # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s,
+    # 2026-11-25).
     return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers float64", *splits]
 
 
@@ -52,40 +72,91 @@ def each(options: str, *cases: str) -> list[str]:
 PLAIN = ["single", "single clipped accumulate=3"]
 ALONE = [case for options in (GRAPH, FUSED, BOTH) for case in each(options, *PLAIN)]
 ALONE += each(GRAPH, f"single {MOVED}", "single recipe")
-# A graph that repeated the decay of its capture would differ from the first steps on; here it takes 51.
+# A graph that repeated the decay of its capture would differ from the first steps on; here it takes
+# 51.
 ALONE += each(GRAPH, "single ema=0.999 epochs=17", "single ema=0.999 ema_warmup=false epochs=17")
 ALONE += each(BOTH, "single augmented", "single accumulate=3 recipe", "single resnet18 step")
 ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
 ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
-    *each(GRAPH, *ALGORITHMS, "ddp", "ddp clipped accumulate=3", f"ddp {MOVED}", "ddp recipe", "tp tp=2 clipped"),
+    *each(
+        GRAPH,
+        *ALGORITHMS,
+        "ddp",
+        "ddp clipped accumulate=3",
+        f"ddp {MOVED}",
+        "ddp recipe",
+        "tp tp=2 clipped",
+    ),
     *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
     # A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
-    *each(GRAPH, "fsdp units=Containers clipped scheduler=constant warmup_epochs=0 optimizer.lr=0.0625"),
-    *each(GRAPH, "mesh shard=null accumulate=2 short clipped", "mesh tp=2 sequence_parallel=true short clipped"),
-    *each(GRAPH, "mesh tp=2 short adamw optimizer.fused=true", "tp tp=2 vit clipped", "tp tp=2 vit accumulate=2 recipe"),
+    *each(
+        GRAPH,
+        "fsdp units=Containers clipped scheduler=constant warmup_epochs=0 optimizer.lr=0.0625",
+    ),
+    *each(
+        GRAPH,
+        "mesh shard=null accumulate=2 short clipped",
+        "mesh tp=2 sequence_parallel=true short clipped",
+    ),
+    *each(
+        GRAPH,
+        "mesh tp=2 short adamw optimizer.fused=true",
+        "tp tp=2 vit clipped",
+        "tp tp=2 vit accumulate=2 recipe",
+    ),
     *each(BOTH, "tp tp=2 vit float64 clipped", "mesh tp=2 short float64"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
     # The steps differ, so nothing is captured.
-    *each(GRAPH, "ddp find_unused_parameters=true experts", "scratch find_unused_parameters=true experts almost-empty"),
-    *each(GRAPH, "scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts accumulate=2 clipped"),
+    *each(
+        GRAPH,
+        "ddp find_unused_parameters=true experts",
+        "scratch find_unused_parameters=true experts almost-empty",
+    ),
+    *each(
+        GRAPH,
+        "scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts "
+        "accumulate=2 clipped",
+    ),
     *each(BOTH, "scratch", "scratch algorithm=bucketed samples=97 recipe", "ddp clipped"),
 ]
-# A pipeline's step is captured with its messages. All cases but the vit's have a partial last batch, and evaluations between
-# the epochs in eager mode.
+# A pipeline's step is captured with its messages. All cases but the vit's have a partial last
+# batch, and evaluations between the epochs in eager mode.
 PIPELINES = [
-    *each(GRAPH, "pipeline clipped accumulate=3", "pipeline schedule=gpipe num_microbatches=24 recipe"),
-    *each(GRAPH, "pipeline schedule=interleaved1f1b accumulate=2 clipped", "pipeline schedule=interleavedzerobubble"),
     *each(
-        GRAPH, "pipeline num_microbatches=5 vit_drop", "pipeline ema=0.999 epochs=17 float64", "pipeline accumulate=2 tokens"
+        GRAPH, "pipeline clipped accumulate=3", "pipeline schedule=gpipe num_microbatches=24 recipe"
     ),
-    *each(GRAPH, "pipeline adamw optimizer.fused=true almost-empty", "pipeline on_nan=skip num_microbatches=7"),
+    *each(
+        GRAPH,
+        "pipeline schedule=interleaved1f1b accumulate=2 clipped",
+        "pipeline schedule=interleavedzerobubble",
+    ),
+    *each(
+        GRAPH,
+        "pipeline num_microbatches=5 vit_drop",
+        "pipeline ema=0.999 epochs=17 float64",
+        "pipeline accumulate=2 tokens",
+    ),
+    *each(
+        GRAPH,
+        "pipeline adamw optimizer.fused=true almost-empty",
+        "pipeline on_nan=skip num_microbatches=7",
+    ),
     *each(GRAPH, f"pipeline {MOVED}", "pipeline cut=[fc1] partly_frozen clipped"),
     *each(GRAPH, "ddp_pipeline accumulate=2 clipped", "ddp_pipeline pp=1 schedule=gpipe recipe"),
-    *each(GRAPH, "mesh pp=2 accumulate=2 short clipped", "mesh pp=2 num_microbatches=5 vit recipe almost-empty"),
+    *each(
+        GRAPH,
+        "mesh pp=2 accumulate=2 short clipped",
+        "mesh pp=2 num_microbatches=5 vit recipe almost-empty",
+    ),
     *each(GRAPH, "mesh pp=2 schedule=interleaved1f1b vit adamw optimizer.fused=true"),
-    *each(f"float64 {BOTH}", "pipeline vit clipped", "pipeline schedule=interleaved1f1b vit", "ddp_pipeline vit recipe"),
+    *each(
+        f"float64 {BOTH}",
+        "pipeline vit clipped",
+        "pipeline schedule=interleaved1f1b vit",
+        "ddp_pipeline vit recipe",
+    ),
     *each(f"float64 {BOTH}", "mesh pp=2 vit clipped"),
 ]
 BY_BLOCK = each(
@@ -101,12 +172,26 @@ BY_BLOCK = each(
     "mesh tp=2 sequence_parallel=true short clipped",
     "mesh pp=2 checkpoint_activations=block short",
 )
-# Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some ranks have no sample.
+# Synchronised BatchNorm's collectives break the compiled graph; in one of the two batches some
+# ranks have no sample.
 COMPILED_SYNC = each(FUSED, f"scratch {SYNC}", f"ddp {SYNC} samples=25")
 AUTO_ALONE = each(AUTO, *PLAIN, f"single {MOVED}", "single recipe", "single data.loader=workers")
 AUTO_TOGETHER = [
-    *each(AUTO, f"scratch {MOVED}", "scratch samples=97 data.loader=workers", "ddp recipe", "ddp accumulate=3 clipped"),
-    *each(AUTO, "fsdp", "fsdp accumulate=2 clipped", "pipeline", "ddp_pipeline", "tp tp=2 accumulate=2 clipped"),
+    *each(
+        AUTO,
+        f"scratch {MOVED}",
+        "scratch samples=97 data.loader=workers",
+        "ddp recipe",
+        "ddp accumulate=3 clipped",
+    ),
+    *each(
+        AUTO,
+        "fsdp",
+        "fsdp accumulate=2 clipped",
+        "pipeline",
+        "ddp_pipeline",
+        "tp tp=2 accumulate=2 clipped",
+    ),
     *each(AUTO, "tp tp=2 vit clipped"),
     *each(AUTO, "mesh tp=2 sequence_parallel=true short clipped", "mesh pp=2 accumulate=2 short"),
     *each(AUTO, "mesh shard=null checkpoint_activations=block accumulate=2 short clipped"),
@@ -139,10 +224,13 @@ def run_automatically(cases: list[str], device: str, compiles: bool) -> dict:
         expected = ["captured"] if captured_by_auto(case) else []
         done.clear()
         outcome = run_case(runtime, case)
-        assert done == ([*expected, "compiled", *expected] if compiles else expected), f"{case}: {done}"
+        assert done == ([*expected, "compiled", *expected] if compiles else expected), (
+            f"{case}: {done}"
+        )
         return outcome
 
-    training.run_case = run_and_check  # all cases in one call of run_cases: a second group on the same store can hang
+    # all cases in one call of run_cases: a second group on the same store can hang
+    training.run_case = run_and_check
     return run_cases(cases, device)
 
 
@@ -162,7 +250,9 @@ class Group(NamedTuple):
 
 GROUPS = {
     "matrix": Group(BY_SIZE),
-    "synchronised BatchNorm": Group({4: [f"{strategy} {SYNC}" for strategy in ("scratch", "ddp", "fsdp", "tp tp=2")]}),
+    "synchronised BatchNorm": Group(
+        {4: [f"{strategy} {SYNC}" for strategy in ("scratch", "ddp", "fsdp", "tp tp=2")]}
+    ),
     "one process": Group({size: one_process(size) for size in (2, 4)}),
     "options": Group({1: ALONE, 2: TOGETHER, 4: TOGETHER}),
     "captured pipelines": Group({2: PIPELINES}),
@@ -183,14 +273,18 @@ def alone(*cases: str) -> dict[str, Outcome]:
 @pytest.mark.parametrize(
     ("group", "strategy", "size"),
     [
-        pytest.param(group, strategy, size, marks=pytest.mark.gpu(size), id=f"{group}: {strategy} on {size}")
+        pytest.param(
+            group, strategy, size, marks=pytest.mark.gpu(size), id=f"{group}: {strategy} on {size}"
+        )
         for group, (by_size, *_) in GROUPS.items()
         for size, cases in by_size.items()
         for strategy in dict.fromkeys(case.split()[0] for case in cases)
     ],
 )
 def test_cases_equal_one_gpu(group, strategy, size):
-    """The cases of a strategy share a world: NCCL keeps 0.8 GiB for each group of ranks until the world ends."""
+    """The cases of a strategy share a world: NCCL keeps 0.8 GiB for each group of ranks until the
+    world ends.
+    """
     by_size, run, arguments = GROUPS[group]
     cases = [case for case in by_size[size] if case.split()[0] == strategy]
     ranks = run_world(1 if strategy in ONE_PROCESS else size, run, cases, *arguments, timeout=500)
@@ -207,10 +301,17 @@ def test_cases_equal_one_gpu(group, strategy, size):
 
 
 @pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("strategy", ["ddp", "scratch", "pipeline", "ddp_pipeline", "tp strategy.tp=2", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "scratch", "pipeline", "ddp_pipeline", "tp strategy.tp=2", "fsdp"]
+)
 def test_torchrun_trains_in_bf16_with_a_gpu_for_each_rank(strategy, size, tmp_path):
-    line = f"torchrun --standalone --nproc_per_node={size} train.py strategy={strategy} device=cuda precision=bf16"
-    code, output = launch(line, "epochs=20", "data.loader=workers", f"runs_dir={tmp_path}", gpus=True)
+    line = (
+        f"torchrun --standalone --nproc_per_node={size} train.py strategy={strategy} device=cuda "
+        "precision=bf16"
+    )
+    code, output = launch(
+        line, "epochs=20", "data.loader=workers", f"runs_dir={tmp_path}", gpus=True
+    )
     assert code == 0, output
     assert f"on {size} x NVIDIA" in output.splitlines()[-1]
     check_run(only_run(tmp_path), epochs=20, strategy=strategy.split()[0], world_size=size)
@@ -229,7 +330,9 @@ def test_float32_matmul_selects_tf32(choice, tf32, tmp_path):
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["single", "dp", "split"])
 def test_python_on_gpus(strategy, tmp_path):
-    code, output = launch(f"python train.py strategy={strategy}", "epochs=20", f"runs_dir={tmp_path}", gpus=True)
+    code, output = launch(
+        f"python train.py strategy={strategy}", "epochs=20", f"runs_dir={tmp_path}", gpus=True
+    )
     assert code == 0, output
     assert "NVIDIA" in output.splitlines()[-1]
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.95
@@ -248,7 +351,9 @@ def test_python_on_gpus(strategy, tmp_path):
     ],
 )
 def test_run_resumes_with_other_options(first, second, tmp_path):
-    """The run resumes with the weights and the momentum of the file, not with those of the warm-up steps."""
+    """The run resumes with the weights and the momentum of the file, not with those of the warm-up
+    steps.
+    """
     second = f"{second} resume={tmp_path}/pt/step_00000003.pt"
     for case in (f"{first} save={tmp_path}", second):
         size = 1 if case.split()[0] in ONE_PROCESS else 2
@@ -286,7 +391,9 @@ def test_captured_pipeline_drops_what_the_eager_one_does():
     ids=["captured", "not captured"],
 )
 def test_speed_auto_reports_its_choices_once(line, overrides, epochs, said, tmp_path):
-    code, output = launch(f"{line} speed=auto", *overrides, f"epochs={epochs}", f"runs_dir={tmp_path}", gpus=True)
+    code, output = launch(
+        f"{line} speed=auto", *overrides, f"epochs={epochs}", f"runs_dir={tmp_path}", gpus=True
+    )
     assert code == 0, output
     assert [output.count(words) for words in said] == [1] * len(said), output
     assert len(read_metrics(only_run(tmp_path))) == epochs
@@ -305,7 +412,9 @@ def test_speed_auto_reports_its_choices_once(line, overrides, epochs, said, tmp_
 )
 def test_faults_on_gpus(fault, restarts, code, status, said, tmp_path):
     """NCCL waits forever for a rank that has died, while gloo detects it."""
-    line = f"torchrun --standalone --nproc_per_node=2 --max-restarts={restarts} train.py strategy=fsdp"
+    line = (
+        f"torchrun --standalone --nproc_per_node=2 --max-restarts={restarts} train.py strategy=fsdp"
+    )
     overrides = [f"runs_dir={tmp_path}", "timeout=5", f"inject={fault}@rank=1,step=8", "epochs=200"]
     ended, output = launch(line, *SMALL, *overrides, gpus=True)
     assert ended == code, output
@@ -322,8 +431,14 @@ def test_faults_on_gpus(fault, restarts, code, status, said, tmp_path):
             "python train.py strategy=split strategy.devices=[cuda:0,cuda:99]",
             "strategy.devices=cuda:99: there is no such device on",
         ),
-        ("torchrun --standalone --nproc_per_node=9 train.py strategy=ddp batch_size=63", "9 ranks on"),
-        ("torchrun --standalone --nproc_per_node=2 train.py strategy=ddp device=cuda:0", "2 ranks on"),
+        (
+            "torchrun --standalone --nproc_per_node=9 train.py strategy=ddp batch_size=63",
+            "9 ranks on",
+        ),
+        (
+            "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp device=cuda:0",
+            "2 ranks on",
+        ),
     ],
 )
 def test_missing_gpus_are_an_error_that_lists_the_available_ones(line, message, tmp_path):

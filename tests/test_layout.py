@@ -1,4 +1,7 @@
-"""The subpackages of ddp_lab are few, have a docstring, and import in one direction only. Links of documents work."""
+"""The subpackages of ddp_lab are few, have a docstring, and import in one direction only.
+
+Links of documents work.
+"""
 
 import ast
 import re
@@ -10,8 +13,14 @@ from launches import ROOT
 from ddp_lab.__main__ import COMMANDS
 
 PACKAGE = ROOT / "ddp_lab"
-# From the bottom up: a subpackage may import itself and those before it. The docstring of the package lists them.
-LISTED = (PACKAGE / "__init__.py").read_text().partition("(tests/test_layout.py):\n\n")[2].partition("\n\n")[0]
+# From the bottom up: a subpackage may import itself and those before it. The docstring of the
+# package lists them.
+LISTED = (
+    (PACKAGE / "__init__.py")
+    .read_text()
+    .partition("(tests/test_layout.py):\n\n")[2]
+    .partition("\n\n")[0]
+)
 ORDER = [*re.findall(r"^(\w+) ", LISTED, re.MULTILINE), "__main__"]
 
 
@@ -21,7 +30,9 @@ def height(module: str) -> int:
 
 
 def imports_of(path: Path) -> list[str]:
-    """Return the modules of ddp_lab that a file imports, at its top or inside a function, without `ddp_lab.`."""
+    """Return the modules of ddp_lab that a file imports, at its top or inside a function, without
+    `ddp_lab.`.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
@@ -40,11 +51,16 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_imports_only_subpackages_below_its_own(path):
     own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    upward = [name for name in imports_of(path) if height(name) > height(own) or name.partition(".")[0] == "commands"]
+    upward = [
+        name
+        for name in imports_of(path)
+        if height(name) > height(own) or name.partition(".")[0] == "commands"
+    ]
     assert not upward, f"{path} imports {upward}"
 
 
-READS_CONFIG = ("config", "commands", "launchers", "run.build")  # with omegaconf or hydra; all else gets values
+# with omegaconf or hydra; all else gets values
+READS_CONFIG = ("config", "commands", "launchers", "run.build")
 
 
 def test_config_is_read_in_one_place():
@@ -70,7 +86,9 @@ def test_every_command_is_listed():
 
 
 def test_tensorboard_of_make_binds_to_localhost():
-    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard " in line]
+    (line,) = [
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "/tensorboard " in line
+    ]
     assert line.endswith(" --host localhost")
 
 
@@ -81,7 +99,11 @@ def test_tests_that_the_makefile_and_the_manual_name_exist():
     faults = (ROOT / "tests/resilience/test_faults.py").read_text()
     paths = [f"tests/{path}" for path in quick] + [name for name in named if "/" in name]
     missing = [path for path in paths if not (ROOT / path).exists()]
-    missing += [name for name in named if "/" not in name and not re.search(rf"^def test_\w*{name}", faults, re.MULTILINE)]
+    missing += [
+        name
+        for name in named
+        if "/" not in name and not re.search(rf"^def test_\w*{name}", faults, re.MULTILINE)
+    ]
     assert len(named) > 10
     assert not missing
 
@@ -95,7 +117,11 @@ def test_files_of_tests_that_documents_name_exist():
 
 
 def test_top_level_has_subpackages_with_docstrings_only():
-    entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")}
+    entries = {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if path.name not in ("__pycache__", "__init__.py", "py.typed", "conf")
+    }
     assert entries == set(ORDER)
     assert len(entries) <= 18, "too many subpackages to keep in mind"
     files = [PACKAGE / name / "__init__.py" for name in ORDER if (PACKAGE / name).is_dir()]
@@ -104,7 +130,9 @@ def test_top_level_has_subpackages_with_docstrings_only():
 
 
 FOLDERS = ["conf", "ddp_lab", "docs", "examples", "scripts", "tests"]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+)
 
 
 def text_without_code(path: Path) -> str:
@@ -113,7 +141,9 @@ def text_without_code(path: Path) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Return the anchors of a Markdown file: those that GitHub makes of its headings, and those it sets itself."""
+    """Return the anchors of a Markdown file: those that GitHub makes of its headings, and those it
+    sets itself.
+    """
     text = text_without_code(path)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     made = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -130,12 +160,21 @@ def leads_nowhere(document: Path, link: str) -> bool:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_of_documents_lead_to_files_and_headings(path):
     links = re.findall(r'\]\(([^)\s]+)\)|src="([^"]+)"', text_without_code(path))
-    relative = [link for pair in links for link in pair if link and not link.startswith(("http:", "https:"))]
+    relative = [
+        link for pair in links for link in pair if link and not link.startswith(("http:", "https:"))
+    ]
     assert not [link for link in relative if leads_nowhere(path, link)]
 
 
 def test_documents_that_code_refers_to_exist():
-    files = [path for folder in FOLDERS for kind in ("py", "yaml", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
-    named = {(path, name) for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    files = [
+        path
+        for folder in FOLDERS
+        for kind in ("py", "yaml", "sh")
+        for path in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    named = {
+        (path, name) for path in files for name in re.findall(r"docs/[\w/-]+\.md", path.read_text())
+    }
     assert len(named) > 10
     assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()]

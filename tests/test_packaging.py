@@ -21,7 +21,8 @@ from wheels import Environment, build_wheel, copy_tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-# pip takes what is installed here, and no other: the constraints are the versions of this environment.
+# pip takes what is installed here, and no other: the constraints are the versions of this
+# environment.
 OFFLINE = "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1"
 ENTRY = """
 import json, ddp_lab
@@ -31,7 +32,12 @@ print(json.dumps([ddp_lab.__file__, short_run.command_of(["epochs=1"], 2)[0][1:]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 DEPENDENCIES = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
 SYSTEMS = [
-    {"sys_platform": system, "platform_machine": machine, "python_version": python, "python_full_version": f"{python}.0"}
+    {
+        "sys_platform": system,
+        "platform_machine": machine,
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+    }
     for system, machine in (("linux", "x86_64"), ("darwin", "arm64"))
     for python in ("3.11", "3.12", "3.13")
 ]
@@ -51,7 +57,12 @@ def test_wheel_contains_every_module_and_config(wheel):
     package = [path for path in (ROOT / "ddp_lab").rglob("*.py") if "conf" not in path.parts]
     expected = {str(path.relative_to(ROOT)) for path in package}
     expected |= {f"ddp_lab/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    files = ("py.typed", "launchers/train.sbatch", "launchers/trainjob.yaml", "observe/house.mplstyle")
+    files = (
+        "py.typed",
+        "launchers/train.sbatch",
+        "launchers/trainjob.yaml",
+        "observe/house.mplstyle",
+    )
     expected |= {f"ddp_lab/{name}" for name in files}
     contained = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert len(expected) > 100
@@ -72,13 +83,19 @@ def test_wheel_relaunches_the_module_and_has_the_slurm_script(environment, tmp_p
 def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     """The commands of its README, in order, in an empty directory with new interpreters."""
     project = tmp_path / "project"
-    tracked = environment.run(f"git -C {ROOT} ls-files examples/own_project", tmp_path).stdout.splitlines()
+    tracked = environment.run(
+        f"git -C {ROOT} ls-files examples/own_project", tmp_path
+    ).stdout.splitlines()
     for name in tracked:
-        (target := project / name.removeprefix("examples/own_project/")).parent.mkdir(parents=True, exist_ok=True)
+        (target := project / name.removeprefix("examples/own_project/")).parent.mkdir(
+            parents=True, exist_ok=True
+        )
         shutil.copy(ROOT / name, target)
     readme = (project / "README.md").read_text()
     assert len(readme.splitlines()) <= 12
-    images, train, evaluate, predict, export = re.search(r"```\n(.*?)```", readme, re.DOTALL)[1].splitlines()
+    images, train, evaluate, predict, export = re.search(r"```\n(.*?)```", readme, re.DOTALL)[
+        1
+    ].splitlines()
     outputs = []
     for command in (images, train, evaluate, predict, export):
         done = environment.run(command, project)
@@ -87,16 +104,23 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     run = project / "runs" / "digits"
     rows = read_metrics(run)
     assert (rows[-1]["epoch"], rows[-1]["world_size"]) == (3, 2)
-    best = min(rows, key=lambda row: row["val_loss"])  # images/val is the validation set, and there is no test set
+    # images/val is the validation set, and there is no test set
+    best = min(rows, key=lambda row: row["val_loss"])
     assert best["val_accuracy"] > 0.8
-    assert f"best.pt, epoch {best['epoch']}: val loss {best['val_loss']:.4f} accuracy {best['val_accuracy']:.4f} " in outputs[2]
+    assert (
+        f"best.pt, epoch {best['epoch']}: val loss {best['val_loss']:.4f} accuracy "
+        f"{best['val_accuracy']:.4f} " in outputs[2]
+    )
     assert outputs[2].rstrip().endswith(" on 360 samples (1 x cpu)")
     _, *rows = csv.reader((project / "predictions.csv").open())
     assert len(rows) == len(list((project / "images" / "val" / "3").iterdir()))
     assert sum(row[1] == "3" for row in rows) / len(rows) > 0.6
     (inputs,) = onnxruntime.InferenceSession(project / "digits.onnx").get_inputs()
     assert (inputs.name, inputs.shape[1:]) == ("images", [1, 32, 32])
-    proof = environment.run("python -c 'import ddp_lab, json, sys; print(json.dumps([ddp_lab.__file__, sys.path]))'", project)
+    proof = environment.run(
+        "python -c 'import ddp_lab, json, sys; print(json.dumps([ddp_lab.__file__, sys.path]))'",
+        project,
+    )
     file, search = json.loads(proof.stdout)
     assert file.startswith(str(environment.programs.parent))
     assert str(ROOT) not in search
@@ -108,7 +132,10 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
 
 def test_wheel_is_what_a_package_index_accepts(wheel):
     done = subprocess.run(
-        [sys.executable, "-m", "twine", "check", "--strict", wheel], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "twine", "check", "--strict", wheel],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -123,7 +150,9 @@ def test_citation_names_the_version_and_the_license_of_the_package():
 
 def test_dockerfile_has_no_findings_of_hadolint():
     linter = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([linter, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [linter, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -134,11 +163,15 @@ def test_image_of_the_kubernetes_runtime_is_the_one_that_the_dockerfile_builds()
 
 @pytest.mark.slow
 def test_commands_of_the_dockerfile_install_the_package_in_a_clean_directory(tmp_path):
-    """Its COPY and RUN lines, with a copy of what git tracks as the build context and a new environment as the image."""
-    context, root = tmp_path / "context", tmp_path / "image"
+    """Its COPY and RUN lines, with a copy of what git tracks as the build context and a new
+    environment as the image.
+    """
+    context = tmp_path / "context"
+    root = tmp_path / "image"
     copy_tree(context)
     environment = Environment(tmp_path / "env")
-    work, ran = root, 0
+    work = root
+    ran = 0
     for line in re.sub(r"\\\n\s*", " ", DOCKERFILE).splitlines():
         word, _, rest = line.partition(" ")
         if word == "WORKDIR":
@@ -147,7 +180,8 @@ def test_commands_of_the_dockerfile_install_the_package_in_a_clean_directory(tmp
         elif word == "COPY":
             *sources, target = shlex.split(rest)
             for source in sources:
-                copied, there = context / source, work / target
+                copied = context / source
+                there = work / target
                 if copied.is_dir():
                     shutil.copytree(copied, there, symlinks=True)
                 else:
@@ -159,7 +193,9 @@ def test_commands_of_the_dockerfile_install_the_package_in_a_clean_directory(tmp
             ran += 1
     assert ran == DOCKERFILE.count("\nRUN ") > 0
     shutil.rmtree(root / "opt")  # what is installed does not need the sources
-    manifest = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "trainjob.yaml").read_text())["spec"]["trainer"]
+    manifest = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "trainjob.yaml").read_text())[
+        "spec"
+    ]["trainer"]
     command = shlex.join([*manifest["command"], *manifest["args"], "--cfg", "job"])
     done = environment.run(command, work)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -174,15 +210,22 @@ def pins(text: str) -> list[Requirement]:
 def pinned(text: str, name: str) -> list[str | None]:
     """Return the version of a package on each of SYSTEMS; None where it has no pin or several."""
     own = [pin for pin in pins(text) if pin.name == name]
-    held = [[str(pin.specifier)[2:] for pin in own if not pin.marker or pin.marker.evaluate(system)] for system in SYSTEMS]
+    held = [
+        [str(pin.specifier)[2:] for pin in own if not pin.marker or pin.marker.evaluate(system)]
+        for system in SYSTEMS
+    ]
     return [versions[0] if len(versions) == 1 else None for versions in held]
 
 
-@pytest.mark.parametrize("dependency", [each for each in DEPENDENCIES if not each.startswith(PROJECT["name"])])
+@pytest.mark.parametrize(
+    "dependency", [each for each in DEPENDENCIES if not each.startswith(PROJECT["name"])]
+)
 def test_dependency_is_pinned_in_a_version_that_it_allows(dependency):
     wanted = Requirement(dependency)
     versions = pinned(CONSTRAINTS, wanted.name)
-    assert all(version and wanted.specifier.contains(version) for version in versions), f"run `make constraints`: {versions}"
+    assert all(version and wanted.specifier.contains(version) for version in versions), (
+        f"run `make constraints`: {versions}"
+    )
 
 
 def test_constraints_are_exact_versions_that_any_index_can_serve():

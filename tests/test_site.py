@@ -1,4 +1,6 @@
-"""The manual as a site: mkdocs.yml builds strictly, its links lead somewhere, and a browser shows it without other hosts."""
+"""The manual as a site: mkdocs.yml builds strictly, its links lead somewhere, and a browser shows
+it without other hosts.
+"""
 
 import functools
 import inspect
@@ -16,7 +18,9 @@ from launches import ROOT
 import ddp_lab
 from ddp_lab import Lab, launch, tasks
 
-LOADED = re.compile(r"""<(?:script|img|link|iframe|source|video|audio)\b[^>]*? (?:href|src)=["']?([^"'\s>]+)""")
+LOADED = re.compile(
+    r"""<(?:script|img|link|iframe|source|video|audio)\b[^>]*? (?:href|src)=["']?([^"'\s>]+)"""
+)
 
 Trainer = inspect.signature(Lab.trainer).return_annotation
 TRAINER = f"{Trainer.__module__}.{Trainer.__name__}"
@@ -28,7 +32,8 @@ def members_of(kind: type) -> list[str]:
     return [
         name
         for name, member in vars(kind).items()
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, (classmethod, property)))
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, (classmethod, property)))
     ]
 
 
@@ -47,7 +52,10 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_site_has_every_document(site):
-    documents = {path.relative_to(ROOT).with_suffix(".html") for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+    documents = {
+        path.relative_to(ROOT).with_suffix(".html")
+        for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    }
     documents = {Path("index.html") if path.stem == "README" else path for path in documents}
     assert len(documents) > 15
     assert not [path for path in documents if not (site / path).exists()]
@@ -57,7 +65,11 @@ def test_site_loads_nothing_from_other_hosts(site):
     loaded = [link for path in site.rglob("*.html") for link in LOADED.findall(path.read_text())]
     assert len(loaded) > 20
     assert not [link for link in loaded if re.match(r"(https?:)?//", link)]
-    assert not [path for path in site.rglob("*.css") if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())]
+    assert not [
+        path
+        for path in site.rglob("*.css")
+        if re.search(r"url\(['\"]?(https?:)?//|@import", path.read_text())
+    ]
 
 
 def test_page_of_the_api_names_every_public_name():
@@ -92,7 +104,9 @@ def test_browser_shows_the_site_and_finds_its_files(site, tmp_path):
         def log_request(self, code="-", size="-") -> None:
             asked.append((self.path, int(code)))
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=site)) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=site)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/docs/strategies.html"
         shown = open_page(address, tmp_path, "--dump-dom", "--virtual-time-budget=5000")

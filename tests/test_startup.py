@@ -1,4 +1,7 @@
-"""train.py imports only what it needs. The tests read sys.modules, because durations depend on the machine's load."""
+"""train.py imports only what it needs.
+
+The tests read sys.modules, because durations depend on the machine's load.
+"""
 
 import json
 import subprocess
@@ -8,8 +11,17 @@ import pytest
 from launches import ROOT, only_run
 from PIL import Image
 
-# Import times in seconds on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest 0.1 to 0.5.
-AT_FIRST_USE = ["torchvision", "torch._dynamo", "sklearn", "scipy", "tensorboard", "matplotlib", "torch.distributed.checkpoint"]
+# Import times in seconds on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest
+# 0.1 to 0.5.
+AT_FIRST_USE = [
+    "torchvision",
+    "torch._dynamo",
+    "sklearn",
+    "scipy",
+    "tensorboard",
+    "matplotlib",
+    "torch.distributed.checkpoint",
+]
 AT_FIRST_USE += ["wandb", "mlflow"]
 
 IMPORT_ALL = f"""
@@ -38,7 +50,13 @@ print(code, *sys.modules)
 
 
 def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_modules_do_not_import_heavy_packages_at_the_top():
@@ -47,7 +65,9 @@ def test_modules_do_not_import_heavy_packages_at_the_top():
     found, modules = json.loads(ended.stdout.splitlines()[-1])
     assert modules > 1000, "the modules were not imported at all"
     # This module is imported where a run has sharded checkpoints, and only there.
-    assert found == {"ddp_lab.checkpoints.sharded": ["torch.distributed.checkpoint"]}, f"imported by: {found}"
+    assert found == {"ddp_lab.checkpoints.sharded": ["torch.distributed.checkpoint"]}, (
+        f"imported by: {found}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,4 +92,6 @@ def test_default_run_loads_neither_torchvision_nor_scikit_learn_and_warns_of_not
     assert "arning" not in ended.stderr + ended.stdout.rpartition("\n\n")[0], ended.stderr
     assert "ddp_lab.training.loop" in modules
     assert not {"torchvision", "sklearn", "scipy"} & set(modules)
-    assert Image.open(only_run(tmp_path) / "curves.png").width > 500, "a cold run draws its pictures"
+    assert Image.open(only_run(tmp_path) / "curves.png").width > 500, (
+        "a cold run draws its pictures"
+    )

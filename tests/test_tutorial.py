@@ -1,10 +1,12 @@
 """Run every command of docs/tutorial.md and compare the output with the one in the text.
 
-```bash blocks are run in order, in one fresh copy of the working tree, on the CPU. Each is followed by an ```output block with
-everything that the command prints. In it a line `...` stands for any lines, and `...` within a line for any text. Numbers must
-have the same number of decimals as shown. A number before a unit of time or speed may have any value, and so may numbers with a
-decimal point in an ```output timings block. All other numbers must be equal, those with a decimal point within TOLERANCE.
-```text blocks are not run. A ```python block is an excerpt of the file that its first line names.
+```bash blocks are run in order, in one fresh copy of the working tree, on the CPU. Each is followed
+by an ```output block with everything that the command prints. In it a line `...` stands for any
+lines, and `...` within a line for any text. Numbers must have the same number of decimals as shown.
+A number before a unit of time or speed may have any value, and so may numbers with a decimal point
+in an ```output timings block. All other numbers must be equal, those with a decimal point within
+TOLERANCE. ```text blocks are not run. A ```python block is an excerpt of the file that its first
+line names.
 """
 
 import os
@@ -25,10 +27,16 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 FENCED = re.compile(r"^```(\S.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?"
 RATE = re.compile(r" (s|ms|samples/s|s/epoch)\b")
-TOLERANCE = 0.006  # of losses and accuracies: two of 360 test images, as versions of torch round differently
-# Lines that only a slow machine prints: what has taken a while, and the progress within an epoch of 10 s or more.
-SLOW = re.compile(r"^((preparing|loading|epoch \d+: evaluating).* \.\.\.|epoch \d+, step \d+: .* of the run)\n", re.MULTILINE)
-SMALL = 1e-5  # of numbers in scientific notation like 1.2e-07, which are differences due to rounding
+# of losses and accuracies: two of 360 test images, as versions of torch round differently
+TOLERANCE = 0.006
+# Lines that only a slow machine prints: what has taken a while, and the progress within an epoch of
+# 10 s or more.
+SLOW = re.compile(
+    r"^((preparing|loading|epoch \d+: evaluating).* \.\.\.|epoch \d+, step \d+: .* of the run)\n",
+    re.MULTILINE,
+)
+# of numbers in scientific notation like 1.2e-07, which are differences due to rounding
+SMALL = 1e-5
 LIMIT = 480  # seconds for a block, on a busy machine
 
 
@@ -51,27 +59,39 @@ def close(shown: str, real: str, timings: bool) -> bool:
 def shape(number: str) -> str:
     """Return a regular expression for numbers with as many decimals as `number`."""
     decimals = number.partition("e")[0].partition(".")[2]
-    return r"(\d+(?:,\d{3})*" + (rf"\.\d{{{len(decimals)}}}" if decimals else "") + (r"e[-+]\d+)" if "e" in number else ")")
+    return (
+        r"(\d+(?:,\d{3})*"
+        + (rf"\.\d{{{len(decimals)}}}" if decimals else "")
+        + (r"e[-+]\d+)" if "e" in number else ")")
+    )
 
 
 def same_line(shown: str, real: str, timings: bool = False) -> bool:
     """Return whether a printed line matches the shown one. Consecutive blanks count as one."""
-    shown, real = " ".join(shown.split()), " ".join(real.split())
+    shown = " ".join(shown.split())
+    real = " ".join(real.split())
     parts = re.split(rf"(\.\.\.|{NUMBER})", shown)
     pattern = "".join(
-        re.escape(part) if i % 2 == 0 else ".*?" if part == "..." else shape(part) for i, part in enumerate(parts)
+        re.escape(part) if i % 2 == 0 else ".*?" if part == "..." else shape(part)
+        for i, part in enumerate(parts)
     )
     match = re.fullmatch(pattern, real)
     if not match:
         return False
     numbers = [(part, parts[i + 1]) for i, part in enumerate(parts) if i % 2 and part != "..."]
     pairs = zip(numbers, match.groups(), strict=True)
-    return all(RATE.match(after) or close(number, found, timings) for (number, after), found in pairs)
+    return all(
+        RATE.match(after) or close(number, found, timings) for (number, after), found in pairs
+    )
 
 
 def missing(shown: str, real: str, timings: bool = False) -> str | None:
-    """Return the first shown line that is missing or misplaced in the real output; None if the output matches."""
-    lines, at, floating = real.splitlines(), 0, False
+    """Return the first shown line that is missing or misplaced in the real output; None if the
+    output matches.
+    """
+    lines = real.splitlines()
+    at = 0
+    floating = False
     for line in shown.splitlines():
         if line == "...":
             floating = True
@@ -81,7 +101,8 @@ def missing(shown: str, real: str, timings: bool = False) -> str | None:
             at += 1
         if at == len(lines) or (at > start and not floating):
             return line
-        at, floating = at + 1, False
+        at = at + 1
+        floating = False
     return f"(the end, before {lines[at]!r})" if at < len(lines) and not floating else None
 
 
@@ -105,17 +126,23 @@ def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
 def test_every_command_prints_the_output_in_the_text(tmp_path):
     tree = tmp_path / "ddp_lab"
     copy_tree(tree)
-    exported, wrong = "", []
+    exported = ""
+    wrong = []
     found = blocks()
     for block, shown in pairwise(found):
         if block.info != "bash":
             continue
         code, output = run(block.text, exported, tree)
-        exported += "".join(line + "\n" for line in block.text.splitlines() if line.startswith("export "))
+        exported += "".join(
+            line + "\n" for line in block.text.splitlines() if line.startswith("export ")
+        )
         stated = re.search(r"# exits with (\d+)", block.text)
         line = missing(shown.text, output, "timings" in shown.info)
         if code != int(stated[1] if stated else 0) or line is not None:
-            wrong.append(f"$ {block.text}exit code {code}; shown but not printed: {line}\n--- printed\n{output}")
+            wrong.append(
+                f"$ {block.text}exit code {code}; shown but not printed: {line}\n--- printed\n"
+                f"{output}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
@@ -123,8 +150,12 @@ def test_blocks_have_known_kinds_and_python_excerpts_exist():
     found = blocks()
     assert {block.info for block in found} <= {"bash", "output", "output timings", "python", "text"}
     followed = list(pairwise(found))
-    assert all((block.info == "bash") == after.info.startswith("output") for block, after in followed)
-    assert sum(block.info == "bash" for block in found) >= 15, "too few blocks: the fences may not be parsed correctly"
+    assert all(
+        (block.info == "bash") == after.info.startswith("output") for block, after in followed
+    )
+    assert sum(block.info == "bash" for block in found) >= 15, (
+        "too few blocks: the fences may not be parsed correctly"
+    )
     for block in found:
         if block.info == "python":
             named, _, excerpt = block.text.partition("\n")

@@ -1,1 +1,4 @@
-"""What a run would need, from the real strategy on fake tensors, and what it takes, measured. It trains no model."""
+"""What a run would need, from the real strategy on fake tensors, and what it takes, measured.
+
+It trains no model.
+"""

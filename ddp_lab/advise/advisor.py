@@ -1,4 +1,6 @@
-"""The strategies that a run can have on some devices, their plans, and which of them is recommended."""
+"""The strategies that a run can have on some devices, their plans, and which of them is
+recommended.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,7 +10,15 @@ from typing import Any
 from torch import nn
 
 from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
-from ddp_lab.advise.plan import CONTEXT, CannotPlan, Planned, dataset_sizes, model_to_plan, plan_rank, ranks_to_plan
+from ddp_lab.advise.plan import (
+    CONTEXT,
+    CannotPlan,
+    Planned,
+    dataset_sizes,
+    model_to_plan,
+    plan_rank,
+    ranks_to_plan,
+)
 from ddp_lab.advise.tp_prediction import predict
 from ddp_lab.config.build import Config, construct, find_target
 from ddp_lab.config.change import remove
@@ -39,7 +49,8 @@ class Row:
         devices, ranks: number of devices in use, and of processes.
         images: in a global batch.
         fits: whether the fullest device has the memory.
-        bound: seconds that a step takes at least: FLOPs / the card's peak, or bytes / the link; None where they are not known.
+        bound: seconds that a step takes at least: FLOPs / the card's peak, or bytes / the link;
+            None where they are not known.
         launch: the command line.
         measured: what a measurement found, by name (measure.py).
     """
@@ -89,7 +100,9 @@ class Advisor:
 
     @classmethod
     def of(cls, overrides: Sequence[str], config_dir: str | None, devices: Devices) -> "Advisor":
-        """Return the advisor of a command line of train.py. Overrides of the strategy apply to the one that is chosen.
+        """Return the advisor of a command line of train.py.
+
+        Overrides of the strategy apply to the one that is chosen.
 
         Raises:
             ConfigError: the overrides are wrong, whatever the strategy.
@@ -99,11 +112,18 @@ class Advisor:
         remove(cfg, "hydra")
         check(cfg)
         if cfg.device not in ("auto", devices.kind) or cfg.strategy.get("devices"):
-            raise ConfigError("device and strategy.devices: plans are made for all devices that --gpus names; leave them out")
+            raise ConfigError(
+                "device and strategy.devices: plans are made for all devices that --gpus names; "
+                "leave them out"
+            )
         if auto := [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]:
-            raise ConfigError(f"{auto[0]}=auto: is chosen when training starts; use a number for plans")
+            raise ConfigError(
+                f"{auto[0]}=auto: is chosen when training starts; use a number for plans"
+            )
         dataset = dataset_sizes(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
-        of_strategy = [override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)]
+        of_strategy = [
+            override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)
+        ]
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]
         own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
@@ -113,12 +133,16 @@ class Advisor:
         return cls(cfg, dataset, model, devices, free, common, own)
 
     def candidates(self) -> list[list[str]]:
-        """Return the overrides of the strategies, simple ones first; the user's own one in its place, or the last.
+        """Return the overrides of the strategies, simple ones first; the user's own one in its
+        place, or the last.
 
         Whether the model allows them, the strategies decide.
         """
-        number, pair = self.devices.number, self.devices.number % 2 == 0
-        by_block = isinstance(self.model, Chain) and not any(map(is_batch_norm, self.model.modules()))
+        number = self.devices.number
+        pair = self.devices.number % 2 == 0
+        by_block = isinstance(self.model, Chain) and not any(
+            map(is_batch_norm, self.model.modules())
+        )
         saving = ["strategy.checkpoint_activations=block"] * by_block
         possible = [
             (True, ["strategy=single"]),
@@ -139,10 +163,12 @@ class Advisor:
         """Return the plan of a strategy.
 
         Raises:
-            ConfigError: the strategy cannot be laid on the devices, or the model or the batch cannot be divided.
+            ConfigError: the strategy cannot be laid on the devices, or the model or the batch
+                cannot be divided.
             CannotPlan: a step needs values.
         """
-        devices, cfg = self.devices, self.cfg.copy()
+        devices = self.devices
+        cfg = self.cfg.copy()
         if overrides != self.own:
             cfg.strategy = compose_config(overrides, None).strategy
         alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
@@ -150,13 +176,16 @@ class Advisor:
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
-        strategy, plans = construct("strategy", cfg.strategy, runtime), list[Planned]()
+        strategy = construct("strategy", cfg.strategy, runtime)
+        plans = list[Planned]()
         sizes = make_plan(cfg, strategy, self.dataset)
         images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
         if devices.card is not None:
-            prediction = predict(self.model, strategy, sizes.samples_at_once, cfg.precision, devices.card)
+            prediction = predict(
+                self.model, strategy, sizes.samples_at_once, cfg.precision, devices.card
+            )
             if prediction is not None:
                 self.notes.append(f"{name_of(overrides)}: {prediction}")
         return Row(
@@ -171,11 +200,15 @@ class Advisor:
         )
 
     def bound(self, plans: Iterable[Planned]) -> float | None:
-        """Return the seconds that a step takes at least; None if the peak of the devices is not known."""
-        devices, peak = self.devices, self.devices.peak(self.cfg.precision)
+        """Return the seconds that a step takes at least; None if the peak of the devices is not
+        known.
+        """
+        devices = self.devices
+        peak = self.devices.peak(self.cfg.precision)
         if devices.card is None or peak is None:
             return None
-        most, link = 0.0, CARDS[devices.card][3] * GB
+        most = 0.0
+        link = CARDS[devices.card][3] * GB
         for plan in plans:
             across = sum(sent for group, sent in plan.sent.items() if devices.crosses(group.ranks))
             inside = sum(plan.sent.values()) - across
@@ -197,16 +230,24 @@ class Advisor:
         own = name_of(self.own)
         if not self.rows:
             name = own or next(iter(refused))
-            raise ConfigError(f"no strategy can be planned on these devices. {name}: {refused[name]}")
+            raise ConfigError(
+                f"no strategy can be planned on these devices. {name}: {refused[name]}"
+            )
         for name, reason in refused.items():  # of what nobody chose the first sentence
-            self.notes.append(f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}")
+            self.notes.append(
+                f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}"
+            )
         return self
 
     @property
     def ranked(self) -> list[Row]:
-        """The strategies that fit, the recommended one first: the fastest measured, else the simplest that uses all devices."""
+        """The strategies that fit, the recommended one first: the fastest measured, else the
+        simplest that uses all devices.
+        """
         fitting = [row for row in self.rows if row.fits]
-        return sorted(fitting, key=lambda row: (-row.measured.get("images_per_second", 0), -row.devices))
+        return sorted(
+            fitting, key=lambda row: (-row.measured.get("images_per_second", 0), -row.devices)
+        )
 
     @property
     def conclusion(self) -> str:
@@ -214,7 +255,9 @@ class Advisor:
         if not self.ranked:
             least = min(self.rows, key=lambda row: row.fullest.total)
             short = (least.fullest.total - self.devices.memory) / GiB
-            return f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. {REMEDY}"
+            return (
+                f"Nothing fits: {least.name} needs the least and lacks {short:,.1f} GiB. {REMEDY}"
+            )
         best = self.ranked[0]
         simplest = "the simplest that fits and uses all GPUs, in the order of the table"
         rule = "the fastest that was measured" if best.measured else simplest

@@ -1,4 +1,6 @@
-"""The devices that plans are made for: the numbers of the GPUs' data sheets, and how many there are."""
+"""The devices that plans are made for: the numbers of the GPUs' data sheets, and how many there
+are.
+"""
 
 import re
 import shlex
@@ -10,7 +12,8 @@ import torch
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.device import CARDS, card_of, peak_flops
 
-GiB, GB = 2**30, 1e9
+GiB = 2**30
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,10 @@ class Devices:
     def launch(self, overrides: list[str], ranks: int) -> str:
         """Return the command line of a run."""
         several = f"--nnodes={self.nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"
-        torchrun = f"torchrun {several if self.nodes > 1 else '--standalone'} --nproc_per_node={self.per_node}"
+        torchrun = (
+            f"torchrun {several if self.nodes > 1 else '--standalone'} "
+            f"--nproc_per_node={self.per_node}"
+        )
         return f"{'python' if ranks == 1 else torchrun} -m ddp_lab {shlex.join(overrides)}"
 
 
@@ -66,16 +72,22 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
     """
     if text == "here":
         if not torch.cuda.is_available():
-            raise ConfigError(f"--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of {', '.join(CARDS)}")
-        name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+            raise ConfigError(
+                "--gpus here: there is no GPU here. Use 2xcpu, or a number and a card of "
+                f"{', '.join(CARDS)}"
+            )
+        name = torch.cuda.get_device_name()
+        memory = torch.cuda.mem_get_info()[1]
         return Devices(name, torch.cuda.device_count(), nodes, memory, card_of(name), link * GB)
     found = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
     if found is None:
         raise ConfigError(
-            f"--gpus {text}: must be here, or a number up to 9999 and a card such as 2xH100. Cards: {', '.join(CARDS)}, cpu. "
-            "For another card, use one that has about as much memory and bandwidth"
+            f"--gpus {text}: must be here, or a number up to 9999 and a card such as 2xH100. "
+            f"Cards: {', '.join(CARDS)}, cpu. For another card, use one that has about as much "
+            "memory and bandwidth"
         )
-    number, name = int(found[1]), found[2].upper()
+    number = int(found[1])
+    name = found[2].upper()
     if name == "CPU":
         return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
     return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)

@@ -1,4 +1,6 @@
-"""Whether a run fits in the memory of its devices: a state that does not is refused; batch_size=auto is the largest one."""
+"""Whether a run fits in the memory of its devices: a state that does not is refused;
+batch_size=auto is the largest one.
+"""
 
 import math
 import os
@@ -33,24 +35,36 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.advise.advisor import Advisor
 
-PLANNED, TAKEN = (0.9, 0.75, 0.6), 0.95  # shares of the memory that the plan of a batch may take, in turn, and its real step
+# shares of the memory that the plan of a batch may take, in turn, and its real step
+PLANNED = (0.9, 0.75, 0.6)
+TAKEN = 0.95
 MULTIPLE = 8  # local batches are multiples of it, where that many samples fit
-LIBRARIES = 0.25 * 2**30  # what the first step of a CPU rank loads and starts: gloo, oneDNN, their threads
-STEP_TIMEOUT = 120.0  # seconds after which the ranks of a real step give up waiting for one that ran out of memory
+# what the first step of a CPU rank loads and starts: gloo, oneDNN, their threads
+LIBRARIES = 0.25 * 2**30
+# seconds after which the ranks of a real step give up waiting for one that ran out of memory
+STEP_TIMEOUT = 120.0
 
 
 def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
-    """Return the bytes of a device, 0 if not known, and those that are free: the least of all ranks. Collective."""
+    """Return the bytes of a device, 0 if not known, and those that are free: the least of all
+    ranks.
+
+    Collective.
+    """
     if cfg.memory_limit:
         own = [int(cfg.memory_limit * 2**30)] * 2
     elif runtime.device.type == "cuda":
         own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
     else:
         own = [0, psutil.virtual_memory().available // runtime.local_world_size]
-    return runtime.conclude("memory", own, lambda found: [min(each) for each in zip(*found, strict=True)])
+    return runtime.conclude(
+        "memory", own, lambda found: [min(each) for each in zip(*found, strict=True)]
+    )
 
 
-def advisor_of(cfg: Config, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float) -> "Advisor":
+def advisor_of(
+    cfg: Config, dataset: Dataset, model: nn.Module, runtime: Runtime, memory: float
+) -> "Advisor":
     """Return the advisor of a launch whose ranks are real; its own strategy has no overrides.
 
     Planning loads torch's DTensor, so that it is imported where it is needed.
@@ -60,28 +74,50 @@ def advisor_of(cfg: Config, dataset: Dataset, model: nn.Module, runtime: Runtime
 
     alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
     here = runtime.local_world_size
-    devices = Devices("", len(runtime.devices) if alone else here, runtime.world_size // here, memory, kind=runtime.device.type)
-    return Advisor(cfg, dataset, model, devices, runtime.free_memory() if devices.kind == "cuda" else 0, ["..."])
+    devices = Devices(
+        "",
+        len(runtime.devices) if alone else here,
+        runtime.world_size // here,
+        memory,
+        kind=runtime.device.type,
+    )
+    return Advisor(
+        cfg,
+        dataset,
+        model,
+        devices,
+        runtime.free_memory() if devices.kind == "cuda" else 0,
+        ["..."],
+    )
 
 
 def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
-    """Return what to use in place of a strategy that does not fit: the two simplest that fit, activations included.
+    """Return what to use in place of a strategy that does not fit: the two simplest that fit,
+    activations included.
 
-    All GPUs of the machines count, also those for which no rank was started. It takes as long as `ddp-lab advise`.
+    All GPUs of the machines count, also those for which no rank was started. It takes as long as
+    `ddp-lab advise`.
     """
     devices = replace(advisor.devices, per_node=max(runtime.local_world_size, len(runtime.devices)))
     advisor = replace(advisor, devices=devices).advise()
     if not advisor.ranked:
         return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
     found = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
-    return f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} such devices"
+    return (
+        f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} "
+        "such devices"
+    )
 
 
 def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
-    """Construct a run as `run.build.prepare`: its batch is chosen before, and its memory is checked after that. Collective.
+    """Construct a run as `run.build.prepare`: its batch is chosen before, and its memory is checked
+    after that.
+
+    Collective.
 
     Raises:
-        ConfigError: the config cannot be used, a machine cannot take part in the run, or its state does not fit.
+        ConfigError: the config cannot be used, a machine cannot take part in the run, or its state
+            does not fit.
     """
     note = ""
     if "auto" in (cfg.batch_size, cfg.accumulate):
@@ -99,13 +135,14 @@ def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
 def check_memory(cfg: Config, job: Job) -> None:
     """Check that every rank's part of the model fits on its device. Collective.
 
-    Activations are not counted: a real step shows what they need. A state that one device could hold completely is not planned,
-    and a run that cannot be planned is not refused.
+    Activations are not counted: a real step shows what they need. A state that one device could
+    hold completely is not planned, and a run that cannot be planned is not refused.
 
     Raises:
         ConfigError: parameters, gradients, optimizer state and averages do not fit on some rank.
     """
-    if cfg.memory_limit or job.runtime.device.type == "cuda":  # how much of a host's memory a process may use is not known
+    # how much of a host's memory a process may use is not known
+    if cfg.memory_limit or job.runtime.device.type == "cuda":
         memory, _ = memory_of(cfg, job.runtime)
         job.runtime.agree("state", lambda: check_state(cfg, job, memory))
 
@@ -122,20 +159,26 @@ def check_state(cfg: Config, job: Job, memory: int) -> None:
         return
     if needed > memory:
         raise ConfigError(
-            f"strategy={job.strategy.name}: parameters, gradients and optimizer state take {size(needed)} on rank {rank}, a "
-            f"device has {size(memory)}, and activations need more. {alternatives(advisor, job.runtime)}"
+            f"strategy={job.strategy.name}: parameters, gradients and optimizer state take "
+            f"{size(needed)} on rank {rank}, a device has {size(memory)}, and activations need "
+            f"more. {alternatives(advisor, job.runtime)}"
         )
 
 
 def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> str:
-    """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the log. Collective.
+    """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the
+    log.
 
-    Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of memory.
+    Collective.
+
+    Rank 0 plans; then all ranks take a real step in processes of their own, which may run out of
+    memory.
 
     Args:
         cfg: is changed.
         runtime: the ranks.
-        resumed: directory of the run that is resumed. Its batch is kept, on fewer devices with more steps of accumulation.
+        resumed: directory of the run that is resumed. Its batch is kept, on fewer devices with more
+            steps of accumulation.
 
     Raises:
         ConfigError: not even the smallest batch fits, or the step cannot be planned.
@@ -143,27 +186,45 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
     auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
     if not auto:
         return ""
-    key, steps = auto[0], 0  # of accumulation in the run that is resumed
+    # of accumulation in the run that is resumed
+    key = auto[0]
+    steps = 0
     if resumed:
         batch_size, steps = runtime.agree("batch before", partial(recorded, resumed))
-        cfg.batch_size, key = batch_size if "batch_size" in auto else cfg.batch_size, "accumulate"
+        cfg.batch_size = batch_size if "batch_size" in auto else cfg.batch_size
+        key = "accumulate"
     elif len(auto) > 1:
-        raise ConfigError("accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave accumulate out")
+        raise ConfigError(
+            "accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave "
+            "accumulate out"
+        )
     cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
-    strategy, dataset = construct("strategy", cfg.strategy, runtime), load_dataset(cfg, runtime)
+    strategy = construct("strategy", cfg.strategy, runtime)
+    dataset = load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, steps or 1)
-    taken, problem, spare = 0, "", LIBRARIES * (runtime.device.type == "cpu")
+    taken = 0
+    problem = ""
+    spare = LIBRARIES * (runtime.device.type == "cpu")
     for share in PLANNED:
-        cfg[key], budget = "auto", max(0, int(share * memory - spare))
+        cfg[key] = "auto"
+        budget = max(0, int(share * memory - spare))
         cfg[key] = runtime.agree("batch", partial(largest, cfg, dataset, runtime, values, budget))
         if cfg.accumulate == steps:
-            return f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that is resumed"
+            return (
+                f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that "
+                "is resumed"
+            )
         taken, problem = take_real_step(cfg, runtime)
         if not problem and taken <= TAKEN * memory:
-            text = f"{key}=auto: {cfg[key]}. A real step took {size(taken)} of the {size(memory)} of a device"
+            text = (
+                f"{key}=auto: {cfg[key]}. A real step took {size(taken)} of the {size(memory)} of "
+                "a device"
+            )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
     found = problem or f"takes {size(taken)} of {size(memory)}"
-    raise ConfigError(f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number")
+    raise ConfigError(
+        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number"
+    )
 
 
 def recorded(run: Path) -> list[int]:
@@ -175,11 +236,13 @@ def recorded(run: Path) -> list[int]:
 def values_of(cfg: Config, strategy: Strategy, samples: int, first: int) -> list[int]:
     """Return the values that the key that is auto may have; those that need the most memory first.
 
-    A batch is at most the training set, and within 3 % of any other size. All steps of accumulation are equal.
+    A batch is at most the training set, and within 3 % of any other size. All steps of accumulation
+    are equal.
 
     Args:
         cfg: the config.
-        strategy: decides how many replicas share a batch, and into how many micro-batches they divide it.
+        strategy: decides how many replicas share a batch, and into how many micro-batches they
+            divide it.
         samples: size of the training set.
         first: the smallest value of accumulate.
     """
@@ -199,7 +262,9 @@ def values_of(cfg: Config, strategy: Strategy, samples: int, first: int) -> list
 
 
 def largest(cfg: Config, dataset: Dataset, runtime: Runtime, values: list[int], budget: int) -> int:
-    """Return the first value with which the plan fits the budget, in bytes. The other arguments are as in `choose_batch`.
+    """Return the first value with which the plan fits the budget, in bytes.
+
+    The other arguments are as in `choose_batch`.
 
     Raises:
         ConfigError: none fits, or the step cannot be planned.
@@ -223,30 +288,39 @@ def largest(cfg: Config, dataset: Dataset, runtime: Runtime, values: list[int], 
     except RuntimeError as error:  # CannotPlan
         raise ConfigError(f"{key}=auto: cannot be planned: {error}. Use a number") from None
     raise ConfigError(
-        f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which {size(budget)} may be used. "
-        f"{alternatives(advisor, runtime)}"
+        f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which "
+        f"{size(budget)} may be used. {alternatives(advisor, runtime)}"
     )
 
 
 def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
-    """Take a real step on all ranks; return the most bytes that a device needed, and what went wrong or "". Collective."""
+    """Take a real step on all ranks; return the most bytes that a device needed, and what went
+    wrong or "".
+
+    Collective.
+    """
     with socket.socket() as listener:
         listener.bind(("", 0))
         port = int(runtime.agree("port", lambda: listener.getsockname()[1]))
-    taken, problem = 0, ""
+    taken = 0
+    problem = ""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             taken = pool.submit(real_step, with_references(cfg), port).result()
         except Exception as error:  # out of memory, or the process was killed
             problem = describe_error(error)
     taken, problem = runtime.conclude(
-        "real step", [taken, problem], lambda found: [max(each) for each in zip(*found, strict=True)]
+        "real step",
+        [taken, problem],
+        lambda found: [max(each) for each in zip(*found, strict=True)],
     )
     return taken, problem
 
 
 def real_step(config: dict[str, Any], port: int) -> int:
-    """Take two real steps in this process, a rank like the one that started it, and return the bytes of its device in use."""
+    """Take two real steps in this process, a rank like the one that started it, and return the
+    bytes of its device in use.
+    """
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     cfg = as_config(config)
     with Runtime(cfg.device, cfg.precision, STEP_TIMEOUT) as runtime:
@@ -263,7 +337,9 @@ def real_step(config: dict[str, Any], port: int) -> int:
 
 
 def bytes_in_use(runtime: Runtime) -> int:
-    """Return the bytes of the GPU that are in use, torch's cache included; of a CPU rank the most that this process has had."""
+    """Return the bytes of the GPU that are in use, torch's cache included; of a CPU rank the most
+    that this process has had.
+    """
     if runtime.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(runtime.device)
         return total - free

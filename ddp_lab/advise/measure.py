@@ -1,4 +1,6 @@
-"""What strategies take on the devices that are here: short runs of train.py, in alternation, and a cache of their results."""
+"""What strategies take on the devices that are here: short runs of train.py, in alternation, and a
+cache of their results.
+"""
 
 import hashlib
 import os
@@ -17,12 +19,18 @@ from ddp_lab.config.change import text_without
 from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.resilience.run_directory import read_json, write_json
 
-STEPS, EPOCHS = 16, 4  # of a run: the first epoch warms up and is profiled, the others count
-ROUNDS, SPREAD = 5, 0.05  # a strategy is measured again until its rates lie within this share of the median
+# of a run: the first epoch warms up and is profiled, the others count
+STEPS = 16
+EPOCHS = 4
+# a strategy is measured again until its rates lie within this share of the median
+ROUNDS = 5
+SPREAD = 0.05
 
 
 def measure(advisor: Advisor, minutes: float) -> None:
-    """Measure the strategies that fit, in alternation, and keep the results. `Advisor.notes` names those that did not run.
+    """Measure the strategies that fit, in alternation, and keep the results.
+
+    `Advisor.notes` names those that did not run.
 
     Args:
         advisor: after `advise`; `Row.measured` is set.
@@ -38,7 +46,13 @@ def measure(advisor: Advisor, minutes: float) -> None:
                 advisor.notes.append(f"stopped after {minutes:g} minutes; --minutes allows more")
                 break
             name = f"{''.join(filter(str.isalnum, row.name))}-{number}"
-            run = train(short_run(advisor, row), row.devices if row.ranks > 1 else None, Path(folder), name, left)
+            run = train(
+                short_run(advisor, row),
+                row.devices if row.ranks > 1 else None,
+                Path(folder),
+                name,
+                left,
+            )
             if run.problem:
                 again = " again" if found.pop(row.name) else ""
                 advisor.notes.append(f"{row.name} was not measured{again}: {run.problem}")
@@ -47,17 +61,34 @@ def measure(advisor: Advisor, minutes: float) -> None:
                 row.measured = summary(advisor, row, found[row.name])
     path = cache_of(advisor)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured})
+    write_json(
+        path,
+        (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured},
+    )
 
 
 def short_run(advisor: Advisor, row: Row) -> list[str]:
-    """Return the overrides of a run that measures a strategy, with made-up images of the size of the dataset's."""
+    """Return the overrides of a run that measures a strategy, with made-up images of the size of
+    the dataset's.
+    """
     shape = advisor.dataset.train.shape
-    sizes = {"channels": shape[0], "image_size": shape[1], "num_classes": len(advisor.dataset.classes)}
+    sizes = {
+        "channels": shape[0],
+        "image_size": shape[1],
+        "num_classes": len(advisor.dataset.classes),
+    }
     sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
     given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
-    given += [override for override in advisor.common if not override.lstrip("+~").startswith("data")]
-    return [*given, *row.overrides, f"epochs={EPOCHS}", "profile=true", f"device={advisor.devices.kind}"]
+    given += [
+        override for override in advisor.common if not override.lstrip("+~").startswith("data")
+    ]
+    return [
+        *given,
+        *row.overrides,
+        f"epochs={EPOCHS}",
+        "profile=true",
+        f"device={advisor.devices.kind}",
+    ]
 
 
 def is_stable(runs: list[ShortRun]) -> bool:
@@ -67,7 +98,9 @@ def is_stable(runs: list[ShortRun]) -> bool:
 
 
 def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
-    """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is all that is known."""
+    """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is
+    all that is known.
+    """
     rate = statistics.median(each for run in runs for each in run.rates)
     found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
     if advisor.devices.kind == "cuda":
@@ -80,7 +113,10 @@ def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
 
 
 def exposed(rows: list[dict[str, float]]) -> float:
-    """Return the fraction of the steps in which devices only communicate. `rows` are those of a summary.json."""
+    """Return the fraction of the steps in which devices only communicate.
+
+    `rows` are those of a summary.json.
+    """
     return sum(row["communication"] for row in rows) / sum(row["step"] for row in rows)
 
 
@@ -88,7 +124,11 @@ def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
     devices = advisor.devices
     run = text_without(advisor.cfg, ["strategy"])
-    name = torch.cuda.get_device_name() if devices.kind == "cuda" else f"{platform.node()} {platform.processor()}"
+    name = (
+        torch.cuda.get_device_name()
+        if devices.kind == "cuda"
+        else f"{platform.node()} {platform.processor()}"
+    )
     key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {run}".encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"
@@ -100,4 +140,6 @@ def offer(advisor: Advisor) -> None:
     for row in advisor.rows:
         row.measured = known.get(row.name, {})
     if dates := sorted({row.measured["date"] for row in advisor.rows if row.measured}):
-        advisor.notes.append(f"images/s were measured on {', '.join(dates)}; --measure measures again")
+        advisor.notes.append(
+            f"images/s were measured on {', '.join(dates)}; --measure measures again"
+        )

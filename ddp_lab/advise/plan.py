@@ -1,8 +1,10 @@
-"""The plan of a rank: the job that train.py would make takes real steps, on fake tensors, which have shapes and no memory.
+"""The plan of a rank: the job that train.py would make takes real steps, on fake tensors, which
+have shapes and no memory.
 
-The strategy, the optimizer and the step are those of the run, whatever the model and the strategy. Two steps are taken: the
-first creates the optimizer's state, and at the peak of the second it is recorded what lives then. For the picture of a pipeline
-`time_slots` says when each rank computes which micro-batch.
+The strategy, the optimizer and the step are those of the run, whatever the model and the strategy.
+Two steps are taken: the first creates the optimizer's state, and at the peak of the second it is
+recorded what lives then. For the picture of a pipeline `time_slots` says when each rank computes
+which micro-batch.
 """
 
 import logging
@@ -25,7 +27,15 @@ from ddp_lab.data.dataset import Dataset, InMemory, hold_out
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import Trial, freeze_unused, meta_copy
-from ddp_lab.run.build import arrange, build_model, make_model, make_plan, make_source, make_task, model_spec
+from ddp_lab.run.build import (
+    arrange,
+    build_model,
+    make_model,
+    make_plan,
+    make_source,
+    make_task,
+    model_spec,
+)
 from ddp_lab.run.job import Job
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.base import Strategy
@@ -35,7 +45,8 @@ from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.training.performance import AUTO
 from ddp_lab.world.planned import PlannedRuntime
 
-# What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11, 2026-11-23.
+# What torch does not count as allocated, or allocates for a library: two H200s, torch 2.11,
+# 2026-11-23.
 CONTEXT = 0.68 * 2**30  # CUDA context and loaded kernels
 COMMUNICATOR = 0.82 * 2**30  # NCCL's buffers, for each group of ranks
 WORKSPACE = 32 * 2**20  # cuBLAS, for each of the two threads that compute
@@ -46,12 +57,15 @@ class Planned(NamedTuple):
 
     Attributes:
         rank, place: the rank, and which of its devices.
-        held: parameters, gradients, optimizer, averages and buffers: exactly what the rank holds after a backward pass.
-        peak: the parts of the memory at the peak of a step. Without `outside` it is what torch counts as allocated.
+        held: parameters, gradients, optimizer, averages and buffers: exactly what the rank holds
+            after a backward pass.
+        peak: the parts of the memory at the peak of a step. Without `outside` it is what torch
+            counts as allocated.
         outside: what torch does not count.
         calls, sent: number of calls, and bytes that the rank sends, by collective of a step.
         flops: of a step.
-        order: start, length, kind and micro-batch of each pass in its pipeline, by rank; empty for other strategies.
+        order: start, length, kind and micro-batch of each pass in its pipeline, by rank; empty for
+            other strategies.
     """
 
     rank: int
@@ -78,8 +92,11 @@ class CannotPlan(RuntimeError):
 
 
 def ranks_to_plan(strategy: Strategy) -> list[int]:
-    """Return the ranks to plan: one of each stage of a pipeline, else rank 0, which has the largest shards."""
-    names, sizes = list(strategy.axes), list(strategy.axes.values())
+    """Return the ranks to plan: one of each stage of a pipeline, else rank 0, which has the largest
+    shards.
+    """
+    names = list(strategy.axes)
+    sizes = list(strategy.axes.values())
     if strategy.one_process or "pp" not in names:
         return [0]
     place = names.index("pp")
@@ -87,20 +104,24 @@ def ranks_to_plan(strategy: Strategy) -> list[int]:
 
 
 def dataset_sizes(data: Config) -> Dataset | None:
-    """Return a dataset of which only the sizes are known: it is on the meta device, and needs neither a download nor memory.
+    """Return a dataset of which only the sizes are known: it is on the meta device, and needs
+    neither a download nor memory.
 
     Args:
         data: the config group `data`.
 
     Returns:
-        None if the dataset must be read to know its sizes: its source has no attributes sizes, shape and num_classes.
+        None if the dataset must be read to know its sizes: its source has no attributes sizes,
+        shape and num_classes.
     """
     source: Any = make_source(resolved(data), seed=0)
     if not hasattr(source, "sizes"):
         return None
     with torch.device("meta"):
         images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
-        train, test = (InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images)
+        train, test = (
+            InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images
+        )
     classes = [str(label) for label in range(source.num_classes)]
     return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
 
@@ -108,7 +129,8 @@ def dataset_sizes(data: Config) -> Dataset | None:
 def model_to_plan(
     node: Config | dict[str, Any], shape: Mapping[str, Any], precision: str, seed: int, trial: Trial
 ) -> nn.Module:
-    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its forward pass needs values.
+    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its
+    forward pass needs values.
 
     Args:
         node: the config group `model`.
@@ -124,14 +146,20 @@ def model_to_plan(
     try:
         with torch.device("meta"):
             model = build_model(node, shape, trial.inputs)
-        if not spec.target.startswith("ddp_lab.models.") or not isinstance(model, Chain) or trial.of_all:
+        if (
+            not spec.target.startswith("ddp_lab.models.")
+            or not isinstance(model, Chain)
+            or trial.of_all
+        ):
             freeze_unused(model, trial, runtime, spec.key)
     except ConfigError:
         return make_model(node, shape, runtime, seed, trial, with_weights=False).model
     return model
 
 
-def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime) -> list[Planned]:
+def plan_rank(
+    cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime
+) -> list[Planned]:
     """Return the plan of each device of a rank: of one, unless the strategy drives several.
 
     Args:
@@ -142,17 +170,23 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
 
     Raises:
         ConfigError: the strategy cannot be laid out, or the model or the batch cannot be divided.
-        CannotPlan: the model reads values in its forward pass, or an operation fails on fake tensors.
+        CannotPlan: the model reads values in its forward pass, or an operation fails on fake
+            tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # loads 300 modules
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy: Any = construct("strategy", cfg.strategy, runtime)
     use_fake_wrapper(strategy)
-    built = BuiltModel(meta_copy(model), FakeWeights(fake), [])  # a copy, because the strategy changes it
-    job = arrange(cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset))
+    # a copy, because the strategy changes it
+    built = BuiltModel(meta_copy(model), FakeWeights(fake), [])
+    job = arrange(
+        cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset)
+    )
     if strategy.name == "dp":
-        raise CannotPlan("nn.DataParallel copies the model to every GPU in every step; use strategy=ddp")
+        raise CannotPlan(
+            "nn.DataParallel copies the model to every GPU in every step; use strategy=ddp"
+        )
     runtime.device = strategy.device = torch.device("cpu")
     if hasattr(strategy, "devices"):
         strategy.devices = [runtime.device] * len(strategy.devices)
@@ -161,10 +195,17 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
     try:
         with torch.random.fork_rng(devices=[]):
             trainer = job.trainer()
-            device, how = torch.device(runtime.kind), job.options
-            optimizer = configure_optimizer(trainer.optimizer, device, how.fused, how.cuda_graph, how.compile is True)
+            device = torch.device(runtime.kind)
+            how = job.options
+            optimizer = configure_optimizer(
+                trainer.optimizer, device, how.fused, how.cuda_graph, how.compile is True
+            )
             for group in for_cpu(optimizer).param_groups:
-                if runtime.kind == "cuda" and group.get("foreach", True) is None and not group.get("fused"):
+                if (
+                    runtime.kind == "cuda"
+                    and group.get("foreach", True) is None
+                    and not group.get("fused")
+                ):
                     group["foreach"] = True  # the default on GPUs: all parameters in one call
             live = Live(job, trainer)
             with fake, live:
@@ -173,7 +214,9 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
     except ConfigError:
         raise
     except Exception as error:
-        raise CannotPlan(f"a step on tensors without values failed: {describe_error(error)}") from error
+        raise CannotPlan(
+            f"a step on tensors without values failed: {describe_error(error)}"
+        ) from error
     finally:
         logging.disable(logs)
         if dist.is_initialized():
@@ -182,50 +225,76 @@ def plan_rank(cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedR
 
 
 def use_fake_wrapper(strategy: Strategy) -> None:
-    """Let a strategy that wraps the model in DistributedDataParallel use what works on fake tensors."""
+    """Let a strategy that wraps the model in DistributedDataParallel use what works on fake
+    tensors.
+    """
     if isinstance(strategy, DDP):
         strategy.wrapper_class = FakeDDP
 
 
 def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
     """Return the plan of a device after the steps."""
-    held, peak, options = live.held[place], live.peak(place), job.options
-    # A warm-up restores what it changed: of the optimizer's state only a second one, as the first one creates it.
+    held = live.held[place]
+    peak = live.peak(place)
+    options = job.options
+    # A warm-up restores what it changed: of the optimizer's state only a second one, as the first
+    # one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
-    copied = {*HELD} - {"gradients"} if again else {"parameters", "buffers", "averages"} if options.compile else set[str]()
-    peak["copies"], outside = sum(held[kind] for kind in copied), 0.0
+    copied = (
+        {*HELD} - {"gradients"}
+        if again
+        else {"parameters", "buffers", "averages"}
+        if options.compile
+        else set[str]()
+    )
+    peak["copies"] = sum(held[kind] for kind in copied)
+    outside = 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
-    return Planned(runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots)
+    return Planned(
+        runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots
+    )
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:
-    """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank and its input are ready.
+    """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank
+    and its input are ready.
 
     Args:
-        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and micro-batch 0; B is a
-            backward pass, which takes two slots, and I and W are its halves. A stage takes its micro-batches in ascending
-            order. They are counted, because torch 2.15 numbers some of 1f1b wrongly.
+        order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and
+            micro-batch 0; B is a backward pass, which takes two slots, and I and W are its halves.
+            A stage takes its micro-batches in ascending order. They are counted, because torch 2.15
+            numbers some of 1f1b wrongly.
     """
-    passes = {rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions] for rank, actions in order.items()}
-    left = {rank: deque((int(found[1]), found[2]) for found in row if found) for rank, row in passes.items()}
+    passes = {
+        rank: [re.fullmatch(r"(\d+)([FBIW])\d+", action) for action in actions]
+        for rank, actions in order.items()
+    }
+    left = {
+        rank: deque((int(found[1]), found[2]) for found in row if found)
+        for rank, row in passes.items()
+    }
     last = max(stage for row in left.values() for stage, _ in row)
     slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}
-    ends, counts = dict[tuple[str, int, int], int](), Counter[tuple[int, str]]()
+    ends = dict[tuple[str, int, int], int]()
+    counts = Counter[tuple[int, str]]()
     while any(left.values()):
         for rank, row in left.items():
             while row:
                 stage, kind = row[0]
                 number = counts[stage, kind]
-                needs = {"F": ("F", stage - 1), "W": ("B", stage)}.get(kind, ("B", stage + 1) if stage < last else ("F", stage))
+                needs = {"F": ("F", stage - 1), "W": ("B", stage)}.get(
+                    kind, ("B", stage + 1) if stage < last else ("F", stage)
+                )
                 ready = 0 if needs == ("F", -1) else ends.get((*needs, number))
                 if ready is None:
                     break
-                start, length = max([ready, *(begin + size for begin, size, _, _ in slots[rank][-1:])]), 1 + (kind == "B")
+                start = max([ready, *(begin + size for begin, size, _, _ in slots[rank][-1:])])
+                length = 1 + (kind == "B")
                 slots[rank].append((start, length, kind, number))
                 ends["B" if kind == "I" else kind, stage, number] = start + length
                 counts[stage, kind] += 1

@@ -9,9 +9,24 @@ from ddp_lab.advise.devices import GiB
 from ddp_lab.advise.live import HELD
 from ddp_lab.observe.plot import Plot, figure, short, stacked, timeline
 
-PLANNED = ("strategy", "GPUs", "GiB/GPU", "state", "activations", "others", "sent/step", "FLOPs/step", "step takes at least")
-MEASURED = {"images/s": ("images_per_second", ",.0f"), "MFU": ("mfu", ".1%"), "exposed": ("exposed", ".0%")}
-PEAKS = ("torch's peak: planned", "measured")  # of memory that torch allocates, without CUDA and NCCL
+PLANNED = (
+    "strategy",
+    "GPUs",
+    "GiB/GPU",
+    "state",
+    "activations",
+    "others",
+    "sent/step",
+    "FLOPs/step",
+    "step takes at least",
+)
+MEASURED = {
+    "images/s": ("images_per_second", ",.0f"),
+    "MFU": ("mfu", ".1%"),
+    "exposed": ("exposed", ".0%"),
+}
+# of memory that torch allocates, without CUDA and NCCL
+PEAKS = ("torch's peak: planned", "measured")
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><title>What a run needs</title>
@@ -24,25 +39,33 @@ PAGE = """<!doctype html>
 
 def head(advisor: Advisor) -> list[str]:
     """Return lines that describe the run and the devices."""
-    cfg, devices = advisor.cfg, advisor.devices
+    cfg = advisor.cfg
+    devices = advisor.devices
     memory = f" ({devices.memory / GiB:.1f} GiB)" if devices.memory < float("inf") else ""
     nodes = f" on each of {devices.nodes} machines" if devices.nodes > 1 else ""
     images = "x".join(map(str, advisor.dataset.train.shape))
     parameters = sum(tensor.numel() for tensor in advisor.model.parameters())
     return [
-        f"{devices.per_node} x {devices.name}{memory}{nodes}; {parameters:,} parameters, images {images}, "
-        f"batch_size={cfg.batch_size}, {cfg.precision}",
-        "Planned by real steps on fake tensors. Memory is that of eager execution, at least what a compiled step needs.",
+        f"{devices.per_node} x {devices.name}{memory}{nodes}; {parameters:,} parameters, images "
+        f"{images}, batch_size={cfg.batch_size}, {cfg.precision}",
+        "Planned by real steps on fake tensors. Memory is that of eager execution, at least what a "
+        "compiled step needs.",
     ]
 
 
 def table(advisor: Advisor) -> str:
-    """Return the plans as lines of text, the memory of each strategy that of its fullest device, and the recommendation."""
+    """Return the plans as lines of text, the memory of each strategy that of its fullest device,
+    and the recommendation.
+    """
     measured = any(row.measured for row in advisor.rows)
-    rows = [(*PLANNED, *((*MEASURED, *PEAKS) if measured else ()), ""), *(cells(row, measured) for row in advisor.rows)]
+    rows = [
+        (*PLANNED, *((*MEASURED, *PEAKS) if measured else ()), ""),
+        *(cells(row, measured) for row in advisor.rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last]) for first, *between, last in rows
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, between, widths[1:-1]), last])
+        for first, *between, last in rows
     ]
     lines = [*head(advisor), "", *(line.rstrip() for line in lines), *advisor.notes, ""]
     return "\n".join([*lines, advisor.conclusion])
@@ -51,10 +74,19 @@ def table(advisor: Advisor) -> str:
 def cells(row: Row, measured: bool) -> tuple[str, ...]:
     """Return the cells of a row, with or without what was measured."""
     plan = row.fullest
-    state, activations = sum(plan.peak[kind] for kind in HELD), plan.peak["activations"]
-    sent, flops = max(sum(each.sent.values()) for each in row.plans), max(each.flops for each in row.plans)
-    found = [format(row.measured[key], form) if key in row.measured else "" for key, form in MEASURED.values()]
-    found += [gib(plan.allocated), gib(row.measured["allocated"])] if "allocated" in row.measured else [""] * len(PEAKS)
+    state = sum(plan.peak[kind] for kind in HELD)
+    activations = plan.peak["activations"]
+    sent = max(sum(each.sent.values()) for each in row.plans)
+    flops = max(each.flops for each in row.plans)
+    found = [
+        format(row.measured[key], form) if key in row.measured else ""
+        for key, form in MEASURED.values()
+    ]
+    found += (
+        [gib(plan.allocated), gib(row.measured["allocated"])]
+        if "allocated" in row.measured
+        else [""] * len(PEAKS)
+    )
     return (
         *(row.name, str(row.devices)),
         *map(gib, (plan.total, state, activations, plan.total - state - activations)),
@@ -71,15 +103,24 @@ def gib(size: float) -> str:
 
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
-    """Return the plans as plain values, under the names of the attributes: bytes, seconds and FLOPs."""
+    """Return the plans as plain values, under the names of the attributes: bytes, seconds and
+    FLOPs.
+    """
     rows: list[dict[str, Any]] = []
     for row in advisor.rows:
         rows.append(vars(row) | {"name": row.name, "plans": []})
         for plan in row.plans:
-            values: dict[str, Any] = plan._asdict() | {"allocated": plan.allocated, "total": plan.total}
+            values: dict[str, Any] = plan._asdict() | {
+                "allocated": plan.allocated,
+                "total": plan.total,
+            }
             sent = values.pop("sent")
             values["collectives"] = [
-                {"name": group.name, "ranks": len(group.ranks), "crosses_machines": advisor.devices.crosses(group.ranks)}
+                {
+                    "name": group.name,
+                    "ranks": len(group.ranks),
+                    "crosses_machines": advisor.devices.crosses(group.ranks),
+                }
                 | {"calls": calls, "bytes_sent": sent[group]}
                 for group, calls in values.pop("calls").items()
             ]
@@ -90,26 +131,39 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
 
 
 def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:
-    """Return stacked bars of the memory of each strategy, or of the ranks or devices of one, and a line at that of a device."""
+    """Return stacked bars of the memory of each strategy, or of the ranks or devices of one, and a
+    line at that of a device.
+    """
     if row is None:
-        title, plans = "Planned peak memory of a GPU, by strategy", {row.name: row.fullest for row in advisor.rows}
+        title = "Planned peak memory of a GPU, by strategy"
+        plans = {row.name: row.fullest for row in advisor.rows}
     else:
         title = f"{row.name}, by rank"
-        plans = {f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan for plan in row.plans}
+        plans = {
+            f"device {plan.place}" if row.ranks == 1 else f"rank {plan.rank}": plan
+            for plan in row.plans
+        }
     bars = {name: plan.peak | {"CUDA and NCCL": plan.outside} for name, plan in plans.items()}
-    bars = {name: {part: size / GiB for part, size in parts.items()} for name, parts in bars.items()}
+    bars = {
+        name: {part: size / GiB for part, size in parts.items()} for name, parts in bars.items()
+    }
     return stacked(title, "GiB", bars, limit=advisor.devices.memory / GiB)
 
 
 def page(advisor: Advisor) -> str:
-    """Return one page of HTML that loads nothing: the table, the memory by rank and part, and the schedules of pipelines."""
+    """Return one page of HTML that loads nothing: the table, the memory by rank and part, and the
+    schedules of pipelines.
+    """
     from matplotlib import rc_context
 
     plots = [memory_plot(advisor)]
     for row in (row for row in advisor.rows if len(row.plans) > 1):
         plots.append(memory_plot(advisor, row))
         slots = {
-            f"rank {rank}": [(start, start + length, PASSES[kind], str(number)) for start, length, kind, number in boxes]
+            f"rank {rank}": [
+                (start, start + length, PASSES[kind], str(number))
+                for start, length, kind, number in boxes
+            ]
             for rank, boxes in row.plans[0].order.items()
         }
         if slots:

@@ -1,11 +1,13 @@
-"""How much faster tensor parallelism can make a step, from the FLOPs of the blocks and the bytes that the ranks send.
+"""How much faster tensor parallelism can make a step, from the FLOPs of the blocks and the bytes
+that the ranks send.
 
     one GPU    FLOPs of all blocks
     tp         FLOPs of the blocks without a plan + FLOPs of the others / tp + exposed communication
     ddp        FLOPs of all blocks / tp + exposed communication, on as many GPUs
 
-Each pair of layers sums its tokens once in the forward pass, where it is exposed, and once in the backward pass, where the
-gradients of the column layers' weights hide it, a third of the FLOPs of the divided blocks.
+Each pair of layers sums its tokens once in the forward pass, where it is exposed, and once in the
+backward pass, where the gradients of the column layers' weights hide it, a third of the FLOPs of
+the divided blocks.
 """
 
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.tensor_parallel import plan_of, plans_for
 from ddp_lab.world.device import CARDS, card_of, peak_flops
 
-# Shares of the data sheet's numbers that a step reaches: compiled ViT-L/16 trains with 41 % of the FLOP/s, and an all-reduce of
-# 1 GiB runs at 329 GB/s of 450 (H100s, torch 2.11, 2026-11-26).
-COMPUTED, SENT = 0.41, 0.73
+# Shares of the data sheet's numbers that a step reaches: compiled ViT-L/16 trains with 41 % of the
+# FLOP/s, and an all-reduce of 1 GiB runs at 329 GB/s of 450 (H100s, torch 2.11, 2026-11-26).
+COMPUTED = 0.41
+SENT = 0.73
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Prediction:
     Attributes:
         tp: number of ranks that share the blocks.
         flops, divided: of a step on one GPU, and of the blocks with a plan among them.
-        sums: bytes that each rank sends for the tokens in the forward pass, and again in the backward pass.
+        sums: bytes that each rank sends for the tokens in the forward pass, and again in the
+            backward pass.
         gradients: bytes of all gradients.
         rate: FLOP/s of a GPU.
         link: bytes per second to the other GPUs.
@@ -68,19 +72,28 @@ class Prediction:
     def __str__(self) -> str:
         """Return one line for the log and for `advise`."""
         sent = f"{2 * self.sums / 1e9:.3g} GB to send at {self.link / 1e9:.0f} GB/s"
-        times = f"{1000 * self.seconds:.3g} ms for {1000 * self.alone:.3g} ms on one GPU, with {sent}"
+        times = (
+            f"{1000 * self.seconds:.3g} ms for {1000 * self.alone:.3g} ms on one GPU, with {sent}"
+        )
         if self.seconds < self.alone:
             gain = self.alone / self.seconds
-            return f"prediction from FLOPs and bytes: tp={self.tp} is at most {gain:.2f}x as fast as one GPU, {times}"
+            return (
+                f"prediction from FLOPs and bytes: tp={self.tp} is at most {gain:.2f}x as fast as "
+                f"one GPU, {times}"
+            )
         faster = "ddp" if self.replicated < self.alone else "single"
         return (
-            f"prediction from FLOPs and bytes: tp={self.tp} is not faster than one GPU, {times}; strategy={faster} would be "
-            f"faster, with {1000 * min(self.replicated, self.alone):.3g} ms for the same batch"
+            f"prediction from FLOPs and bytes: tp={self.tp} is not faster than one GPU, {times}; "
+            f"strategy={faster} would be faster, with "
+            f"{1000 * min(self.replicated, self.alone):.3g} ms for the same batch"
         )
 
 
-def predict(model: nn.Module, strategy: Strategy, samples: int, precision: str, card: str) -> Prediction | None:
-    """Return the prediction for a strategy; None without tensor parallelism, or for a card of unknown FLOP/s.
+def predict(
+    model: nn.Module, strategy: Strategy, samples: int, precision: str, card: str
+) -> Prediction | None:
+    """Return the prediction for a strategy; None without tensor parallelism, or for a card of
+    unknown FLOP/s.
 
     Args:
         model: The complete model, before `strategy.setup`.
@@ -92,7 +105,13 @@ def predict(model: nn.Module, strategy: Strategy, samples: int, precision: str, 
     tp = strategy.axes.get("tp", 1)
     peak = peak_flops(card, precision)
     is_cut = strategy.axes.get("pp", 1) > 1
-    if tp == 1 or is_cut or peak is None or not isinstance(model, Chain) or not plans_for(model, tp)[0]:
+    if (
+        tp == 1
+        or is_cut
+        or peak is None
+        or not isinstance(model, Chain)
+        or not plans_for(model, tp)[0]
+    ):
         return None
     parts = Partition(model, 1)
     item = 2 if precision == "bf16" else torch.get_default_dtype().itemsize
@@ -104,11 +123,15 @@ def predict(model: nn.Module, strategy: Strategy, samples: int, precision: str, 
         sums += 2 * (tp - 1) / tp * rows * samples * shape.numel() * item
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     link = SENT * CARDS[card][3] * 1e9
-    return Prediction(tp, 3 * samples * sum(parts.flops), divided, sums, gradients, COMPUTED * peak, link)
+    return Prediction(
+        tp, 3 * samples * sum(parts.flops), divided, sums, gradients, COMPUTED * peak, link
+    )
 
 
 def predict_here(job: Job) -> Prediction | None:
-    """Return the prediction for a run on the GPUs of this machine; None on CPUs and unknown cards."""
+    """Return the prediction for a run on the GPUs of this machine; None on CPUs and unknown
+    cards.
+    """
     card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if card is None:
         return None

@@ -1,10 +1,13 @@
-"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume. Only the newest and the best are kept.
+"""Checkpoints of a run: saved in the background and verified by SHA-256 on resume.
+
+Only the newest and the best are kept.
 
 main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
 writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
 
-There are two formats, and a run can resume from both. One file contains the full state, which rank 0 collects and writes. A
-sharded checkpoint is a directory to which every rank writes its shards (sharded.py).
+There are two formats, and a run can resume from both. One file contains the full state, which rank
+0 collects and writes. A sharded checkpoint is a directory to which every rank writes its shards
+(sharded.py).
 """
 
 import shutil
@@ -15,7 +18,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ddp_lab.checkpoints.files import SHARDED, delete, forget_best, link_best, remove, remove_old, step_of, steps_in
+from ddp_lab.checkpoints.files import (
+    SHARDED,
+    delete,
+    forget_best,
+    link_best,
+    remove,
+    remove_old,
+    step_of,
+    steps_in,
+)
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.checkpoints.state import State, Write, copy_full
 from ddp_lab.observe.log import log
@@ -27,23 +39,27 @@ def ignore(path: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run: `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`, and a link to the best of them.
+    """The checkpoints of one run: `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`, and a link to the
+    best of them.
 
-    A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if the weights are averaged.
-    Tensors have the model's own names, and one file contains them unsharded. Any strategy at any world size can therefore load
-    what any other strategy saved.
+    A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if
+    the weights are averaged. Tensors have the model's own names, and one file contains them
+    unsharded. Any strategy at any world size can therefore load what any other strategy saved.
 
     Args:
         folder: the directory of the files; the first save creates it.
         state: what is saved, and loaded in place.
         keep: number of checkpoints to keep.
-        best: metric of the validation set by which the best checkpoint is chosen and kept, too; None: it is not kept.
+        best: metric of the validation set by which the best checkpoint is chosen and kept, too;
+            None: it is not kept.
         sharded: whether to save sharded checkpoints. Collective then.
         before_write: called in the writer thread with a path before this rank writes there.
 
     Attributes:
-        problem: why the last checkpoint could not be written; None if it was written or is being written. Set on rank 0.
-        kept: the progress in the newest checkpoint, or at the start of the launch. Updated on rank 0 only.
+        problem: why the last checkpoint could not be written; None if it was written or is being
+            written. Set on rank 0.
+        kept: the progress in the newest checkpoint, or at the start of the launch. Updated on rank
+            0 only.
     """
 
     def __init__(
@@ -55,7 +71,10 @@ class Checkpoints:
         sharded: bool = False,
         before_write: Callable[[Path], None] = ignore,
     ):
-        self.folder, self.state, self.keep, self.runtime = folder, state, keep, state.strategy.runtime
+        self.folder = folder
+        self.state = state
+        self.keep = keep
+        self.runtime = state.strategy.runtime
         self.best: Criterion | None = best
         self.problem: str | None = None
         self.kept = Progress()
@@ -69,17 +88,23 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def resume(self, source: Path | None, schedule: Callable[[Progress], int]) -> Progress:
-        """Load a checkpoint into the model, the optimizer and the scheduler. Collective. A save that was killed is cleaned up.
+        """Load a checkpoint into the model, the optimizer and the scheduler.
+
+        Collective. A save that was killed is cleaned up.
 
         Args:
-            source: a checkpoint; `folder`, of which the newest valid one is loaded; or None, to load nothing.
-            schedule: returns how many steps of the learning-rate schedule have been taken at a given progress.
+            source: a checkpoint; `folder`, of which the newest valid one is loaded; or None, to
+                load nothing.
+            schedule: returns how many steps of the learning-rate schedule have been taken at a
+                given progress.
 
         Returns:
-            Where training resumes: the progress in the checkpoint, or the beginning if there is no checkpoint.
+            Where training resumes: the progress in the checkpoint, or the beginning if there is no
+            checkpoint.
 
         Raises:
-            ConfigError: the file cannot be used, or the run has checkpoints and none of them is valid.
+            ConfigError: the file cannot be used, or the run has checkpoints and none of them is
+                valid.
         """
         if self.runtime.rank == 0:
             delete(self.folder.glob("*.tmp"))  # what a launch that was killed while saving has left
@@ -87,32 +112,47 @@ class Checkpoints:
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:
             return Progress()
-        state, saved = self.state, open_checkpoint(path)
+        state = self.state
+        saved = open_checkpoint(path)
         saved.check(state.shapes)
         saved.check_optimizer(state)
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in state.optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in state.optimizer.param_groups
+        ]
         saved.load(state)
         progress = Progress.of(saved.state["progress"])
         if state.ema is not None:
             if not saved.has_averages:
                 progress.averaged_from = progress.step
             state.ema.resume(progress.step - progress.averaged_from)
-        # The state comes from the file; learning rate, momentum and other options come from this launch's config.
-        step, scheduler = schedule(progress), state.scheduler
-        scheduler.load_state_dict(saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step})
-        for group, options, factor in zip(state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
+        # The state comes from the file; learning rate, momentum and other options come from this
+        # launch's config.
+        step = schedule(progress)
+        scheduler = state.scheduler
+        scheduler.load_state_dict(
+            saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
+        )
+        for group, options, factor in zip(
+            state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True
+        ):
             group.update(options, lr=options["initial_lr"] * factor(step))
         best = self.best
-        if not self.runtime.agree("best", lambda: self._abandon_later(path, progress)) and best is not None:
+        if (
+            not self.runtime.agree("best", lambda: self._abandon_later(path, progress))
+            and best is not None
+        ):
             progress = progress.without_best(best)
         self.kept = progress
         log.info(f"resumed from {path}: {progress}")
         if state.ema is not None and not saved.has_averages:
-            log.info("the checkpoint has no averages of the weights (ema): they start from its weights")
+            log.info(
+                "the checkpoint has no averages of the weights (ema): they start from its weights"
+            )
         if saved.state["seed"] != state.seed and self.runtime.rank == 0:
             log.warning(
-                f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order of the samples changes from "
-                "here on"
+                f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order "
+                "of the samples changes from here on"
             )
         return progress
 
@@ -120,13 +160,15 @@ class Checkpoints:
         """Remove checkpoints of later steps, from a continuation of the run that is now abandoned.
 
         Returns:
-            Whether the best checkpoint so far is kept. If it is not, because later steps replaced it or another metric chose
-            it, the next epoch is the best.
+            Whether the best checkpoint so far is kept. If it is not, because later steps replaced
+            it or another metric chose it, the next epoch is the best.
         """
         for other in steps_in(self.folder):
             if step_of(other) > progress.step:
                 remove(other)
-        if progress.is_best(self.best) and path.resolve() in [file.resolve() for file in steps_in(self.folder)]:
+        if progress.is_best(self.best) and path.resolve() in [
+            file.resolve() for file in steps_in(self.folder)
+        ]:
             with suppress(OSError):  # the launch may have been killed before it did this
                 link_best(path.resolve())
         if (best := self.best) is None:
@@ -138,21 +180,29 @@ class Checkpoints:
         return False
 
     def save(self, progress: Progress, after_write: Callable[[Path], None] = ignore) -> None:
-        """Copy the state to the host and let the writer threads write it in the background. Collective.
+        """Copy the state to the host and let the writer threads write it in the background.
 
-        If it cannot be written, the earlier checkpoints are kept, and `problem` is set to the reason.
+        Collective.
+
+        If it cannot be written, the earlier checkpoints are kept, and `problem` is set to the
+        reason.
 
         Args:
             progress: the position in the checkpoint.
-            after_write: called in rank 0's writer thread with the path of the checkpoint, when it is written.
+            after_write: called in rank 0's writer thread with the path of the checkpoint, when it
+                is written.
         """
-        self.wait()  # one save at a time: a disk that is slower than training slows it down, but memory stays bounded
+        # one save at a time: a disk that is slower than training slows it down, but memory stays
+        # bounded
+        self.wait()
         if self.state.ema is not None:
             self.state.ema.end_use()  # a preemption may interrupt an evaluation
         path = self.folder / f"step_{progress.step:08d}{'.pt' if self._shards is None else SHARDED}"
         write = (copy_full if self._shards is None else self._shards.copy)(self.state, progress)
         if write is not None:
-            self._pending = self._writer.submit(self._write, replace(progress), path, write, after_write)
+            self._pending = self._writer.submit(
+                self._write, replace(progress), path, write, after_write
+            )
 
     def wait(self) -> None:
         """Wait until the last save has ended, successfully or not."""
@@ -160,8 +210,12 @@ class Checkpoints:
             self._pending.result()
             self._pending = None
 
-    def _write(self, progress: Progress, path: Path, write: Write, after_write: Callable[[Path], None]) -> None:
-        """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank 0 does the rest."""
+    def _write(
+        self, progress: Progress, path: Path, write: Write, after_write: Callable[[Path], None]
+    ) -> None:
+        """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank
+        0 does the rest.
+        """
         try:
             self.folder.mkdir(exist_ok=True)
             write(path, partial(self.before_write, path))
@@ -174,11 +228,15 @@ class Checkpoints:
             free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
             valid = [str(file) for file in steps_in(self.folder) if file != path]
             self.problem = (
-                f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are free there); the last valid "
-                f"checkpoint is {valid[-1] if valid else 'none'}. Free disk space, or lower checkpoint.keep ({self.keep})"
+                f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are "
+                f"free there); the last valid checkpoint is {valid[-1] if valid else 'none'}. Free "
+                f"disk space, or lower checkpoint.keep ({self.keep})"
             )
             if not self.folder.parent.exists():
-                self.problem = f"{path} could not be written: the run directory {self.folder.parent} no longer exists"
+                self.problem = (
+                    f"{path} could not be written: the run directory {self.folder.parent} no "
+                    "longer exists"
+                )
             log.error(self.problem)
             return
         if self.runtime.rank == 0:

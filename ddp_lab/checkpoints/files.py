@@ -1,11 +1,13 @@
-"""The checkpoints in a run's directory `checkpoints`: their names, their hashes, and how they appear and disappear.
+"""The checkpoints in a run's directory `checkpoints`: their names, their hashes, and how they
+appear and disappear.
 
 step_00000040.pt, step_00000040.pt.sha256   one file, and its SHA-256 as `sha256sum -c` reads it
 step_00000050.sharded/                      a directory to which every rank writes its shards (safetensors)
     state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
 best.pt or best.sharded                     a symbolic link to the best checkpoint
 
-All are written and synced under temporary names, and then renamed. A kill at any time leaves valid checkpoints only.
+All are written and synced under temporary names, and then renamed. A kill at any time leaves valid
+checkpoints only.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ def steps_in(folder: Path) -> list[Path]:
 
 def best_in(folder: Path) -> Path | None:
     """Return the best checkpoint; None if there is none."""
-    return next((path for path in (folder / "best.pt", folder / f"best{SHARDED}") if path.exists()), None)
+    return next(
+        (path for path in (folder / "best.pt", folder / f"best{SHARDED}") if path.exists()), None
+    )
 
 
 def sha256(path: Path) -> str:
@@ -62,7 +66,8 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
 
     Args:
         path: the checkpoint.
-        part: which of the files are read, in order of name. The last one has everything but tensors.
+        part: which of the files are read, in order of name. The last one has everything but
+            tensors.
 
     Raises:
         ConfigError: an earlier version wrote it, in a format that is not read any more.
@@ -70,15 +75,23 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
     path = path.resolve()
     if (path / "manifest.json").is_file():
         raise ConfigError(
-            f"{path}: is a sharded checkpoint of an earlier version, whose format is not read any more. Make one file of it "
-            "with that version (commit 07fce5d: `ddp-lab merge RUN --output FILE.pt`), and use that file"
+            f"{path}: is a sharded checkpoint of an earlier version, whose format is not read any "
+            "more. Make one file of it with that version (commit 07fce5d: `ddp-lab merge RUN "
+            "--output FILE.pt`), and use that file"
         )
-    sums, folder = sums_of(path), path if path.is_dir() else path.parent
+    sums = sums_of(path)
+    folder = path if path.is_dir() else path.parent
     try:
-        digests = {name: digest for digest, name in (line.split(maxsplit=1) for line in sums.read_text().splitlines())}
+        digests = {
+            name: digest
+            for digest, name in (line.split(maxsplit=1) for line in sums.read_text().splitlines())
+        }
         if not path.is_dir():
-            digests = {path.name: next(iter(digests.values()), "")}  # the file may have been renamed
-        elif different := sorted(digests.keys() ^ ({file.name for file in path.iterdir()} - {SUMS})):
+            # the file may have been renamed
+            digests = {path.name: next(iter(digests.values()), "")}
+        elif different := sorted(
+            digests.keys() ^ ({file.name for file in path.iterdir()} - {SUMS})
+        ):
             return f"{', '.join(different)}: missing, or not listed in {SUMS}"
     except (OSError, ValueError):
         return f"{sums.name} is missing or damaged"
@@ -97,7 +110,8 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
     Raises:
         OSError, RuntimeError: the file cannot be written. No temporary files remain.
     """
-    temporary, beside = path.with_suffix(".tmp"), path.with_suffix(".sha256.tmp")
+    temporary = path.with_suffix(".tmp")
+    beside = path.with_suffix(".sha256.tmp")
     try:
         with temporary.open("wb") as file:
             torch.save(state, file)
@@ -106,7 +120,8 @@ def write_file(path: Path, state: dict[str, Any]) -> None:
         write_text(beside, f"{sha256(temporary)}  {path.name}\n")
         path.unlink(missing_ok=True)  # one of the same step would not match the new hash
         os.replace(beside, sums_of(path))
-        os.replace(temporary, path)  # after a kill before this there is a hash without a file, which is no checkpoint
+        # after a kill before this there is a hash without a file, which is no checkpoint
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
@@ -129,7 +144,10 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint and its hashes. A directory is renamed first, so that a kill meanwhile leaves no damaged one."""
+    """Remove a checkpoint and its hashes.
+
+    A directory is renamed first, so that a kill meanwhile leaves no damaged one.
+    """
     if not is_sharded(path):
         path.unlink()
         sums_of(path).unlink(missing_ok=True)
@@ -149,7 +167,8 @@ def remove_old(folder: Path, keep: int) -> None:
 
 def link_best(path: Path) -> None:
     """Let a checkpoint be the best one in place of another, by a symbolic link."""
-    best, temporary = path.with_name(f"best{path.suffix}"), path.with_name("best.tmp")
+    best = path.with_name(f"best{path.suffix}")
+    temporary = path.with_name("best.tmp")
     forget_best(path.parent, but=best.name)
     temporary.symlink_to(path.name)
     os.replace(temporary, best)
@@ -158,7 +177,9 @@ def link_best(path: Path) -> None:
 
 
 def forget_best(folder: Path, but: str = "") -> None:
-    """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named `but`."""
+    """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named
+    `but`.
+    """
     delete(path for path in folder.glob("best.*") if path.name != but or not path.is_symlink())
 
 

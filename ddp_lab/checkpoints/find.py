@@ -1,4 +1,6 @@
-"""Which checkpoint a launch resumes from and a command uses: one decision, the same on all ranks."""
+"""Which checkpoint a launch resumes from and a command uses: one decision, the same on all
+ranks.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +15,18 @@ if TYPE_CHECKING:
     from ddp_lab.checkpoints.saved import SavedCheckpoint
 
 
-def find_source(runs_dir: Path, name: str | None, resume: str, restarted: str | None) -> Path | None:
-    """Return what a launch resumes from: a checkpoint, or its run's directory of checkpoints. None: it begins a new run.
+def find_source(
+    runs_dir: Path, name: str | None, resume: str, restarted: str | None
+) -> Path | None:
+    """Return what a launch resumes from: a checkpoint, or its run's directory of checkpoints.
+
+    None: it begins a new run.
 
     Args:
         runs_dir, name, resume: the config keys.
-        restarted: the run directory that this launch used before torchrun restarted it, which then resumes its own checkpoints
-            even with resume=never or a path; None: it has not been restarted.
+        restarted: the run directory that this launch used before torchrun restarted it, which then
+            resumes its own checkpoints even with resume=never or a path; None: it has not been
+            restarted.
     """
     used = name or restarted
     folder = runs_dir / used / "checkpoints" if used else None
@@ -29,8 +36,14 @@ def find_source(runs_dir: Path, name: str | None, resume: str, restarted: str | 
 
 
 def run_of(source: Path) -> Path:
-    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs to."""
-    return source.parent if source.is_dir() and not is_sharded(source) else source.absolute().parent.parent
+    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs
+    to.
+    """
+    return (
+        source.parent
+        if source.is_dir() and not is_sharded(source)
+        else source.absolute().parent.parent
+    )
 
 
 def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":
@@ -47,38 +60,51 @@ def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":
         from ddp_lab.checkpoints.one_file import FullCheckpoint
 
         return FullCheckpoint(path, key)
-    from ddp_lab.checkpoints.sharded import ShardedCheckpoint  # torch.distributed.checkpoint loads 700 modules in 0.5 s
+    # torch.distributed.checkpoint loads 700 modules in 0.5 s
+    from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
     return ShardedCheckpoint(path, key)
 
 
 def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
-    """Return the best checkpoint by a metric and the position in it; None if there is none: the last weights are the result.
+    """Return the best checkpoint by a metric and the position in it; None if there is none: the
+    last weights are the result.
 
-    One that another metric has chosen, or the test set in older versions, is not the best by this one.
+    One that another metric has chosen, or the test set in older versions, is not the best by this
+    one.
     """
     best = best_in(folder) if criterion else None
-    if best is None or find_damage(best, slice(-1, None)):  # of shards only what is not a tensor is looked at
+    # of shards only what is not a tensor is looked at
+    if best is None or find_damage(best, slice(-1, None)):
         return None
     progress = Progress.of(open_checkpoint(best).state["progress"])
     return (best, progress) if progress.is_best(criterion) else None
 
 
 def damage_of(path: Path, runtime: Runtime) -> str | None:
-    """Return the same as `find_damage` on every rank. Collective: each rank reads some of the files."""
+    """Return the same as `find_damage` on every rank.
+
+    Collective: each rank reads some of the files.
+    """
     own = find_damage(path, slice(runtime.rank, None, runtime.world_size))
-    return runtime.conclude("damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None)
+    return runtime.conclude(
+        "damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
+    )
 
 
 def find_checkpoint(
-    folder: Path, choice: str, runtime: Runtime, criterion: Criterion | None = None, key: str = "resume="
+    folder: Path,
+    choice: str,
+    runtime: Runtime,
+    criterion: Criterion | None = None,
+    key: str = "resume=",
 ) -> Path | None:
     """Return the checkpoint to use. Collective, and the same on every rank.
 
     Args:
         folder: the directory of the run's checkpoints.
-        choice: "last", the newest valid one, and newer ones that are damaged are logged; "best"; "auto", the best one if
-            `criterion` chose it, else the newest; or a path.
+        choice: "last", the newest valid one, and newer ones that are damaged are logged; "best";
+            "auto", the best one if `criterion` chose it, else the newest; or a path.
         criterion: the metric of the validation set that chooses; None: there is none.
         key: what the user sets to the choice, for messages.
 
@@ -86,17 +112,21 @@ def find_checkpoint(
         The path; None if there is no such checkpoint.
 
     Raises:
-        ConfigError: there are such checkpoints, but none of them is valid, or an earlier version wrote it in a format that is
-            not read any more.
+        ConfigError: there are such checkpoints, but none of them is valid, or an earlier version
+            wrote it in a format that is not read any more.
     """
     if choice not in ("auto", "last", "best"):
         path = Path(choice)
         if (path.is_dir() or sums_of(path).exists()) and (problem := damage_of(path, runtime)):
-            raise ConfigError(f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint")
+            raise ConfigError(
+                f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint"
+            )
         return path
 
     def candidates() -> list[str]:
-        with_best = choice == "best" or (choice == "auto" and result_in(folder, criterion) is not None)
+        with_best = choice == "best" or (
+            choice == "auto" and result_in(folder, criterion) is not None
+        )
         best = best_in(folder) if with_best else None
         newest = steps_in(folder) if choice != "best" else []
         return [str(path) for path in [best, *reversed(newest)] if path]
@@ -111,7 +141,12 @@ def find_checkpoint(
         bad.append(f"{found} is damaged ({problem})")
     if bad:
         raise ConfigError(
-            f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore one, or "
-            + ("choose another name to start a new run" if key == "resume=" else "use --checkpoint PATH")
+            f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore "
+            "one, or "
+            + (
+                "choose another name to start a new run"
+                if key == "resume="
+                else "use --checkpoint PATH"
+            )
         )
     return None

@@ -1,4 +1,5 @@
-"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`, from which a launch on an empty disk resumes.
+"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`, from which a launch on an
+empty disk resumes.
 
 writer thread   ... commit a checkpoint | commit the next one ...     training waits for neither thread
 mirror thread                           | upload files, then SHA256SUMS | remove what is no longer on the disk |
@@ -39,7 +40,12 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Status
 from ddp_lab.training.hooks import Hook
 
-RUN_FILES = ("config.yaml", "data.json", "metrics.jsonl", *(f"tracker.{name}.json" for name in EXTRAS))
+RUN_FILES = (
+    "config.yaml",
+    "data.json",
+    "metrics.jsonl",
+    *(f"tracker.{name}.json" for name in EXTRAS),
+)
 STEP = re.compile(r"step_\d+\.(pt|sharded)")
 
 
@@ -57,7 +63,9 @@ class Mirror(Hook):
 
     def __init__(self, url: str, run_dir: Path, timeout: float = 0.0):
         self.timeout = timeout
-        self.key, self.run_dir, self.folder = f"checkpoint.mirror={url}", run_dir, run_dir / "checkpoints"
+        self.key = f"checkpoint.mirror={url}"
+        self.run_dir = run_dir
+        self.folder = run_dir / "checkpoints"
         from fsspec.core import url_to_fs  # takes 0.1 s
 
         self.fs: Any
@@ -65,9 +73,13 @@ class Mirror(Hook):
             self.fs, root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             remedy = (
-                "pip install 'ddp_lab[s3]', for s3://, or that package" if isinstance(error, ImportError) else "use another URL"
+                "pip install 'ddp_lab[s3]', for s3://, or that package"
+                if isinstance(error, ImportError)
+                else "use another URL"
             )
-            raise ConfigError(f"{self.key}: cannot be used ({describe_error(error)}); {remedy}") from None
+            raise ConfigError(
+                f"{self.key}: cannot be used ({describe_error(error)}); {remedy}"
+            ) from None
         self.remote = f"{root.rstrip('/')}/{run_dir.name}"
         self._failed = False
         self._queue: queue.Queue[Path] = queue.Queue()
@@ -89,8 +101,12 @@ class Mirror(Hook):
     def finish(self, timeout: float) -> None:
         """Wait until the last upload has ended, at most `timeout` seconds."""
         with self._queue.all_tasks_done:
-            if not self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout):
-                log.error(f"{self.key}: the last checkpoint was not uploaded within {timeout:.0f} s")
+            if not self._queue.all_tasks_done.wait_for(
+                lambda: not self._queue.unfinished_tasks, timeout
+            ):
+                log.error(
+                    f"{self.key}: the last checkpoint was not uploaded within {timeout:.0f} s"
+                )
 
     def _work(self) -> None:
         while True:
@@ -99,19 +115,25 @@ class Mirror(Hook):
                 self._copy(path)
             except Exception as error:  # of any storage: training continues without a mirror
                 with suppress(Exception):
-                    self._remove(path.name)  # on a full disk a part of it would keep out the next one
-                if path.exists() and not self._failed:  # newer checkpoints may have replaced it meanwhile
+                    # on a full disk a part of it would keep out the next one
+                    self._remove(path.name)
+                # newer checkpoints may have replaced it meanwhile
+                if path.exists() and not self._failed:
                     self._failed = True
-                    log.error(f"{self.key}: {path.name} could not be uploaded ({describe_error(error)}); training continues")
+                    log.error(
+                        f"{self.key}: {path.name} could not be uploaded ({describe_error(error)}); "
+                        "training continues"
+                    )
             self._queue.task_done()
 
     def _copy(self, path: Path) -> None:
         """Upload a checkpoint, and remove those that are no longer on the disk.
 
-        Most are removed first: a storage for `checkpoint.keep` and one more is large enough. The newest complete one and the
-        best stay until the upload has ended.
+        Most are removed first: a storage for `checkpoint.keep` and one more is large enough. The
+        newest complete one and the best stay until the upload has ended.
         """
-        target, sums = f"{self.remote}/{path.name}", sums_of(path).read_text()
+        target = f"{self.remote}/{path.name}"
+        sums = sums_of(path).read_text()
         self._remove(path.name)  # an earlier one of the same step
         outdated = set(self._names()) - {kept.name for kept in steps_in(self.folder)}
         spared = {*self._complete()[:1], self._best()}
@@ -136,7 +158,10 @@ class Mirror(Hook):
         """Return the names of all checkpoints there, also of partial ones, newest first."""
         self.fs.invalidate_cache()
         entries = self.fs.ls(self.remote, detail=False) if self.fs.exists(self.remote) else []
-        return sorted(filter(STEP.fullmatch, (Path(entry).name for entry in entries)), key=lambda name: -step_of(Path(name)))
+        return sorted(
+            filter(STEP.fullmatch, (Path(entry).name for entry in entries)),
+            key=lambda name: -step_of(Path(name)),
+        )
 
     def _complete(self) -> list[str]:
         """Return the names of the checkpoints there, newest first."""
@@ -144,7 +169,11 @@ class Mirror(Hook):
 
     def _best(self) -> str | None:
         """Return the name of the best checkpoint."""
-        return self.fs.cat_file(f"{self.remote}/best").decode() if self.fs.exists(f"{self.remote}/best") else None
+        return (
+            self.fs.cat_file(f"{self.remote}/best").decode()
+            if self.fs.exists(f"{self.remote}/best")
+            else None
+        )
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint there: first its hashes, without which it is none."""
@@ -153,58 +182,86 @@ class Mirror(Hook):
                 self.fs.rm(path, recursive=True)
 
     def begin(self, resume: str) -> None:
-        """Prepare a launch: download what an empty disk has lost, and check that no other run has checkpoints there.
+        """Prepare a launch: download what an empty disk has lost, and check that no other run has
+        checkpoints there.
 
         Args:
             resume: the config key.
 
         Raises:
-            ConfigError: the mirror cannot be read, has checkpoints of which none is valid, or those of another run.
+            ConfigError: the mirror cannot be read, has checkpoints of which none is valid, or those
+                of another run.
         """
         remedy = f"Choose another name, remove {self.remote}"
         if (self.run_dir / "status.json").exists() or steps_in(self.folder):
-            with suppress(OSError, ValueError):  # a mirror that does not answer now does not keep a run from going on
+            # a mirror that does not answer now does not keep a run from going on
+            with suppress(OSError, ValueError):
                 metrics = f"{self.remote}/{(self._complete() or [''])[0]}/metrics.jsonl"
-                there = self.fs.cat_file(metrics).splitlines()[:1] if self.fs.exists(metrics) else []
+                there = (
+                    self.fs.cat_file(metrics).splitlines()[:1] if self.fs.exists(metrics) else []
+                )
                 here = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()[:1]
                 if there and here and there != here:  # their rates and losses differ
-                    raise ConfigError(f"{self.key}: {self.remote} has checkpoints of another run. {remedy}, or use another URL")
+                    raise ConfigError(
+                        f"{self.key}: {self.remote} has checkpoints of another run. {remedy}, or "
+                        "use another URL"
+                    )
         elif resume == "auto":
             self._restore()
         elif resume == "never" and self._names():
             raise ConfigError(
-                f"resume=never: {self.remote} already contains a run. {remedy}, or use resume=auto to resume the run"
+                f"resume=never: {self.remote} already contains a run. {remedy}, or use resume=auto "
+                "to resume the run"
             )
 
     def _restore(self) -> None:
-        """Download the newest valid checkpoint and the best one to the run directory. A damaged one is logged.
+        """Download the newest valid checkpoint and the best one to the run directory.
+
+        A damaged one is logged.
 
         Raises:
             ConfigError: the mirror cannot be read, or has checkpoints of which none is valid.
         """
         bad: list[str] = []
         try:
-            names, best = self._complete(), self._best()
+            names = self._complete()
+            best = self._best()
             newest = next((name for name in names if self._download(name, bad)), None)
             if newest and best in names and (best == newest or self._download(best, bad)):
                 link_best(self.folder / best)
         except Exception as error:  # of any storage
             raise ConfigError(
-                f"{self.key}: {self.remote} cannot be read ({describe_error(error)}). Use another URL, or null"
+                f"{self.key}: {self.remote} cannot be read ({describe_error(error)}). Use another "
+                "URL, or null"
             ) from None
         if bad and not newest:
-            raise ConfigError(f"{self.key}: none of the checkpoints is valid: {'; '.join(bad)}. Use another name for a new run")
+            raise ConfigError(
+                f"{self.key}: none of the checkpoints is valid: {'; '.join(bad)}. Use another name "
+                "for a new run"
+            )
         for problem in bad:
             log.warning(f"{self.key}: {problem}; another checkpoint was used")
 
     def _download(self, name: str, bad: list[str]) -> bool:
-        """Download a checkpoint, check its hashes, and only then give its files their names. Return whether it is valid."""
-        source, folder = f"{self.remote}/{name}", self.folder / f"{name}.tmp"
+        """Download a checkpoint, check its hashes, and only then give its files their names.
+
+        Return whether it is valid.
+        """
+        source = f"{self.remote}/{name}"
+        folder = self.folder / f"{name}.tmp"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        lines = [line.split() for line in self.fs.cat_file(f"{source}/{SUMS}").decode(errors="replace").splitlines()]
-        digests = {line[-1]: line[0] for line in lines if len(line) == 2 and re.fullmatch(r"\w[\w.-]*", line[1])}
-        digests.setdefault(STATE if is_sharded(self.folder / name) else name, "")  # a checkpoint without it is damaged
+        lines = [
+            line.split()
+            for line in self.fs.cat_file(f"{source}/{SUMS}").decode(errors="replace").splitlines()
+        ]
+        digests = {
+            line[-1]: line[0]
+            for line in lines
+            if len(line) == 2 and re.fullmatch(r"\w[\w.-]*", line[1])
+        }
+        # a checkpoint without it is damaged
+        digests.setdefault(STATE if is_sharded(self.folder / name) else name, "")
         for file, digest in digests.items():
             if self.fs.exists(f"{source}/{file}"):
                 self.fs.get_file(f"{source}/{file}", str(folder / file))
@@ -213,7 +270,8 @@ class Mirror(Hook):
                 shutil.rmtree(folder)
                 return False
             sync(folder / file)
-        path, own = self.folder / name, digests.keys() & set(RUN_FILES)
+        path = self.folder / name
+        own = digests.keys() & set(RUN_FILES)
         for file in own:
             if (self.run_dir / file).exists():  # from a newer checkpoint
                 (folder / file).unlink()

@@ -8,15 +8,25 @@ from ddp_lab.strategies.dtensor import local, shard_like
 
 
 class FullCheckpoint(SavedCheckpoint):
-    """A checkpoint of one file in host memory. Only tensors and plain values are read, so a file cannot execute code."""
+    """A checkpoint of one file in host memory.
+
+    Only tensors and plain values are read, so a file cannot execute code.
+    """
 
     def open(self) -> None:
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         require_keys(state, {*KEYS, "model"})
         held = {"model": state.pop("model"), "ema": state.pop("ema", {})}
-        held |= {f"optimizer.{name}": values for name, values in state["optimizer"]["state"].items()}
-        pairs = {f"{part}.{name}": value for part, values in held.items() for name, value in values.items()}
-        self.state, self.tensors = state, {key: value for key, value in pairs.items() if torch.is_tensor(value)}
+        held |= {
+            f"optimizer.{name}": values for name, values in state["optimizer"]["state"].items()
+        }
+        pairs = {
+            f"{part}.{name}": value
+            for part, values in held.items()
+            for name, value in values.items()
+        }
+        self.state = state
+        self.tensors = {key: value for key, value in pairs.items() if torch.is_tensor(value)}
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Whether a checkpoint was written with the optimizer of this launch, also by another release of torch.
+"""Whether a checkpoint was written with the optimizer of this launch, also by another release of
+torch.
 
 The names of the options do not identify an optimizer: a release of torch may add one or remove one.
 """
@@ -36,7 +37,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> Set[str]:
 def is_same(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a checkpoint was written with this optimizer.
 
-    With equal options it is the same one: SGD keeps a state with momentum only, which may be added on a resume.
+    With equal options it is the same one: SGD keeps a state with momentum only, which may be added
+    on a resume.
     """
     options = options_of(optimizer)
     if saved.options == options:
@@ -48,20 +50,32 @@ def is_same(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a line about options that only the checkpoint or only this launch has; None if there are none."""
+    """Return a line about options that only the checkpoint or only this launch has; None if there
+    are none.
+    """
     options = options_of(optimizer)
-    new, old = sorted(options - saved.options), sorted(saved.options - options)
-    parts = [f"has no option {', '.join(new)}, of which the values of this launch are used"] if new else []
+    new = sorted(options - saved.options)
+    old = sorted(saved.options - options)
+    parts = (
+        [f"has no option {', '.join(new)}, of which the values of this launch are used"]
+        if new
+        else []
+    )
     parts += [f"has the option {', '.join(old)}, which this launch does not have"] if old else []
     return f"the optimizer in the checkpoint {' and '.join(parts)}" if parts else None
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
-    """Return the names of what an optimizer keeps for a parameter, by a step of one like it; None if that fails."""
+    """Return the names of what an optimizer keeps for a parameter, by a step of one like it; None
+    if that fails.
+    """
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - {"params"}
     given = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted}
-    plain: dict[str, Any] = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    plain: dict[str, Any] = {
+        name: value.item() if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)
     with suppress(Exception):  # a class of the user's may need other arguments

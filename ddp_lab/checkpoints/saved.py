@@ -1,4 +1,6 @@
-"""A checkpoint whose hashes have been checked: whether it fits the model and optimizer of a launch, and how it is loaded."""
+"""A checkpoint whose hashes have been checked: whether it fits the model and optimizer of a launch,
+and how it is loaded.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ class SavedCheckpoint(ABC):
 
     Attributes:
         state: everything but tensors: the keys "progress", "seed", "scheduler" and "optimizer".
-        tensors: the full tensors by key, as in state.py; on the meta device if `read` reads them from the disk.
+        tensors: the full tensors by key, as in state.py; on the meta device if `read` reads them
+            from the disk.
 
     Raises:
         ConfigError: its files are not those of a checkpoint of ddp_lab.
@@ -32,23 +35,32 @@ class SavedCheckpoint(ABC):
     tensors: Mapping[str, torch.Tensor]
 
     def __init__(self, path: Path, key: str = "resume="):
-        self.path, self.about = path, f"{key}{path}"
+        self.path = path
+        self.about = f"{key}{path}"
         try:
             self.open()
-        except Exception as error:  # the bytes of a file that somebody else wrote may mean anything to a parser
+        # the bytes of a file that somebody else wrote may mean anything to a parser
+        except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             raise ConfigError(
-                f"{self.about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or best.* of a run's checkpoints"
+                f"{self.about}: is not a checkpoint of ddp_lab ({reason}). Use a file step_* or "
+                "best.* of a run's checkpoints"
             ) from None
         self.has_averages = any(key.startswith("ema.") for key in self.tensors)
 
     @abstractmethod
     def open(self) -> None:
-        """Set `state` and `tensors`. Raises any exception if the files are not those of a checkpoint."""
+        """Set `state` and `tensors`.
+
+        Raises any exception if the files are not those of a checkpoint.
+        """
 
     @abstractmethod
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read into tensors by key, in place: full ones or DTensors, on any device. Not collective."""
+        """Read into tensors by key, in place: full ones or DTensors, on any device.
+
+        Not collective.
+        """
 
     def check(self, shapes: Shapes) -> None:
         """Check that the weights and their averages are those of a model.
@@ -60,22 +72,33 @@ class SavedCheckpoint(ABC):
             ConfigError: a tensor differs; the message names the first one.
         """
         shapes_of = {key: tuple(tensor.shape) for key, tensor in self.tensors.items()}
-        weights = {key.removeprefix("model."): shape for key, shape in shapes_of.items() if key.startswith("model.")}
-        averages = {key.removeprefix("ema."): shape for key, shape in shapes_of.items() if key.startswith("ema.")}
+        weights = {
+            key.removeprefix("model."): shape
+            for key, shape in shapes_of.items()
+            if key.startswith("model.")
+        }
+        averages = {
+            key.removeprefix("ema."): shape
+            for key, shape in shapes_of.items()
+            if key.startswith("ema.")
+        }
         for saved in (weights, weights | averages):
             for name in [*shapes, *saved]:
-                here, there = shapes.get(name, "missing"), saved.get(name, "missing")
+                here = shapes.get(name, "missing")
+                there = saved.get(name, "missing")
                 if here != there:
                     other = ", another name, or resume=never" * self.about.startswith("resume=")
                     raise ConfigError(
-                        f"{self.about}: does not match the model: {name} is {there} in the checkpoint, {here} in the model. "
-                        f"Use the model and data that it was trained with{other}"
+                        f"{self.about}: does not match the model: {name} is {there} in the "
+                        f"checkpoint, {here} in the model. Use the model and data that it was "
+                        f"trained with{other}"
                     )
 
     def check_optimizer(self, state: State) -> None:
         """Check that the optimizer is this launch's, and has the same parameters.
 
-        Its options need not be the same: they come from this launch, and a release of torch may add or remove one.
+        Its options need not be the same: they come from this launch, and a release of torch may add
+        or remove one.
 
         Raises:
             ConfigError: it is another optimizer, or a parameter that is used is frozen in one of
@@ -84,51 +107,82 @@ class SavedCheckpoint(ABC):
         groups = self.state["optimizer"]["param_groups"]
         saved = self._saved_optimizer()
         if not is_same(saved, state.optimizer):
-            found, expected = (", ".join(sorted(names)) for names in (saved.options, options_of(state.optimizer)))
+            found, expected = (
+                ", ".join(sorted(names)) for names in (saved.options, options_of(state.optimizer))
+            )
             raise ConfigError(
-                f"{self.about}: was written with another optimizer: its options are {found}; expected {expected}. Use the "
-                "optimizer that it was trained with, or another name"
+                f"{self.about}: was written with another optimizer: its options are {found}; "
+                f"expected {expected}. Use the optimizer that it was trained with, or another name"
             )
         if line := describe_options(saved, state.optimizer):
             log.info(line)
         trained = {name for group in groups for name in group["params"]}
         for name, parameter in state.strategy.module.named_parameters():
             if parameter.requires_grad != (name in trained) and name not in state.strategy.idle:
-                now, then = ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
+                now, then = (
+                    ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
+                )
                 raise ConfigError(
-                    f"{self.about}: the parameter {name} is {now} in this launch and was {then} when the checkpoint was "
-                    f"written. Freeze the same parameters, or begin a new run from these weights: model.weights={self.path} "
-                    "with another name"
+                    f"{self.about}: the parameter {name} is {now} in this launch and was {then} "
+                    "when the checkpoint was written. Freeze the same parameters, or begin a new "
+                    f"run from these weights: model.weights={self.path} with another name"
                 )
 
     def _saved_optimizer(self) -> SavedOptimizer:
         """Return what the checkpoint records of its optimizer."""
         optimizer = self.state["optimizer"]
         parts = (key.rpartition(".") for key in self.tensors if key.startswith("optimizer."))
-        states = {name for _, _, name in parts} | {name for held in optimizer["state"].values() for name in held}
-        return SavedOptimizer(optimizer.get("kind"), optimizer["param_groups"][0].keys() - {"params"}, states)
+        states = {name for _, _, name in parts} | {
+            name for held in optimizer["state"].values() for name in held
+        }
+        return SavedOptimizer(
+            optimizer.get("kind"), optimizer["param_groups"][0].keys() - {"params"}, states
+        )
 
     def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read the weights to evaluate, their averages if there are any, into tensors by their names in the model, in place."""
-        self.read({f"{'ema' if f'ema.{name}' in self.tensors else 'model'}.{name}": tensors[name] for name in tensors})
+        """Read the weights to evaluate, their averages if there are any, into tensors by their
+        names in the model, in place.
+        """
+        self.read(
+            {
+                f"{'ema' if f'ema.{name}' in self.tensors else 'model'}.{name}": tensors[name]
+                for name in tensors
+            }
+        )
 
     def load(self, state: State) -> None:
-        """Load model, optimizer and averages: this rank's part of them. Averages start from the weights if there are none."""
+        """Load model, optimizer and averages: this rank's part of them.
+
+        Averages start from the weights if there are none.
+        """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
         if state.ema and not self.has_averages:
             state.ema.begin_again()
-        self._load_optimizer(state.optimizer, {tensor: name for name, tensor in state.strategy.module.named_parameters()})
+        self._load_optimizer(
+            state.optimizer,
+            {tensor: name for name, tensor in state.strategy.module.named_parameters()},
+        )
 
-    def _load_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
-        """Load the optimizer's state. The parameter groups and their options stay those of the launch."""
+    def _load_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
+    ) -> None:
+        """Load the optimizer's state.
+
+        The parameter groups and their options stay those of the launch.
+        """
         optimizer.state.clear()  # the memory is needed for the new one
-        parameters = {f"optimizer.{names[tensor]}": tensor for group in optimizer.param_groups for tensor in group["params"]}
+        parameters = {
+            f"optimizer.{names[tensor]}": tensor
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
         held: dict[str, dict[str, Any]] = {name: {} for name in parameters}
         new: dict[str, torch.Tensor] = {}
         for key, tensor in self.tensors.items():
             name, _, what = key.rpartition(".")
             if name in parameters:
-                # In the layout of the parameter, which fused kernels require: channels_last is an option of a launch.
+                # In the layout of the parameter, which fused kernels require: channels_last is an
+                # option of a launch.
                 same = tensor.shape == parameters[name].shape
                 like = parameters[name].detach() if same else torch.empty(tensor.shape)
                 held[name][what] = new[key] = torch.empty_like(like, dtype=tensor.dtype)

@@ -1,9 +1,11 @@
-"""Sharded checkpoints: a directory to which every rank writes its shards, with torch.distributed.checkpoint (DCP).
+"""Sharded checkpoints: a directory to which every rank writes its shards, with
+torch.distributed.checkpoint (DCP).
 
 main thread     copy this rank's shards to the host | step  step  step ...
 writer thread                                       | plan, write, fsync, hash | rank 0: state.json, SHA256SUMS, rename
 
-The files are safetensors. Other formats of DCP have pickled metadata, which executes code if somebody has changed it.
+The files are safetensors. Other formats of DCP have pickled metadata, which executes code if
+somebody has changed it.
 """
 
 import json
@@ -19,7 +21,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -35,16 +40,21 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.progress import Progress
 from ddp_lab.world.runtime import Runtime
 
-# A rank waits for the others' files in its writer thread, and the watchdog ends the launch when it waits too long itself.
+# A rank waits for the others' files in its writer thread, and the watchdog ends the launch when it
+# waits too long itself.
 WRITE_TIMEOUT = timedelta(hours=1)
 # Torch needs up to three times the size of a file to write it, besides the copy of the tensors.
 FILE_BYTES = 2**28
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that writes alone or reads on its own
+# a rank that writes alone or reads on its own
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def copies_of(strategy: Strategy, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's tensors in host memory. The first of several replicas copies, the others have nothing."""
+    """Return copies of this rank's tensors in host memory.
+
+    The first of several replicas copies, the others have nothing.
+    """
 
     def is_first(tensor: torch.Tensor) -> bool:
         if not isinstance(tensor, DTensor):
@@ -70,7 +80,8 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
     def __init__(self, folder: Path, before: Callable[[], None]):
         super().__init__(str(folder), save_distributed=True)
         self.per_thread_copy_ahead = 0  # the tensors are on the host already
-        self.folder, self.before = folder, before
+        self.folder = folder
+        self.before = before
         self.digests: dict[str, str] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -80,28 +91,43 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         for item in plan.items:
             assert item.tensor_data is not None
             files[item.index.fqn] = size // FILE_BYTES + 1
-            size += item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-        written = super().write_data(replace(plan, storage_data=plan.storage_data | {"fqn_to_index_mapping": files}), planner)
+            size += (
+                item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            )
+        written = super().write_data(
+            replace(plan, storage_data=plan.storage_data | {"fqn_to_index_mapping": files}), planner
+        )
         names = {result.storage_data.relative_path for result in written.wait()}
         self.digests = {name: sha256(self.folder / name) for name in names}
         return written
 
 
 class ShardWriter:
-    """Writes sharded checkpoints. Collective: every rank constructs it, and copies and writes equally often."""
+    """Writes sharded checkpoints.
+
+    Collective: every rank constructs it, and copies and writes equally often.
+    """
 
     def __init__(self, runtime: Runtime):
-        self.rank, self.world_size = runtime.rank, runtime.world_size
-        # A group of its own: the writer thread must not send messages among those of the training, which NCCL or gloo order.
-        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if self.world_size > 1 else None
-        self.group = cast("dist.ProcessGroup | None", group)  # torch has a number for ranks outside the group
+        self.rank = runtime.rank
+        self.world_size = runtime.world_size
+        # A group of its own: the writer thread must not send messages among those of the training,
+        # which NCCL or gloo order.
+        group = (
+            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if self.world_size > 1 else None
+        )
+        # torch has a number for ranks outside the group
+        self.group = cast("dist.ProcessGroup | None", group)
 
     def copy(self, state: State, progress: Progress) -> Write:
-        """Copy this rank's part of the state, and return what writes it. Call it in the main thread.
+        """Copy this rank's part of the state, and return what writes it.
+
+        Call it in the main thread.
 
         Returns:
-            A function for the writer thread, of the final name of the directory, and of what to call before this rank writes.
-            It raises an OSError or a RuntimeError if a rank cannot write its files. No file remains then.
+            A function for the writer thread, of the final name of the directory, and of what to
+            call before this rank writes. It raises an OSError or a RuntimeError if a rank cannot
+            write its files. No file remains then.
         """
         tensors, plain = state.part(progress)
         tensors = copies_of(state.strategy, tensors)
@@ -110,7 +136,12 @@ class ShardWriter:
             temporary = path.with_suffix(f"{path.suffix}.tmp")
             writer = SafetensorsWriter(temporary, before)
             try:
-                save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+                save(
+                    tensors,
+                    storage_writer=writer,
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
                 tensors.clear()
                 mine = json.loads(plain) | {"digests": writer.digests}
                 parts = [mine] * self.world_size if self.rank == 0 else None
@@ -129,7 +160,10 @@ class ShardWriter:
 
 
 def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
-    """Complete a directory with the shards of all ranks by what is not a tensor and by its hashes, and rename it. On rank 0.
+    """Complete a directory with the shards of all ranks by what is not a tensor and by its hashes,
+    and rename it.
+
+    On rank 0.
 
     Args:
         temporary: the directory.
@@ -139,7 +173,9 @@ def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
     write_text(temporary / STATE, json.dumps(merge(parts)))
     digests = {name: digest for part in parts for name, digest in part["digests"].items()}
     digests |= {STATE: sha256(temporary / STATE)}
-    write_text(temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items())))
+    write_text(
+        temporary / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    )
     sync(temporary)
     if path.exists():  # a directory that is not empty cannot be replaced by renaming another
         remove(path)
@@ -158,9 +194,14 @@ class ShardedCheckpoint(SavedCheckpoint):
         for key, tensor in cast("dict[str, TensorStorageMetadata]", metadata).items():
             if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
                 raise ValueError(f"shards of {key} are missing")
-            self.tensors[key] = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            self.tensors[key] = torch.empty(
+                tensor.size, dtype=tensor.properties.dtype, device="meta"
+            )
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read into tensors by key, in place: full ones or DTensors, on any device. One shard at a time is in host memory."""
+        """Read into tensors by key, in place: full ones or DTensors, on any device.
+
+        One shard at a time is in host memory.
+        """
         load(tensors, storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)

@@ -1,7 +1,8 @@
-"""What a checkpoint holds: this rank's tensors by key, everything else as JSON, and both of all ranks together.
+"""What a checkpoint holds: this rank's tensors by key, everything else as JSON, and both of all
+ranks together.
 
-Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the model's own names. One file holds the full tensors, which rank
-0 collects; to a sharded checkpoint each rank writes its own.
+Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the model's own names. One file holds
+the full tensors, which rank 0 collects; to a sharded checkpoint each rank writes its own.
 """
 
 import json
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from ddp_lab.training.ema import EMA
 
 Shapes = Mapping[str, tuple[int, ...]]
-Write = Callable[[Path, Callable[[], None]], None]  # writes a copy to a path, after a call of the second argument
+# writes a copy to a path, after a call of the second argument
+Write = Callable[[Path, Callable[[], None]], None]
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
 
 
@@ -49,51 +51,89 @@ class State:
     @classmethod
     def of(cls, trainer: Trainer, shapes: Shapes) -> "State":
         """Return what is saved of a trainer. `shapes` is that of the attributes."""
-        return cls(trainer.strategy, trainer.optimizer, trainer.scheduler, shapes, trainer.ema, trainer.seed)
+        return cls(
+            trainer.strategy,
+            trainer.optimizer,
+            trainer.scheduler,
+            shapes,
+            trainer.ema,
+            trainer.seed,
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return this rank's weights and their averages by key. Shards are DTensors, and nothing is copied."""
+        """Return this rank's weights and their averages by key.
+
+        Shards are DTensors, and nothing is copied.
+        """
         model = self.strategy.module.state_dict()
         averages = {} if self.ema is None else self.ema.shards()
         found = {f"model.{name}": tensor for name, tensor in model.items()}
         return found | {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
 
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
-        """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and the rest as JSON, under KEYS.
+        """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and
+        the rest as JSON, under KEYS.
 
         Before the first step an optimizer without a state gets its initial one.
         """
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # loads 700 modules in 0.5 s
+        # loads 700 modules in 0.5 s
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        weights = self.weights()  # first: it reshards what an evaluation has gathered (fsdp, reshard_after_forward=false)
+        # first: it reshards what an evaluation has gathered (fsdp, reshard_after_forward=false)
+        weights = self.weights()
         is_empty = not self.optimizer.state
-        optimizer = cast("dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer))
+        optimizer = cast(
+            "dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer)
+        )
         if is_empty and progress.step:
-            # A stage of a pipeline none of whose parameters has had a gradient. torch has made a state by a step with zeros.
+            # A stage of a pipeline none of whose parameters has had a gradient. torch has made a
+            # state by a step with zeros.
             self.optimizer.state.clear()
             optimizer["state"] = {}
-        values = {(name, key): value for name, held in optimizer["state"].items() for key, value in held.items()}
-        tensors = {f"optimizer.{name}.{key}": value for (name, key), value in values.items() if torch.is_tensor(value)}
+        values = {
+            (name, key): value
+            for name, held in optimizer["state"].items()
+            for key, value in held.items()
+        }
+        tensors = {
+            f"optimizer.{name}.{key}": value
+            for (name, key), value in values.items()
+            if torch.is_tensor(value)
+        }
         others: dict[str, dict[str, Any]] = {}
         for (name, key), value in values.items():
             if not torch.is_tensor(value):
                 others.setdefault(name, {})[key] = value
-        rest = {"progress": asdict(progress), "seed": self.seed, "scheduler": self.scheduler.state_dict()}
+        rest = {
+            "progress": asdict(progress),
+            "seed": self.seed,
+            "scheduler": self.scheduler.state_dict(),
+        }
         kind = type(self.optimizer).__name__
-        rest["optimizer"] = {"kind": kind, "state": others, "param_groups": optimizer["param_groups"]}
-        # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the description is enough: a
-        # resume takes options from the config, and compares their names.
-        plain = json.dumps(rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value))
+        rest["optimizer"] = {
+            "kind": kind,
+            "state": others,
+            "param_groups": optimizer["param_groups"],
+        }
+        # Learning rates are tensors on the GPU with CUDA graphs. Of options that are objects the
+        # description is enough: a resume takes options from the config, and compares their names.
+        plain = json.dumps(
+            rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value)
+        )
         return weights | tensors, plain
 
 
 def collect(
     strategy: Strategy, tensors: dict[str, torch.Tensor], rest: str = "{}"
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Return copies of the full tensors of all stages in host memory, and the rest of each rank of a pipeline. Collective.
+    """Return copies of the full tensors of all stages in host memory, and the rest of each rank of
+    a pipeline.
+
+    Collective.
 
     Args:
-        tensors, rest: as from `State.part`; the same keys in the same order on all ranks that share the tensors.
+        tensors, rest: as from `State.part`; the same keys in the same order on all ranks that share
+            the tensors.
 
     Returns:
         Both are empty on all ranks but rank 0.
@@ -108,7 +148,9 @@ def collect(
         gathered = [(full, rest)] * len(ranks) if strategy.runtime.rank == 0 else None
         dist.gather_object((full, rest), gathered, dst=0, group=strategy.pp_group)
         parts = gathered or []
-    return {key: tensor for held, _ in parts for key, tensor in held.items()}, [json.loads(each) for _, each in parts]
+    return {key: tensor for held, _ in parts for key, tensor in held.items()}, [
+        json.loads(each) for _, each in parts
+    ]
 
 
 def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,14 +161,17 @@ def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
         "kind": rests[0]["optimizer"]["kind"],
         "state": {name: values for state in states for name, values in state.items()},
         "param_groups": [
-            same[0] | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))} for same in groups
+            same[0]
+            | {"params": list(dict.fromkeys(name for group in same for name in group["params"]))}
+            for same in groups
         ],
     }
     return {key: rests[0][key] for key in KEYS} | {"optimizer": optimizer}
 
 
 def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" if the weights are averaged.
+    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" if the weights are
+    averaged.
 
     Args:
         tensors: full ones by key.
@@ -134,7 +179,9 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
     """
     optimizer = rest["optimizer"]
     parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "ema": {}}
-    state: dict[str, dict[str, Any]] = {name: dict(held) for name, held in optimizer["state"].items()}
+    state: dict[str, dict[str, Any]] = {
+        name: dict(held) for name, held in optimizer["state"].items()
+    }
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
         if part == "optimizer":
@@ -142,12 +189,16 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
             state.setdefault(name, {})[what] = tensor
         else:
             parts[part][name] = tensor
-    averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}  # frozen weights are no averages
+    # frozen weights are no averages
+    averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}
     return rest | {"model": parts["model"], **averages, "optimizer": {**optimizer, "state": state}}
 
 
 def copy_full(state: State, progress: Progress) -> Write | None:
-    """Collect a copy of the full state on rank 0, and return there what writes it as a checkpoint of one file. Collective.
+    """Collect a copy of the full state on rank 0, and return there what writes it as a checkpoint
+    of one file.
+
+    Collective.
 
     The other ranks get None.
     """

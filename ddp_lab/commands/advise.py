@@ -1,12 +1,14 @@
-"""Plan, without a GPU, what each strategy needs on some GPUs: memory, communication, FLOPs, and a lower bound of a step.
+"""Plan, without a GPU, what each strategy needs on some GPUs: memory, communication, FLOPs, and a
+lower bound of a step.
 
 ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
 ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
 ddp-lab advise --gpus here --json advice.json --picture memory.png --html advice.html
 ddp-lab advise --gpus here --measure model=resnet18 data=fashion_mnist
 
-A plan is two real steps of the strategy on tensors without values. No number of images per second is guessed: --measure trains
-each strategy that fits for some steps, in alternation, with made-up images, and keeps the results in ~/.cache/ddp_lab.
+A plan is two real steps of the strategy on tensors without values. No number of images per second
+is guessed: --measure trains each strategy that fits for some steps, in alternation, with made-up
+images, and keeps the results in ~/.cache/ddp_lab.
 """
 
 import argparse
@@ -21,15 +23,46 @@ from ddp_lab.world.process import env_int
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab advise", __doc__)
     parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
-    parser.add_argument("--gpus", default="here", metavar="NxCARD|here", help="GPUs of each machine, for example 2xH100")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    parser.add_argument("--link", type=float, default=50, metavar="GB/s", help="of a GPU to another machine (default: 50)")
-    parser.add_argument("--measure", action="store_true", help="measure each strategy that fits, on the devices here")
-    parser.add_argument("--minutes", type=float, default=10, metavar="N", help="time limit of --measure (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans to this file, too")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the memory of each strategy")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write one page with the table and pictures")
-    parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
+    parser.add_argument(
+        "--gpus",
+        default="here",
+        metavar="NxCARD|here",
+        help="GPUs of each machine, for example 2xH100",
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)"
+    )
+    parser.add_argument(
+        "--link",
+        type=float,
+        default=50,
+        metavar="GB/s",
+        help="of a GPU to another machine (default: 50)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure each strategy that fits, on the devices here",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10,
+        metavar="N",
+        help="time limit of --measure (default: 10)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plans to this file, too"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw the memory of each strategy"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="write one page with the table and pictures"
+    )
+    parser.add_argument(
+        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
+    )
     given = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
         if not 0 < getattr(given, option) < math.inf:
@@ -39,8 +72,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             if not path.name.endswith(ending):
                 raise ConfigError(f"--{option} {path}: must be the name of a {ending} file")
             check_folder(path, f"--{option}")
-    if given.measure and (given.nodes > 1 or (given.gpus != "here" and not given.gpus.endswith("xcpu"))):
-        raise ConfigError(f"--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of {given.gpus}")
+    if given.measure and (
+        given.nodes > 1 or (given.gpus != "here" and not given.gpus.endswith("xcpu"))
+    ):
+        raise ConfigError(
+            "--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of "
+            f"{given.gpus}"
+        )
     return given
 
 
@@ -55,7 +93,9 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.observe.plot import beside
     from ddp_lab.resilience.run_directory import write_json
 
-    advisor = Advisor.of(given.overrides, given.config_dir, find_devices(given.gpus, given.nodes, given.link)).advise()
+    advisor = Advisor.of(
+        given.overrides, given.config_dir, find_devices(given.gpus, given.nodes, given.link)
+    ).advise()
     if given.measure:
         measure(advisor, given.minutes)
     elif given.gpus == "here" or given.gpus.endswith("xcpu"):

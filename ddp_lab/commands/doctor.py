@@ -1,11 +1,13 @@
-"""Check the machines and the config before a launch: print one line per finding, or the error that would end it.
+"""Check the machines and the config before a launch: print one line per finding, or the error that
+would end it.
 
 ddp-lab doctor data=fashion_mnist                                            same overrides as train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp      started like the launch to check
 
-The output is what a report of a bug needs: versions, the environment variables that matter, what the config changes, the
-devices. Values of secrets are hidden. It makes the checks of train.py, but does not train and creates no run directory. It
-downloads a missing dataset. The exit code is 2 if train.py would refuse the launch, else 0.
+The output is what a report of a bug needs: versions, the environment variables that matter, what
+the config changes, the devices. Values of secrets are hidden. It makes the checks of train.py, but
+does not train and creates no run directory. It downloads a missing dataset. The exit code is 2 if
+train.py would refuse the launch, else 0.
 """
 
 from functools import partial
@@ -31,8 +33,12 @@ def examine(cfg: DictConfig) -> None:
     from ddp_lab.run.doctor import diagnose, introduce, show
     from ddp_lab.world.runtime import Runtime
 
-    usual, given = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (compose_config([], None), cfg))
-    show(introduce(usual, given), env_int("RANK", 0) == 0)  # first, so that the report of a refused config has it, too
+    usual, given = (
+        dict(leaves(OmegaConf.to_container(each, resolve=True)))
+        for each in (compose_config([], None), cfg)
+    )
+    # first, so that the report of a refused config has it, too
+    show(introduce(usual, given), env_int("RANK", 0) == 0)
     check(cfg)
     mirror = None
     if cfg.checkpoint.mirror:

@@ -6,8 +6,8 @@ ddp-lab evaluate runs/mine strategy=single data.root=/data     any override of t
 ddp-lab evaluate runs/mine --checkpoint best --json best.json
 torchrun --nproc_per_node=2 -m ddp_lab evaluate runs/mine strategy=ddp   the same numbers
 
-The weights are the best ones if a validation set chose them, else those of the newest checkpoint. It prints one line, and
-writes nothing but the file of --json.
+The weights are the best ones if a validation set chose them, else those of the newest checkpoint.
+It prints one line, and writes nothing but the file of --json.
 """
 
 import argparse
@@ -21,8 +21,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
     parser.add_overrides("split=val or test; Hydra overrides of the run's config, as strategy=ddp")
-    parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics to this file, too")
+    parser.add_argument(
+        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the metrics to this file, too"
+    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -36,11 +40,17 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.run.build import evaluate_run
     from ddp_lab.world.runtime import Runtime
 
-    splits = [override.removeprefix("split=") for override in given.overrides if override.startswith("split=")]
+    splits = [
+        override.removeprefix("split=")
+        for override in given.overrides
+        if override.startswith("split=")
+    ]
     overrides = [override for override in given.overrides if not override.startswith("split=")]
     cfg = read_config(given.run, overrides, given.config_dir)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        found = evaluate_run(cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None)
+        found = evaluate_run(
+            cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None
+        )
     if runtime.rank == 0:
         where = f"on {found['samples']:,} samples ({found['where']})"
         print(f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} {where}")

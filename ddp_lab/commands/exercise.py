@@ -1,9 +1,11 @@
-"""Write the mechanisms of distributed training yourself, and have them checked on a few processes of this machine.
+"""Write the mechanisms of distributed training yourself, and have them checked on a few processes
+of this machine.
 
 ddp-lab exercise list                      the exercises in their order
 ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, in which one function is missing
 ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong; of an all-reduce
-                                           `--speed` then draws its times beside those of the project's algorithms
+                                           `--speed` then draws its times beside those of the
+                                           project's algorithms
 ddp-lab exercise hint ring_all_reduce      a hint; `--number 2` the next one
 ddp-lab exercise solution ring_all_reduce  print the reference solution
 """
@@ -27,12 +29,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(COMMAND, __doc__)
     parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("name", nargs="?", help="of the exercise")
-    parser.add_argument("--folder", type=Path, default=Path("exercises"), help="of the learner's files (default: exercises)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("exercises"),
+        help="of the learner's files (default: exercises)",
+    )
     parser.add_argument("--number", type=int, default=1, help="of the hint (default: 1)")
-    parser.add_argument("--speed", action="store_true", help="with check: also time the learner's all-reduce and draw it")
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="with check: also time the learner's all-reduce and draw it",
+    )
     given = parser.parse_args(arguments)
     if (given.name is None) != (given.action == "list"):
-        parser.error(f"{given.action}: {'takes no name' if given.name else 'the name of an exercise is missing'}")
+        parser.error(
+            f"{given.action}: "
+            f"{'takes no name' if given.name else 'the name of an exercise is missing'}"
+        )
     if given.speed and given.action != "check":
         parser.error(f"{given.action}: takes no --speed; allowed: check")
     return given
@@ -44,9 +58,13 @@ def main(arguments: list[str]) -> None:
 
     if given.action == "list":
         for number, (name, title) in enumerate(catalog.TITLES.items(), 1):
-            print(f"{number:>2}  {name:<20} {title}{'  (started)' if (given.folder / f'{name}.py').exists() else ''}")
+            print(
+                f"{number:>2}  {name:<20} "
+                f"{title}{'  (started)' if (given.folder / f'{name}.py').exists() else ''}"
+            )
         return
-    exercise, file = catalog.load(given.name), given.folder / f"{given.name}.py"
+    exercise = catalog.load(given.name)
+    file = given.folder / f"{given.name}.py"
     if given.action == "start":
         start(exercise, file)
     elif given.action == "check":
@@ -54,9 +72,14 @@ def main(arguments: list[str]) -> None:
     elif given.action == "solution":
         print(exercise.solution, end="")
     elif not 1 <= given.number <= len(exercise.check.HINTS):
-        raise ConfigError(f"--number {given.number}: {given.name} has the hints 1 to {len(exercise.check.HINTS)}")
+        raise ConfigError(
+            f"--number {given.number}: {given.name} has the hints 1 to {len(exercise.check.HINTS)}"
+        )
     else:
-        print(f"hint {given.number} of {len(exercise.check.HINTS)}: {exercise.check.HINTS[given.number - 1]}")
+        print(
+            f"hint {given.number} of {len(exercise.check.HINTS)}: "
+            f"{exercise.check.HINTS[given.number - 1]}"
+        )
 
 
 def start(exercise: "Exercise", file: Path) -> None:
@@ -70,11 +93,15 @@ def start(exercise: "Exercise", file: Path) -> None:
     file.parent.mkdir(exist_ok=True)
     check_folder(file, "--folder")
     file.write_text(exercise.template())
-    print(f"{file}: write {' and '.join(exercise.check.WRITE)}, then `{COMMAND} check {exercise.name}`")
+    print(
+        f"{file}: write {' and '.join(exercise.check.WRITE)}, then `{COMMAND} check "
+        f"{exercise.name}`"
+    )
 
 
 def check(exercise: "Exercise", file: Path, speed: bool) -> None:
-    """Print whether the learner's file is right, with exit code 1 if it is not; then how fast it is, if asked for.
+    """Print whether the learner's file is right, with exit code 1 if it is not; then how fast it
+    is, if asked for.
 
     Raises:
         ConfigError: there is no such file, or the exercise has no speed.
@@ -84,9 +111,14 @@ def check(exercise: "Exercise", file: Path, speed: bool) -> None:
     from ddp_lab.exercises.speed import LEARNERS, compare
 
     if speed and exercise.name not in LEARNERS:
-        raise ConfigError(f"--speed: {exercise.name} is no all-reduce; allowed for {', '.join(LEARNERS)}. Leave --speed out")
+        raise ConfigError(
+            f"--speed: {exercise.name} is no all-reduce; allowed for {', '.join(LEARNERS)}. Leave "
+            "--speed out"
+        )
     if not file.is_file():
-        raise ConfigError(f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`")
+        raise ConfigError(
+            f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`"
+        )
     if speed:
         check_folder(file.with_suffix(".png"), "--speed")
     wrong = explain_failure(exercise, file.resolve())
@@ -95,7 +127,10 @@ def check(exercise: "Exercise", file: Path, speed: bool) -> None:
         sys.exit(1)
     processes = " and ".join(map(str, exercise.check.RANKS))
     then = following(exercise.name)
-    print(f"{exercise.name}: right, on {processes} processes.{f' Next: {COMMAND} start {then}' if then else ''}")
+    print(
+        f"{exercise.name}: right, on {processes} "
+        f"processes.{f' Next: {COMMAND} start {then}' if then else ''}"
+    )
     slow = compare(exercise, file.resolve(), file.with_suffix(".png")) if speed else None
     if slow:
         print(f"Its speed could not be measured. {slow}")

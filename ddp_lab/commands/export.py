@@ -4,8 +4,9 @@ ddp-lab export runs/mine --output model.safetensors   the weights, for safetenso
 ddp-lab export runs/mine --output model.onnx          for onnxruntime and others; needs pip install 'ddp_lab[export]'
 ddp-lab export runs/mine --output model.pt2           for torch.export.load
 
-The weights are the best ones if a validation set chose them, else those of the newest checkpoint. The input of the last two is
-`images`, float32 [batch, channels, height, width], normalised; the output is `logits`. Any batch size is allowed.
+The weights are the best ones if a validation set chose them, else those of the newest checkpoint.
+The input of the last two is `images`, float32 [batch, channels, height, width], normalised; the
+output is `logits`. Any batch size is allowed.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
 ddp-lab merge runs/mine --checkpoint best --output best.pt
 
-The file is what rank 0 writes with checkpoint.format=full. resume=FILE and model.weights=FILE accept it. It takes as much host
-memory as the file has bytes, in one process. Nothing is removed.
+The file is what rank 0 writes with checkpoint.format=full. resume=FILE and model.weights=FILE
+accept it. It takes as much host memory as the file has bytes, in one process. Nothing is removed.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from ddp_lab.launchers.arguments import Parser, check_output
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab merge", __doc__)
     parser.add_run("last")
-    parser.add_output("file to write (default: the checkpoint's name, in the run directory)", required=False)
+    parser.add_output(
+        "file to write (default: the checkpoint's name, in the run directory)", required=False
+    )
     return parser.parse_args(arguments)
 
 
@@ -42,6 +44,10 @@ def main(arguments: list[str]) -> None:
     try:
         write_file(output, state)
     except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
-        raise ConfigError(f"--output {output}: cannot be written ({str(error).splitlines()[0]})") from None
+        raise ConfigError(
+            f"--output {output}: cannot be written ({str(error).splitlines()[0]})"
+        ) from None
     progress = state["progress"]
-    print(f"{output}: {checkpoint}, step {progress['step']}; {output.stat().st_size / 2**20:,.1f} MiB")
+    print(
+        f"{output}: {checkpoint}, step {progress['step']}; {output.stat().st_size / 2**20:,.1f} MiB"
+    )

@@ -1,13 +1,15 @@
-"""Predict with a trained run, in one process: the classes of image files, or the text that follows a prompt.
+"""Predict with a trained run, in one process: the classes of image files, or the text that follows
+a prompt.
 
 ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
 ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best
 ddp-lab predict runs/gpt --prompt "To be" --tokens 200 --temperature 0.8
 
-Folders are searched with their subfolders. A row has the file, then the most probable class and its probability, then the
-second one, and so on. Without --output the rows are printed. The weights are the best ones if a validation set chose them, else
-those of the newest checkpoint. Images are transformed as those of the run's test set. Images that cannot be decoded are left
-out and named, and the exit code is 2.
+Folders are searched with their subfolders. A row has the file, then the most probable class and its
+probability, then the second one, and so on. Without --output the rows are printed. The weights are
+the best ones if a validation set chose them, else those of the newest checkpoint. Images are
+transformed as those of the run's test set. Images that cannot be decoded are left out and named,
+and the exit code is 2.
 """
 
 import argparse
@@ -23,22 +25,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_run()
     parser.add_argument("images", nargs="*", default=[], help="files, folders or quoted globs")
     parser.add_output("CSV file to write; without it, the rows are printed", required=False)
-    parser.add_argument("--top", type=int, metavar="N", help="number of classes in a row (default: 5)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="images at a time (default: 64)")
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a run with task=tokens")
-    parser.add_argument("--tokens", type=int, metavar="N", help="bytes to draw after the prompt (default: 100)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: the most probable byte (default: 1)")
+    parser.add_argument(
+        "--top", type=int, metavar="N", help="number of classes in a row (default: 5)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="images at a time (default: 64)"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="the beginning of a text, for a run with task=tokens"
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="bytes to draw after the prompt (default: 100)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0: the most probable byte (default: 1)"
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     given = parser.parse_intermixed_args(arguments)
     if bool(given.images) == bool(given.prompt):
         raise ConfigError(
-            "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see ddp-lab predict --help"
+            "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see "
+            "ddp-lab predict --help"
         )
-    of_images, of_text = {"output": None, "top": 5, "batch_size": 64}, {"tokens": 100, "temperature": 1.0}
+    of_images = {"output": None, "top": 5, "batch_size": 64}
+    of_text = {"tokens": 100, "temperature": 1.0}
     for option in of_images if given.prompt else of_text:
         if (value := getattr(given, option)) is not None:
-            text, other = f"--{option.replace('_', '-')} {value}", "for images" if given.prompt else "for a text, with --prompt"
-            raise ConfigError(f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output"))
+            text = f"--{option.replace('_', '-')} {value}"
+            other = "for images" if given.prompt else "for a text, with --prompt"
+            raise ConfigError(
+                f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output")
+            )
     for option, default in {**of_images, **of_text}.items():
         if getattr(given, option) is None:
             setattr(given, option, default)
@@ -76,11 +93,21 @@ def main(arguments: list[str]) -> None:
             if issubclass(kind, Classification)
             else "is not made"
         )
-        raise ConfigError(f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab predict --help")
+        raise ConfigError(
+            f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
+            "predict --help"
+        )
     images = find_images(given.images) if given.images else []
     print(f"weights: {run.checkpoint}", file=sys.stderr)
     if given.prompt:
-        text = generate(run.model, given.prompt.encode(), given.tokens, given.temperature, runtime, shape["context"])
+        text = generate(
+            run.model,
+            given.prompt.encode(),
+            given.tokens,
+            given.temperature,
+            runtime,
+            shape["context"],
+        )
         return print(given.prompt + text.decode(errors="replace"))
     predictor = Predictor(run, runtime, given.top)
     with float32_matmul(run.float32_matmul):
@@ -91,4 +118,6 @@ def main(arguments: list[str]) -> None:
     elif rows:
         write_table(sys.stdout, rows)
     if corrupt:
-        raise ConfigError(f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}")
+        raise ConfigError(
+            f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}"
+        )

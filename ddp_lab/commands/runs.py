@@ -1,12 +1,14 @@
-"""List the runs in a directory, show one of them, or delete those that have neither a finished epoch nor a checkpoint.
+"""List the runs in a directory, show one of them, or delete those that have neither a finished
+epoch nor a checkpoint.
 
 ddp-lab runs                                  a table, the run that changed last at the end
 ddp-lab runs show mine                        the curves of one run
 ddp-lab runs --runs-dir /shared/runs --clean  names what can be deleted, and asks
 
-The runs of sweeps in the directory are listed, too. `best` is the metric of the validation set that chose the best checkpoint,
-else the last one of the test set; `rate` is in samples per second. --clean deletes no run that a launch may be writing in: none
-that is running, and none whose last launch was on another machine less than a day ago. It follows no symbolic link.
+The runs of sweeps in the directory are listed, too. `best` is the metric of the validation set that
+chose the best checkpoint, else the last one of the test set; `rate` is in samples per second.
+--clean deletes no run that a launch may be writing in: none that is running, and none whose last
+launch was on another machine less than a day ago. It follows no symbolic link.
 """
 
 import argparse
@@ -28,42 +30,74 @@ from ddp_lab.run.runs import Run, find_runs
 HEAD = ("name", "state", "epoch", "best", "rate", "age")
 MARKS: dict[str, str] = dict(zip(SETS, ".ox", strict=True))
 UNITS = [(86_400, "d"), (3600, "h"), (60, "min"), (1, "s")]  # of an age, in seconds
-HEIGHT, LABEL = 12, 10  # lines of a curve, and characters of a number beside it
+# lines of a curve, and characters of a number beside it
+HEIGHT = 12
+LABEL = 10
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab runs", __doc__)
-    parser.add_argument("action", nargs="?", choices=["show"], help="show: the curves of the run NAME")
+    parser.add_argument(
+        "action", nargs="?", choices=["show"], help="show: the curves of the run NAME"
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help="name of a run, as in the table")
     parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="runs_dir of the runs (default: runs)"
+        "--runs-dir",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="runs_dir of the runs (default: runs)",
     )
-    parser.add_argument("--clean", action="store_true", help="delete runs without a finished epoch and without a checkpoint")
+    parser.add_argument(
+        "--clean",
+        action="store_true",
+        help="delete runs without a finished epoch and without a checkpoint",
+    )
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     given = parser.parse_args(arguments)
-    if (given.action is None) != (given.name is None) or (given.clean and given.action) or (given.yes and not given.clean):
-        raise ConfigError("ddp-lab runs: needs nothing, show NAME, or --clean with or without --yes; see ddp-lab runs --help")
+    if (
+        (given.action is None) != (given.name is None)
+        or (given.clean and given.action)
+        or (given.yes and not given.clean)
+    ):
+        raise ConfigError(
+            "ddp-lab runs: needs nothing, show NAME, or --clean with or without --yes; see ddp-lab "
+            "runs --help"
+        )
     return given
 
 
 def main(arguments: list[str]) -> None:
     given = parse(arguments)
-    root, runs = given.runs_dir, {run.name: run for run in find_runs(given.runs_dir)}
+    root = given.runs_dir
+    runs = {run.name: run for run in find_runs(given.runs_dir)}
     if given.clean:
         clean(root, [run for run in runs.values() if run.is_removable()], given.yes)
     elif not given.action:
-        print(table(list(runs.values())) if runs else f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
+        print(
+            table(list(runs.values()))
+            if runs
+            else f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs"
+        )
     elif run := runs.get(given.name):
         print(show(run))
     else:
-        close = "".join(f" Did you mean {name}?" for name in difflib.get_close_matches(given.name, runs, 1))
-        raise ConfigError(f"show {given.name}: there is no such run in {root}.{close} `ddp-lab runs` lists the names")
+        close = "".join(
+            f" Did you mean {name}?" for name in difflib.get_close_matches(given.name, runs, 1)
+        )
+        raise ConfigError(
+            f"show {given.name}: there is no such run in {root}.{close} `ddp-lab runs` lists the "
+            "names"
+        )
 
 
 def clean(root: Path, runs: list[Run], yes: bool) -> None:
     """Delete runs after the user has agreed."""
     if not runs:
-        return print(f"nothing to delete in {root}: each run has a finished epoch or a checkpoint, or may be running")
+        return print(
+            f"nothing to delete in {root}: each run has a finished epoch or a checkpoint, or may "
+            "be running"
+        )
     print(table(runs))
     confirm(f"Delete {', '.join(str(run.path) for run in runs)}?", yes)
     for run in runs:
@@ -72,12 +106,20 @@ def clean(root: Path, runs: list[Run], yes: bool) -> None:
 
 def cells(run: Run) -> tuple[str, ...]:
     """Return the row of a run, in the columns HEAD."""
-    (metric, value), last = run.best(), run.rows[-1] if run.rows else {}
+    (metric, value) = run.best()
+    last = run.rows[-1] if run.rows else {}
     best = "-" if value is None else f"{metric} {value:.4f}"
     rate = f"{last['samples_per_second']:,.0f}" if last else "-"
     age = max(1.0, time.time() - run.changed)
     size, unit = next(each for each in UNITS if age >= each[0])
-    return run.name, run.state, f"{last.get('epoch', 0)}/{run.epochs or '?'}", best, rate, f"{age // size:.0f} {unit}"
+    return (
+        run.name,
+        run.state,
+        f"{last.get('epoch', 0)}/{run.epochs or '?'}",
+        best,
+        rate,
+        f"{age // size:.0f} {unit}",
+    )
 
 
 def table(runs: list[Run]) -> str:
@@ -89,17 +131,29 @@ def table(runs: list[Run]) -> str:
 
 def show(run: Run) -> str:
     """Return the row of a run, the error with which it failed, and a curve of each metric."""
-    parts, failure = [table([run])], read_json(run.path / "failure.json")
+    parts = [table([run])]
+    failure = read_json(run.path / "failure.json")
     parts += [failure["message"]] if failure else []
     for kind in kinds_of(run.rows):
-        found = {name: [(row["epoch"], row.get(f"{name}_{kind}")) for row in run.rows] for name in SETS}
-        finite = {name: [(x, y) for x, y in line if y is not None and math.isfinite(y)] for name, line in found.items()}
-        parts += [curve(kind, lines)] if (lines := {name: line for name, line in finite.items() if line}) else []
+        found = {
+            name: [(row["epoch"], row.get(f"{name}_{kind}")) for row in run.rows] for name in SETS
+        }
+        finite = {
+            name: [(x, y) for x, y in line if y is not None and math.isfinite(y)]
+            for name, line in found.items()
+        }
+        parts += (
+            [curve(kind, lines)]
+            if (lines := {name: line for name, line in finite.items() if line})
+            else []
+        )
     return "\n\n".join(parts if run.rows else [*parts, "no epoch is finished"])
 
 
 def curve(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
-    """Return lines over epochs as text, as wide as the terminal; `lines` has at least one point for each set."""
+    """Return lines over epochs as text, as wide as the terminal; `lines` has at least one point for
+    each set.
+    """
     epochs, values = zip(*(point for line in lines.values() for point in line), strict=True)
     (first, last), (low, high) = ((min(each), max(each)) for each in (epochs, values))
     width = min(max(shutil.get_terminal_size().columns, 40), 100) - LABEL - 3
@@ -107,9 +161,16 @@ def curve(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
     for name, line in lines.items():
         xs, ys = zip(*line, strict=True)
         heights = np.interp(np.linspace(first, last, width), xs, ys)
-        for column, row in enumerate(np.rint((high - heights) / ((high - low) or 1) * (HEIGHT - 1)).astype(int)):
+        for column, row in enumerate(
+            np.rint((high - heights) / ((high - low) or 1) * (HEIGHT - 1)).astype(int)
+        ):
             grid[row][column] = MARKS[name]
     labels = {0: f"{high:.4g}", HEIGHT - 1: f"{low:.4g}"}
-    drawn = [f"{labels.get(number, ''):>{LABEL}} |{''.join(row).rstrip()}" for number, row in enumerate(grid)]
+    drawn = [
+        f"{labels.get(number, ''):>{LABEL}} |{''.join(row).rstrip()}"
+        for number, row in enumerate(grid)
+    ]
     axis = f"{'epoch':>{LABEL}}  {first}{last:>{width - len(str(first))}}"
-    return "\n".join([f"{title}: {', '.join(f'{MARKS[name]} {name}' for name in lines)}", *drawn, axis])
+    return "\n".join(
+        [f"{title}: {', '.join(f'{MARKS[name]} {name}' for name in lines)}", *drawn, axis]
+    )

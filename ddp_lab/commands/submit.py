@@ -4,8 +4,9 @@ ddp-lab submit slurm --nodes 2 --gpus 4 strategy=ddp runs_dir=/shared/runs name=
 ddp-lab submit slurm --gpus 4 --queue short strategy=ddp -- --time=2:00:00 --cpus-per-task=16
 ddp-lab submit kubernetes --nodes 2 --gpus 4 --queue team strategy=ddp name=mine -- --namespace=team
 
-What follows `--` are options of sbatch or kubectl. A node gets a rank for each GPU, and one without GPUs. The config is checked
-before anything is printed. docs/schedulers.md describes what a cluster needs.
+What follows `--` are options of sbatch or kubectl. A node gets a rank for each GPU, and one without
+GPUs. The config is checked before anything is printed. docs/schedulers.md describes what a cluster
+needs.
 """
 
 import argparse
@@ -30,16 +31,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab submit", __doc__)
     parser.add_argument("scheduler", choices=["slurm", "kubernetes"])
     parser.add_overrides("Hydra overrides of train.py, then -- and options of sbatch or kubectl")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each machine (default: 1)")
-    parser.add_argument("--queue", metavar="NAME", help="partition of Slurm, LocalQueue of Kueue (default: the cluster's)")
-    parser.add_argument("--config-dir", metavar="DIR", help="directory of your own yaml, which the job must find there, too")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of machines (default: 1)"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="GPUs of each machine (default: 1)"
+    )
+    parser.add_argument(
+        "--queue",
+        metavar="NAME",
+        help="partition of Slurm, LocalQueue of Kueue (default: the cluster's)",
+    )
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="directory of your own yaml, which the job must find there, too",
+    )
     parser.add_argument("--yes", action="store_true", help="submit without asking")
     given = parser.parse_intermixed_args(arguments[:end])
     given.options = arguments[end + 1 :]
     for option, least in {"nodes": 1, "gpus": 0}.items():
         if getattr(given, option) < least:
-            raise ConfigError(f"--{option} {getattr(given, option)}: must be an integer of at least {least}")
+            raise ConfigError(
+                f"--{option} {getattr(given, option)}: must be an integer of at least {least}"
+            )
     return given
 
 
@@ -52,18 +67,36 @@ def main(arguments: list[str]) -> None:
     check(cfg)
     one_process = get_object(cfg.strategy["_target_"]).one_process
     if one_process and given.nodes > 1:
-        raise ConfigError(f"--nodes {given.nodes}: this strategy drives all devices from one process; use --nodes 1")
+        raise ConfigError(
+            f"--nodes {given.nodes}: this strategy drives all devices from one process; use "
+            "--nodes 1"
+        )
     overrides = [*(["--config-dir", given.config_dir] if given.config_dir else []), *overrides]
     if given.scheduler == "slurm":
-        options = [f"--nodes={given.nodes}", *([f"--gpus-per-node={given.gpus}"] if given.gpus else [])]
+        options = [
+            f"--nodes={given.nodes}",
+            *([f"--gpus-per-node={given.gpus}"] if given.gpus else []),
+        ]
         options += [f"--partition={given.queue}"] if given.queue else []
         alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
         name = f"--job-name={cfg.name or 'ddp_lab'}"
-        command = [*alone[0], "sbatch", *options, *given.options, *alone[1], name, str(schedulers.SCRIPT), *overrides]
-        text, sent = schedulers.SCRIPT.read_text(), None
+        command = [
+            *alone[0],
+            "sbatch",
+            *options,
+            *given.options,
+            *alone[1],
+            name,
+            str(schedulers.SCRIPT),
+            *overrides,
+        ]
+        text = schedulers.SCRIPT.read_text()
+        sent = None
     else:
         ranks = 1 if one_process else given.gpus or 1
-        manifest = schedulers.trainjob(cfg.name, given.nodes, given.gpus, ranks, given.queue, overrides)
+        manifest = schedulers.trainjob(
+            cfg.name, given.nodes, given.gpus, ranks, given.queue, overrides
+        )
         command = ["kubectl", "create", "--filename=-", *given.options]
         text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
     print(f"{text}\n{shlex.join(command)}", flush=True)
@@ -72,13 +105,21 @@ def main(arguments: list[str]) -> None:
 
 
 def submit(command: list[str], sent: str | None) -> None:
-    """Run the scheduler's command with `sent` as its standard input. Its exit code becomes that of this process.
+    """Run the scheduler's command with `sent` as its standard input.
+
+    Its exit code becomes that of this process.
 
     Raises:
         ConfigError: the command is not installed on this machine.
         SystemExit: the scheduler rejected the job, which the command has reported.
     """
-    if shutil.which(name := next(word for word in command if word in ("sbatch", "kubectl"))) is None:
-        raise ConfigError(f"{name}: is not installed on this machine; submit where it is, with what is printed above")
+    if (
+        shutil.which(name := next(word for word in command if word in ("sbatch", "kubectl")))
+        is None
+    ):
+        raise ConfigError(
+            f"{name}: is not installed on this machine; submit where it is, with what is printed "
+            "above"
+        )
     if code := subprocess.run(command, input=sent or "", text=True).returncode:
         sys.exit(code)

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
-from ddp_lab.launchers.command import PREEMPTED, command, end_on_requests, refuse_tasks, run_with_config
+from ddp_lab.launchers.command import (
+    PREEMPTED,
+    command,
+    end_on_requests,
+    refuse_tasks,
+    run_with_config,
+)
 
 if TYPE_CHECKING:
     from ddp_lab.run.job import Job
@@ -23,7 +29,9 @@ EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in
 
 
 def main(arguments: list[str]) -> None:
-    """Start the ranks of this machine, or train in this process, if it is a rank itself or the only one."""
+    """Start the ranks of this machine, or train in this process, if it is a rank itself or the only
+    one.
+    """
     end_on_requests()
     from ddp_lab.launchers.start_ranks import is_large, read_options, start_ranks
 
@@ -45,8 +53,8 @@ def main_of_rank(arguments: list[str]) -> None:
 def train_rank(cfg: DictConfig) -> float | None:
     """Train on this rank, and return the metric that `optimize` names, for a Hydra sweeper."""
     check(cfg)
-    # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not needed for --help or for
-    # most config errors.
+    # These imports are not at the top of the file: they load torch, which takes 1.5 s and is not
+    # needed for --help or for most config errors.
     from ddp_lab.observe.metrics_file import objective
     from ddp_lab.resilience.watchdog import COLLECTIVE_GRACE
     from ddp_lab.world.runtime import Runtime
@@ -59,11 +67,16 @@ def train_rank(cfg: DictConfig) -> float | None:
     runtime.exit_if_abandoned(code)
     if code:
         sys.exit(code)
-    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better)[1]  # for a Hydra sweeper
+    # for a Hydra sweeper
+    return objective(run_dir / "metrics.jsonl", cfg.optimize, lower_is_better)[1]
 
 
 def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, bool]:
-    """Train; return how the run ended, its directory, and whether low values of the metric `optimize` are good. Collective."""
+    """Train; return how the run ended, its directory, and whether low values of the metric
+    `optimize` are good.
+
+    Collective.
+    """
     from ddp_lab.run.train import train
 
     job = runtime.succeed("checks", partial(prepare_job, cfg, runtime))
@@ -73,8 +86,15 @@ def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, b
 
 
 def prepare_job(cfg: DictConfig, runtime: "Runtime") -> "Job":
-    """Construct the run, whose batch and whose state fit in the memory of its devices. Collective."""
-    if "auto" in (cfg.batch_size, cfg.accumulate) or cfg.memory_limit or runtime.device.type == "cuda":
+    """Construct the run, whose batch and whose state fit in the memory of its devices.
+
+    Collective.
+    """
+    if (
+        "auto" in (cfg.batch_size, cfg.accumulate)
+        or cfg.memory_limit
+        or runtime.device.type == "cuda"
+    ):
         from ddp_lab.advise.fit import prepare_in_memory
 
         return prepare_in_memory(cfg, runtime)

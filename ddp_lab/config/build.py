@@ -1,4 +1,6 @@
-"""A config group: the construction of the object that its `_target_` names, and the schema of its options."""
+"""A config group: the construction of the object that its `_target_` names, and the schema of its
+options.
+"""
 
 import inspect
 import logging
@@ -18,8 +20,8 @@ from ddp_lab.config.types import TRACKERS
 
 Config = DictConfig
 
-# The groups in the order in which they are checked. Each is listed with the constructor parameters that the code passes, which
-# are therefore not keys of the config.
+# The groups in the order in which they are checked. Each is listed with the constructor parameters
+# that the code passes, which are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
     "model": ["in_channels", "image_size", "num_classes", "input_shape", "vocabulary", "context"],
@@ -32,11 +34,12 @@ GROUPS: dict[str, list[str]] = {
 
 
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the class or function that `_target_` names, with hydra.utils.instantiate, and return the result.
+    """Call the class or function that `_target_` names, with hydra.utils.instantiate, and return
+    the result.
 
-    `fused: null` is not passed to a constructor without this option: some optimizers do not have it, and the overrides of a
-    launch line cannot delete a null. An exception of the constructor is raised unchanged. A partial is returned as a plain
-    `functools.partial`.
+    `fused: null` is not passed to a constructor without this option: some optimizers do not have
+    it, and the overrides of a launch line cannot delete a null. An exception of the constructor is
+    raised unchanged. A partial is returned as a plain `functools.partial`.
 
     Args:
         node: The config group: `_target_` and the keyword arguments for it.
@@ -48,7 +51,8 @@ def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         built = instantiate(node, *args, **kwargs)
     except InstantiationException as error:
         raise error.__cause__ or error from None
-    if isinstance(built, partial):  # Hydra 1.3.8's own partial costs 0.1 ms per call, and every training step makes one
+    # Hydra 1.3.8's own partial costs 0.1 ms per call, and every training step makes one
+    if isinstance(built, partial):
         return partial(built.func, *built.args, **built.keywords)
     return built
 
@@ -78,7 +82,9 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
 
 
 def for_cpu(optimizer: Any) -> Any:
-    """Return an optimizer that is only tried on the CPU, without `capturable`, which CPUs do not have."""
+    """Return an optimizer that is only tried on the CPU, without `capturable`, which CPUs do not
+    have.
+    """
     for group in optimizer.param_groups:
         group |= {"capturable": False} if "capturable" in group else {}
     return optimizer
@@ -92,18 +98,26 @@ def require_no_closure(optimizer: Any) -> None:
     """
     parameters = inspect.signature(optimizer.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    needed = [
+        each.name for each in parameters if each.default is each.empty and each.kind not in variable
+    ]
     if needed:
         raise ConfigError(
-            f"optimizer: the step of {type(optimizer).__name__} needs the argument {needed[0]}, by which it would compute "
-            "the loss several times in a step. Here a step computes the gradient once, over the ranks and micro-batches of "
-            "the global batch. Use an optimizer whose step needs no argument, for example torch.optim.AdamW"
+            f"optimizer: the step of {type(optimizer).__name__} needs the argument {needed[0]}, by "
+            "which it would compute the loss several times in a step. Here a step computes the "
+            "gradient once, over the ranks and micro-batches of the global batch. Use an "
+            "optimizer whose step needs no argument, for example torch.optim.AdamW"
         )
 
 
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
-    """Return whether the constructor has the option `fused` of a config group, if it is null there; else True."""
-    return node.get("fused", False) is not None or "fused" in inspect.signature(get_object(node["_target_"])).parameters
+    """Return whether the constructor has the option `fused` of a config group, if it is null there;
+    else True.
+    """
+    return (
+        node.get("fused", False) is not None
+        or "fused" in inspect.signature(get_object(node["_target_"])).parameters
+    )
 
 
 class AnyKeys(Keys):
@@ -126,13 +140,17 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     """
     target = find_target(f"{group}._target_", node.get("_target_", "???"))
     try:
-        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+        hints = get_type_hints(
+            target.__init__ if inspect.isclass(target) else target, include_extras=True
+        )
     except NameError:  # an annotation that exists only for type checkers
         hints = {}
     texts = descriptions(target)
-    fields, base = {}, Keys
+    fields = {}
+    base = Keys
     parameters = list(inspect.signature(target).parameters.items())
-    if group == "loss" and not inspect.isclass(target):  # a function gets the logits and the targets at every step
+    # a function gets the logits and the targets at every step
+    if group == "loss" and not inspect.isclass(target):
         parameters = parameters[2:]
     for name, parameter in parameters:
         hint = hints.get(name, Any)
@@ -142,20 +160,30 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
             continue
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
-        if name in GROUPS.get(group, ["run"]) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        if name in GROUPS.get(group, ["run"]) or parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
             continue
         default = ... if parameter.default is parameter.empty else parameter.default
         # YAML has no tuples, so a list is accepted in place of a tuple.
-        fields[name] = (list if get_origin(hint) is tuple else hint, Field(default, description=texts.get(name)))
+        fields[name] = (
+            list if get_origin(hint) is tuple else hint,
+            Field(default, description=texts.get(name)),
+        )
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
     if group == "model":
-        fields |= {name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()}
+        fields |= {
+            name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()
+        }
     return create_model(target.__name__, __base__=base, **fields)
 
 
 def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
-    """Yield the keys and values of a nested config, with the keys of groups before them: data.root."""
+    """Yield the keys and values of a nested config, with the keys of groups before them:
+    data.root.
+    """
     if not isinstance(node, dict):
         yield key, node
         return
@@ -163,24 +191,37 @@ def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
         yield from leaves(value, f"{key}.{name}" if key else str(name))
 
 
-def tracker_nodes(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def tracker_nodes(
+    tracker: str | Sequence[str], given: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Return `_target_` and the options of each chosen tracker, by name.
 
     Args:
         tracker: the key `tracker`.
-        given: the key `tracker_options`. The options of mine.Tracker are in it as {"mine": {"Tracker": {...}}}.
+        given: the key `tracker_options`. The options of mine.Tracker are in it as {"mine":
+            {"Tracker": {...}}}.
     """
     names = [tracker] if isinstance(tracker, str) else tracker
     return {
-        name: {"_target_": TRACKERS.get(name, name), **reduce(lambda node, part: node.get(part, {}), name.split("."), given)}
+        name: {
+            "_target_": TRACKERS.get(name, name),
+            **reduce(lambda node, part: node.get(part, {}), name.split("."), given),
+        }
         for name in names
         if name != "none"
     }
 
 
-def chosen_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> dict[str, Callable[[Any], Any]]:
-    """Return a function of a TrackedRun that constructs each chosen tracker, by name. Arguments as in `tracker_nodes`."""
-    return {name: partial(make_tracker, node) for name, node in tracker_nodes(tracker, given).items()}
+def chosen_trackers(
+    tracker: str | Sequence[str], given: Mapping[str, Any]
+) -> dict[str, Callable[[Any], Any]]:
+    """Return a function of a TrackedRun that constructs each chosen tracker, by name.
+
+    Arguments as in `tracker_nodes`.
+    """
+    return {
+        name: partial(make_tracker, node) for name, node in tracker_nodes(tracker, given).items()
+    }
 
 
 def make_tracker(node: Mapping[str, Any], run: Any) -> Any:
@@ -196,14 +237,15 @@ def find_target(key: str, name: Any) -> Any:
         ConfigError: the value is missing or is not the name of a class or function.
     """
     allowed = (
-        "must be the name of a class or function that Python can import, for example mynet.MyNet from a file mynet.py in the "
-        "current directory"
+        "must be the name of a class or function that Python can import, for example mynet.MyNet "
+        "from a file mynet.py in the current directory"
     )
     if name == "???":
         raise ConfigError(f"{key}: is missing; it {allowed}")
     if inspect.isclass(name):  # in a Lab
         return name
-    log = logging.getLogger("hydra.utils")  # get_object logs the error that it raises, which would be a second message
+    # get_object logs the error that it raises, which would be a second message
+    log = logging.getLogger("hydra.utils")
     log.disabled = True
     try:
         target = get_object(name)
@@ -218,11 +260,17 @@ def find_target(key: str, name: Any) -> Any:
 
 
 def descriptions(target: Any) -> dict[str, str]:
-    """Return the texts of the `Args:` section of a docstring, by argument name; a class inherits those of its bases."""
+    """Return the texts of the `Args:` section of a docstring, by argument name; a class inherits
+    those of its bases.
+    """
     found = {}
     for described in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
-        section = re.search(r"^Args:\n((?:    .*\n?)+)", inspect.cleandoc(described.__doc__ or ""), re.MULTILINE)
-        for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section[1] if section else "", re.MULTILINE):
+        section = re.search(
+            r"^Args:\n((?:    .*\n?)+)", inspect.cleandoc(described.__doc__ or ""), re.MULTILINE
+        )
+        for name, text in re.findall(
+            r"^    (\w+): (.+(?:\n {8}.+)*)", section[1] if section else "", re.MULTILINE
+        ):
             text = " ".join(text.split())
             found[name] = text[0].upper() + text[1:]
     return found

@@ -36,7 +36,9 @@ def resolved(cfg: Config) -> dict[str, Any]:
 
 def text_without(cfg: Config, keys: Collection[str]) -> str:
     """Return a config as YAML, without some of its keys."""
-    return OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in keys]))
+    return OmegaConf.to_yaml(
+        OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in keys])
+    )
 
 
 def remove(cfg: Config, key: str) -> None:

@@ -1,4 +1,6 @@
-"""Validation of a composed config against its schema, and the one-line messages about what is not allowed."""
+"""Validation of a composed config against its schema, and the one-line messages about what is not
+allowed.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +11,16 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ValidationError
 
-from ddp_lab.config.build import GROUPS, build, find_target, for_cpu, options, require_no_closure, takes_fused, tracker_nodes
+from ddp_lab.config.build import (
+    GROUPS,
+    build,
+    find_target,
+    for_cpu,
+    options,
+    require_no_closure,
+    takes_fused,
+    tracker_nodes,
+)
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
@@ -30,19 +41,27 @@ PLAIN = {
 
 
 def check(cfg: DictConfig) -> RunConfig:
-    """Validate the config and return it as a frozen object of plain values; the groups with a `_target_` remain dicts.
+    """Validate the config and return it as a frozen object of plain values; the groups with a
+    `_target_` remain dicts.
 
     Raises:
-        ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of range.
+        ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of
+            range.
     """
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     config = validate(RunConfig, values)
-    groups = {"data.dataset": config.data.dataset, **{name: getattr(config, name) for name in GROUPS if "." not in name}}
+    groups = {
+        "data.dataset": config.data.dataset,
+        **{name: getattr(config, name) for name in GROUPS if "." not in name},
+    }
     check_trackers(config.tracker, config.tracker_options)
-    # The optimizer's ranges are checked first, because looking up the constructors imports torch, which takes 1.5 s.
+    # The optimizer's ranges are checked first, because looking up the constructors imports torch,
+    # which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
-        given = {key: value for key, value in node.items() if not key.startswith("_") and value != "???"}
+        given = {
+            key: value for key, value in node.items() if not key.startswith("_") and value != "???"
+        }
         schema = options(group, node)
         if group == "optimizer" and not takes_fused(node):
             del given["fused"]
@@ -72,24 +91,36 @@ def check_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> No
     """Check that the chosen trackers can be constructed.
 
     Raises:
-        ConfigError: a package is missing, a class does not exist or is not a tracker, or an option is not allowed.
+        ConfigError: a package is missing, a class does not exist or is not a tracker, or an option
+            is not allowed.
     """
     chosen = tracker_nodes(tracker, given)
     known = [*TRACKERS, *(name.partition(".")[0] for name in chosen if name not in TRACKERS)]
     for name in given:
         if name not in known:
-            raise ConfigError(unknown_key(f"tracker_options.{name}", given[name], "tracker_options.", known))
+            raise ConfigError(
+                unknown_key(f"tracker_options.{name}", given[name], "tracker_options.", known)
+            )
     for name, node in chosen.items():
         if name in EXTRAS and find_spec(name) is None:
-            raise ConfigError(f"tracker={name}: needs the package {name}. Use pip install 'ddp_lab[{name}]', or tracker=none")
-        target = find_target("tracker", node["_target_"])
-        if missing := [method for method in METHODS if isinstance(target, type) and not hasattr(target, method)]:
             raise ConfigError(
-                f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker has {', '.join(METHODS)}, as "
-                "ddp_lab.observe.trackers.base.Tracker"
+                f"tracker={name}: needs the package {name}. Use pip install 'ddp_lab[{name}]', or "
+                "tracker=none"
+            )
+        target = find_target("tracker", node["_target_"])
+        if missing := [
+            method for method in METHODS if isinstance(target, type) and not hasattr(target, method)
+        ]:
+            raise ConfigError(
+                f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker "
+                f"has {', '.join(METHODS)}, as ddp_lab.observe.trackers.base.Tracker"
             )
         group = f"tracker_options.{name}"
-        validate(options(group, node), {key: value for key, value in node.items() if key != "_target_"}, f"{group}.")
+        validate(
+            options(group, node),
+            {key: value for key, value in node.items() if key != "_target_"},
+            f"{group}.",
+        )
 
 
 def check_optimizer(node: dict[str, Any]) -> None:
@@ -113,12 +144,19 @@ def check_optimizer(node: dict[str, Any]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
-        given = ", ".join(f"{key}={value}" for key, value in node.items() if not key.startswith("_"))
-        raise ConfigError(f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given {given}") from None
+        given = ", ".join(
+            f"{key}={value}" for key, value in node.items() if not key.startswith("_")
+        )
+        raise ConfigError(
+            f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given {given}"
+        ) from None
 
 
-def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> str:
-    """Return the message for the first missing key or, if no key is missing, for the first wrong value.
+def explain(
+    error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = ""
+) -> str:
+    """Return the message for the first missing key or, if no key is missing, for the first wrong
+    value.
 
     Args:
         error: The errors of all keys, in the order of the model's fields.
@@ -129,12 +167,17 @@ def explain(error: ValidationError, model: type[BaseModel], values: Mapping[str,
     first = min(error.errors(), key=lambda found: found["type"] != "missing")
     name, *rest = map(str, first["loc"])
     while rest and is_model(nested := model.model_fields[name].annotation):
-        model, values, prefix = nested, values[name], f"{prefix}{name}."
+        model = nested
+        values = values[name]
+        prefix = f"{prefix}{name}."
         name, *rest = rest
-    key, value = f"{prefix}{name}", values.get(name)
+    key = f"{prefix}{name}"
+    value = values.get(name)
     if first["type"] == "extra_forbidden":
         set_in_conf = [name for name in values if name in model.model_fields]
-        return unknown_key(key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields])))
+        return unknown_key(
+            key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields]))
+        )
     field = model.model_fields[name]
     allowed = describe(field.annotation, field.metadata)
     if first["type"] == "missing":
@@ -162,11 +205,13 @@ def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
     for item in metadata:
         if isinstance(item, Allowed):
             return item.text
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return describe(args[0], args[1:])
     if origin in (Union, UnionType):
-        # The order is "null or a list, each X": in "a list, each X or null", the null would seem to be an alternative to X.
+        # The order is "null or a list, each X": in "a list, each X or null", the null would seem to
+        # be an alternative to X.
         composite = any(get_origin(arg) in (list, dict) for arg in args)
         return " or ".join(describe(arg) for arg in (reversed(args) if composite else args))
     if origin is Literal:

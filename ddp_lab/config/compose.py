@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 CONF = Path(__file__).parents[1] / "conf"
 
 
-def compose(overrides: list[str], config_dir: str | None = None, with_choices: bool = False) -> DictConfig:
+def compose(
+    overrides: list[str], config_dir: str | None = None, with_choices: bool = False
+) -> DictConfig:
     """Return the config of overrides, which are not checked first.
 
     Args:

@@ -1,29 +1,43 @@
-"""Errors that are shown without a traceback: what is wrong, the value, what is allowed, and what to do."""
+"""Errors that are shown without a traceback: what is wrong, the value, what is allowed, and what to
+do.
+"""
 
 import sysconfig
 import traceback
 from pathlib import Path
 from typing import Literal
 
-# The values of the field `kind` of failure.json, from which scripts read why a launch failed. The text in its field `message`
-# is for people and may change.
-FailureKind = Literal["lost_rank", "lost_node", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"]
+# The values of the field `kind` of failure.json, from which scripts read why a launch failed. The
+# text in its field `message` is for people and may change.
+FailureKind = Literal[
+    "lost_rank", "lost_node", "hang", "exception", "not_finite", "replicas_drifted", "checkpoint"
+]
 # What to do about errors of torch that the user's choices cause, by a part of their texts.
 ADVICE = {
-    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance of one value. Choose a "
-    "batch_size with which each rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too; or "
-    "strategy.batch_norm=sync, with which the ranks together need two",
-    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the same "
-    "overrides, predicts which ones fit",
+    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance "
+    "of one value. Choose a batch_size "
+    "with which each rank, and each "
+    "micro-batch, has two samples or more, "
+    "in the last batch of an epoch, too; "
+    "or strategy.batch_norm=sync, with "
+    "which the ranks together need two",
+    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab "
+    "advise, with the same overrides, predicts which ones fit",
 }
 
 
 class ConfigError(Exception):
-    """A mistake in the config or on the command line. It is raised on every rank; rank 0 reports it."""
+    """A mistake in the config or on the command line.
+
+    It is raised on every rank; rank 0 reports it.
+    """
 
 
 class NodeError(ConfigError):
-    """A problem of one machine (its devices, its files). The first rank of each machine reports it."""
+    """A problem of one machine (its devices, its files).
+
+    The first rank of each machine reports it.
+    """
 
 
 class SampleError(Exception):
@@ -31,7 +45,9 @@ class SampleError(Exception):
 
 
 class TrainingError(Exception):
-    """Training cannot continue, for a reason that is not a bug. The message explains it, so no traceback is shown.
+    """Training cannot continue, for a reason that is not a bug.
+
+    The message explains it, so no traceback is shown.
 
     It is raised on all ranks.
 
@@ -59,23 +75,33 @@ def multiples(number: int, of: int) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an error and, if it was raised in the user's code, the place. No full stop ends it."""
+    """Return the type and the text of an error and, if it was raised in the user's code, the place.
+
+    No full stop ends it.
+    """
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}{place_of(error)}"
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of the user's code in which an error was raised, in parentheses; "" if there is none."""
-    others = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))]
+    """Return file and line of the user's code in which an error was raised, in parentheses; "" if
+    there is none.
+    """
+    others = [
+        Path(__file__).parents[1],
+        *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    ]
     places = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and not any(folder in Path(frame.filename).parents for folder in others)
+        if not frame.filename.startswith("<")
+        and not any(folder in Path(frame.filename).parents for folder in others)
     ]
     return f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
 
 
 def advice(error: str) -> str:
-    """Return a line that says what to do about an error of torch; "" for an error that is not known.
+    """Return a line that says what to do about an error of torch; "" for an error that is not
+    known.
 
     Args:
         error: the text of the error and of its causes.

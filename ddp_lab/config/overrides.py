@@ -25,7 +25,9 @@ HELP = "Overrides look like key=value: ddp-lab train --help"
 LARGER = {"hydra/launcher": "torchrun", "hydra/sweeper": "optuna"}
 
 
-def check_overrides(overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False) -> None:
+def check_overrides(
+    overrides: Sequence[str], config_dir: str | None = None, sweep: bool = False
+) -> None:
     """Check the overrides of a command line.
 
     Args:
@@ -39,7 +41,10 @@ def check_overrides(overrides: Sequence[str], config_dir: str | None = None, swe
             directory `config_dir`.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: there is no such directory. Use the directory of your own yaml")
+        raise ConfigError(
+            f"--config-dir {config_dir}: there is no such directory. Use the directory of your own "
+            "yaml"
+        )
     parsed = [parse(override) for override in overrides]
     groups = find_groups(config_dir)
     for override in parsed:
@@ -82,7 +87,10 @@ def explain_unreadable(override: str, reason: str) -> str:
     if value and value[0] not in "[{'\"":
         quoted = quote(value, mark='"')
         advised = shlex.quote(f"{key}={quoted}")
-        return f"{override}: Hydra cannot read this value. Put it in quotes, within those of the shell: {advised}"
+        return (
+            f"{override}: Hydra cannot read this value. Put it in quotes, within those of the "
+            f"shell: {advised}"
+        )
     first_sentence = " ".join(reason.split()).partition(" See https")[0].rstrip(".")
     return (
         f"{override}: Hydra cannot read this override ({first_sentence}). Overrides look like "
@@ -91,7 +99,9 @@ def explain_unreadable(override: str, reason: str) -> str:
 
 
 def find_groups(config_dir: str | None) -> dict[str, set[str]]:
-    """Return the options of each group of conf/ and of the user's directory, Hydra's own excepted."""
+    """Return the options of each group of conf/ and of the user's directory, Hydra's own
+    excepted.
+    """
     groups: dict[str, set[str]] = {}
     for root in (CONF, *([] if config_dir is None else [Path(config_dir)])):
         for path in root.rglob("*.yaml"):
@@ -119,7 +129,8 @@ def check_option(override: Override, available: Collection[str]) -> None:
     for option in chosen:
         if not isinstance(option, str):
             raise ConfigError(
-                f"{override.input_line}: a group cannot be null or a list. Use one of: {', '.join(sorted(available))}"
+                f"{override.input_line}: a group cannot be null or a list. Use one of: "
+                f"{', '.join(sorted(available))}"
             )
         name = option.removesuffix(".yaml")
         if name not in available:
@@ -174,13 +185,17 @@ def check_keys(
         if override.is_add():
             if exists and not is_table(values, key):
                 changed = str(override.input_line).removeprefix("+")
-                raise ConfigError(f"{override.input_line}: the config sets {key} already. Use {changed}")
+                raise ConfigError(
+                    f"{override.input_line}: the config sets {key} already. Use {changed}"
+                )
             added.add(key)
         elif not exists and not any(key.startswith(f"{each}.") or key == each for each in added):
             raise ConfigError(explain_key(override, values, chosen, targets))
 
 
-def compose_choices(choices: list[str], config_dir: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+def compose_choices(
+    choices: list[str], config_dir: str | None
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the config of chosen options, without resolving it, and the option of each group.
 
     Raises:
@@ -198,11 +213,14 @@ def compose_choices(choices: list[str], config_dir: str | None) -> tuple[dict[st
 
 
 def explain_excluded(key: str) -> str:
-    """Return the message for a key of a chosen option, such as an experiment, that another lacks."""
+    """Return the message for a key of a chosen option, such as an experiment, that another
+    lacks.
+    """
     group = key.rpartition(".")[0].replace(".", "/")
     return (
         f"{key}: is set, but the chosen {group} has no such key. Remove one of the two; "
-        "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a seed"
+        "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with "
+        "a seed"
     )
 
 
@@ -253,7 +271,8 @@ def explain_key(
     hydra_group = group.replace(".", "/")
     if hydra_group in LARGER:
         return (
-            f"{key}={value}: {hydra_group}={chosen[hydra_group]} has no such key; {hydra_group}={LARGER[hydra_group]} has more"
+            f"{key}={value}: {hydra_group}={chosen[hydra_group]} has no such key; "
+            f"{hydra_group}={LARGER[hydra_group]} has more"
         )
     target = targets.get(group, node.get("_target_"))
     if path[0] in parameters(group, target):

@@ -1,7 +1,9 @@
-"""The schema of the config keys: their types. Their meanings are comments in conf/, where their defaults are.
+"""The schema of the config keys: their types.
 
-The options of a group are the parameters of the constructor that its `_target_` names (build.py). `python
-scripts/configuration.py` writes docs/configuration.md from all of these.
+Their meanings are comments in conf/, where their defaults are.
+
+The options of a group are the parameters of the constructor that its `_target_` names (build.py).
+`python scripts/configuration.py` writes docs/configuration.md from all of these.
 """
 
 from typing import Annotated, Literal
@@ -30,9 +32,14 @@ from ddp_lab.config.types import (
 
 
 class Keys(BaseModel):
-    """A set of keys; other keys are rejected. An integer is accepted as a float; a bool or a string is not."""
+    """A set of keys; other keys are rejected.
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True)
+    An integer is accepted as a float; a bool or a string is not.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, arbitrary_types_allowed=True, defer_build=True
+    )
 
 
 class DataConfig(Keys):
@@ -49,7 +56,9 @@ class DataConfig(Keys):
     image_size: Count = 224
     resize: Count | None = None
     crop_scale: list[Positive] | None = None
-    randaugment: Annotated[int, Field(ge=0, le=30), Allowed("an integer from 0 to 30")] | None = None
+    randaugment: Annotated[int, Field(ge=0, le=30), Allowed("an integer from 0 to 30")] | None = (
+        None
+    )
     erasing: Probability = 0.0
     context: Count = 256
     num_classes: Count | None = None

@@ -1,4 +1,6 @@
-"""Types of config values: what pydantic checks, and how error messages and docs/configuration.md describe it."""
+"""Types of config values: what pydantic checks, and how error messages and docs/configuration.md
+describe it.
+"""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Predicate
 from pydantic import Field
 
-SETS = ("train", "val", "test")  # the sets of samples of a dataset, in the order in which their metrics are shown
-FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")  # kinds of injected faults
+# the sets of samples of a dataset, in the order in which their metrics are shown
+SETS = ("train", "val", "test")
+# kinds of injected faults
+FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
 BatchNorm = Literal["local", "sync"]  # the ranks over which BatchNorm computes its statistics
 
 TRACKERS = {
@@ -17,7 +21,8 @@ TRACKERS = {
     "wandb": "ddp_lab.observe.trackers.wandb.WandB",
     "mlflow": "ddp_lab.observe.trackers.mlflow.MLflow",
 }
-EXTRAS = ("wandb", "mlflow")  # trackers that need a package of their name, which an extra of this name installs
+# trackers that need a package of their name, which an extra of this name installs
+EXTRAS = ("wandb", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ def are_trackers(names: list[str]) -> bool:
 
 
 class Every(NamedTuple):
-    """When the metrics of steps are recorded: after every so many steps of the run, or about every so many seconds."""
+    """When the metrics of steps are recorded: after every so many steps of the run, or about every
+    so many seconds.
+    """
 
     steps: int | None = None
     seconds: float | None = None
@@ -68,8 +75,16 @@ RunName = Annotated[
     Field(pattern=r"^[\w=,+-][\w.=,+-]*$"),
     Allowed("a plain directory name (letters, digits and . _ = , + -, not beginning with a dot)"),
 ]
-Best = Annotated[str, Field(pattern=r"^(auto|val_\w+)$"), Allowed("auto or a metric of the validation set, as val_loss")]
-Optimize = Annotated[str, Field(pattern=r"^(auto|(val|test)_\w+)$"), Allowed("auto, or a metric as val_loss or test_accuracy")]
+Best = Annotated[
+    str,
+    Field(pattern=r"^(auto|val_\w+)$"),
+    Allowed("auto or a metric of the validation set, as val_loss"),
+]
+Optimize = Annotated[
+    str,
+    Field(pattern=r"^(auto|(val|test)_\w+)$"),
+    Allowed("auto, or a metric as val_loss or test_accuracy"),
+]
 Injection = Annotated[
     str,
     Predicate(lambda value: parse_fault(value) is not None),
@@ -80,18 +95,22 @@ LogEvery = Annotated[
     Predicate(lambda value: Every.parse(value) is not None),
     Allowed("a number of steps, as 100, or of seconds, as 10s, or off"),
 ]
-# The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's overrides.
+# The blocks of an nn.Sequential are called 0, 1, 2, ..., which are integers in YAML and in Hydra's
+# overrides.
 BlockName = Annotated[str | int, Allowed("the name of a block")]
-ModulePattern = Annotated[str | int, Allowed("the name of a module, or a pattern of names such as experts.*")]
+ModulePattern = Annotated[
+    str | int, Allowed("the name of a module, or a pattern of names such as experts.*")
+]
 Trackers = Annotated[
     str | list[str],
     Predicate(lambda value: are_trackers([value] if isinstance(value, str) else value)),
     Allowed(
-        f"none, or one or several of {', '.join(TRACKERS)} and import paths of classes of your own, such as mine.Tracker from "
-        "a file mine.py in the current directory"
+        f"none, or one or several of {', '.join(TRACKERS)} and import paths of classes of your "
+        "own, such as mine.Tracker from a file mine.py in the current directory"
     ),
 ]
-Group = Annotated[dict[str, Any], Allowed("a config group")]  # its options are checked by `options` of build.py
+# its options are checked by `options` of build.py
+Group = Annotated[dict[str, Any], Allowed("a config group")]
 Resume = Annotated[
     str,
     Predicate(

@@ -1,1 +1,4 @@
-"""Datasets, augmentation, and the shard of samples that each rank reads. Nothing here depends on what the ranks compute."""
+"""Datasets, augmentation, and the shard of samples that each rank reads.
+
+Nothing here depends on what the ranks compute.
+"""

@@ -1,9 +1,11 @@
 """One rank's local batches: which samples they have, and how they are made.
 
-With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the epoch's permutation, as
-torch's `DistributedSampler` does, in local batches of B / W. The local batches of step s on all ranks together are therefore
-the slice [s * B, (s + 1) * B) of the permutation, for any W. If W does not divide the number of samples, a few of them are
-repeated as padding at the end of the last local batch of some ranks, and do not count (`Strategy.real_samples`).
+With W ranks and a global batch of B samples, rank r takes positions r, r + W, r + 2W, ... of the
+epoch's permutation, as torch's `DistributedSampler` does, in local batches of B / W. The local
+batches of step s on all ranks together are therefore the slice [s * B, (s + 1) * B) of the
+permutation, for any W. If W does not divide the number of samples, a few of them are repeated as
+padding at the end of the last local batch of some ranks, and do not count
+(`Strategy.real_samples`).
 """
 
 import math
@@ -27,11 +29,13 @@ class Batch(NamedTuple):
     """One rank's local batch.
 
     Attributes:
-        inputs: [b, ...], on the rank's device: of images float32 [b, channels, height, width], normalised; of tokens int64.
-            Or a tuple or dict of such tensors.
-        targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their probabilities, [b, classes].
-            Padding is at the end, and repeats samples. Or a tuple or dict of tensors; or None, for a loss of the outputs alone.
-        count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known without communication.
+        inputs: [b, ...], on the rank's device: of images float32 [b, channels, height, width],
+            normalised; of tokens int64. Or a tuple or dict of such tensors.
+        targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their
+            probabilities, [b, classes]. Padding is at the end, and repeats samples. Or a tuple or
+            dict of tensors; or None, for a loss of the outputs alone.
+        count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known
+            without communication.
     """
 
     inputs: "Tree"
@@ -51,8 +55,10 @@ class LoaderOptions:
         mean, std: mean and standard deviation of images in [0, 1]: one value, or one per channel.
         shuffle: whether every epoch has a random order.
         seed: seed of the sample order and the augmentation.
-        crop_padding: zeros on each side of an image, in pixels, before a crop of its size at random.
-        ignore: value of the border of a mask, [height, width], that is the target of an image and is cropped with it.
+        crop_padding: zeros on each side of an image, in pixels, before a crop of its size at
+            random.
+        ignore: value of the border of a mask, [height, width], that is the target of an image and
+            is cropped with it.
         flip: whether each image is flipped left to right with probability 1/2.
         num_workers: number of processes of a `WorkerLoader`; 0: it loads in the main process.
         labels: gets the range of the targets; None: nobody needs it.
@@ -74,7 +80,9 @@ class LoaderOptions:
 
 
 def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
-    """Return the result for a tensor, or as `trees.apply`, which a run whose batches are tensors does not load."""
+    """Return the result for a tensor, or as `trees.apply`, which a run whose batches are tensors
+    does not load.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     from ddp_lab.data import trees
@@ -83,9 +91,11 @@ def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
 
 
 def local_order(samples: int, rank: int, ranks: int, seed: int | None, epoch: int) -> torch.Tensor:
-    """Return the indices of a rank's samples in an epoch, those of `DistributedSampler`, as int64 [ceil(samples / ranks)].
+    """Return the indices of a rank's samples in an epoch, those of `DistributedSampler`, as int64
+    [ceil(samples / ranks)].
 
-    That class makes a Python integer of each index, which takes 5 ms for 60,000 samples: LeNet trains on 4,000 meanwhile.
+    That class makes a Python integer of each index, which takes 5 ms for 60,000 samples: LeNet
+    trains on 4,000 meanwhile.
 
     Args:
         samples: number of samples of all ranks.

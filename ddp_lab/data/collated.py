@@ -1,4 +1,6 @@
-"""Samples that a function of the user makes a batch of, for example by padding them to the longest one."""
+"""Samples that a function of the user makes a batch of, for example by padding them to the longest
+one.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +58,8 @@ class Collated(Samples):
         """Return inputs and targets of some samples; a function of seed, epoch and indices.
 
         Raises:
-            ConfigError: a sample cannot be read, or `collate_fn` fails or returns no batch of these samples.
+            ConfigError: a sample cannot be read, or `collate_fn` fails or returns no batch of these
+                samples.
         """
         samples: list[Any] = []
         for index in indices:
@@ -71,10 +74,14 @@ class Collated(Samples):
         except (MemoryError, SampleError):
             raise
         except Exception as error:
-            raise ConfigError(f"{self.name}: sample {number} cannot be read: {describe_error(error)}") from None
+            raise ConfigError(
+                f"{self.name}: sample {number} cannot be read: {describe_error(error)}"
+            ) from None
 
 
-def collate(samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets: Place, name: str) -> tuple[Tree, Tree]:
+def collate(
+    samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets: Place, name: str
+) -> tuple[Tree, Tree]:
     """Return inputs and targets of the batch that a function of the user makes of some samples.
 
     Args:
@@ -89,13 +96,23 @@ def collate(samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets:
     except MemoryError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}") from None
+        raise ConfigError(
+            f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
+        ) from None
     inputs, expected = divide(made, targets, f"{name}: the batch from collate_fn")
     try:
         batch = as_tree(inputs, "inputs"), as_tree(expected, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: {error}") from None
-    found = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
+        raise ConfigError(
+            f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: "
+            f"{error}"
+        ) from None
+    found = require_one_size(
+        f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1]
+    )
     if found != len(samples):
-        raise ConfigError(f"{name}: collate_fn must return a batch of the {len(samples)} samples that it got, got {found}")
+        raise ConfigError(
+            f"{name}: collate_fn must return a batch of the {len(samples)} samples that it got, "
+            f"got {found}"
+        )
     return batch

@@ -24,7 +24,8 @@ DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate wi
 class Samples(ABC):
     """The training set, the validation set or the test set: pairs of an input and a target.
 
-    Each is a tensor of any shape and dtype, or a tuple or dict of tensors. A target is None where there is none.
+    Each is a tensor of any shape and dtype, or a tuple or dict of tensors. A target is None where
+    there is none.
     """
 
     first: "tuple[Tree, Tree]"  # the first sample
@@ -40,7 +41,9 @@ class Samples(ABC):
 
     @abstractmethod
     def subset(self, indices: torch.Tensor, augment: bool) -> "Samples":
-        """Return some of the samples, int64 [n], as training samples (`augment`) or to evaluate with."""
+        """Return some of the samples, int64 [n], as training samples (`augment`) or to evaluate
+        with.
+        """
 
     def number(self, index: int) -> int:
         """Return the number that the user's dataset has for the sample `index`."""
@@ -48,15 +51,21 @@ class Samples(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a sample's input, for example channels, height and width; () if it is no tensor."""
+        """Shape of a sample's input, for example channels, height and width; () if it is no
+        tensor.
+        """
         inputs, _ = self.first
         return tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else ()
 
     @property
     def is_image(self) -> bool:
-        """Whether the inputs are images, which the loader augments and normalises: uint8 [channels, height, width]."""
+        """Whether the inputs are images, which the loader augments and normalises: uint8 [channels,
+        height, width].
+        """
         inputs, _ = self.first
-        return isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3
+        return (
+            isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3
+        )
 
     @property
     def is_tree(self) -> bool:
@@ -64,7 +73,8 @@ class Samples(ABC):
         return not all(isinstance(part, torch.Tensor) for part in self.first)
 
     def example(self, samples: int, device: str = "cpu") -> "tuple[Tree, Tree]":
-        """Return inputs and targets of zeros, with the shapes and dtypes of a batch as the loader returns it: no longer uint8.
+        """Return inputs and targets of zeros, with the shapes and dtypes of a batch as the loader
+        returns it: no longer uint8.
 
         Args:
             samples: of the batch.
@@ -77,7 +87,9 @@ class Samples(ABC):
 
         inputs, targets = self.first
         of_bytes = torch.get_default_dtype() if self.is_image else torch.int64
-        return apply(lambda tensor: zeros(tensor, of_bytes), inputs), apply(lambda tensor: zeros(tensor, torch.int64), targets)
+        return apply(lambda tensor: zeros(tensor, of_bytes), inputs), apply(
+            lambda tensor: zeros(tensor, torch.int64), targets
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,8 @@ class InMemory(Samples):
     """Samples in memory; on the meta device if only the sizes are known. The loader augments them.
 
     Attributes:
-        inputs: [N, ...]; images are uint8 [N, channels, height, width]. Or a tuple or dict of tensors.
+        inputs: [N, ...]; images are uint8 [N, channels, height, width]. Or a tuple or dict of
+            tensors.
         targets: [N, ...]; or a tuple or dict of tensors; or None.
     """
 
@@ -105,7 +118,9 @@ class InMemory(Samples):
         return self.sample(0, 0)
 
     def sample(self, epoch: int, index: int) -> "tuple[Tree, Tree]":
-        return apply(lambda tensor: tensor[index], self.inputs), apply(lambda tensor: tensor[index], self.targets)
+        return apply(lambda tensor: tensor[index], self.inputs), apply(
+            lambda tensor: tensor[index], self.targets
+        )
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +133,10 @@ class InMemory(Samples):
         return next(tensor.device for _, tensor in leaves(inputs))
 
     def subset(self, indices: torch.Tensor, augment: bool) -> "InMemory":
-        chosen = apply(lambda tensor: tensor[indices], self.inputs), apply(lambda tensor: tensor[indices], self.targets)
+        chosen = (
+            apply(lambda tensor: tensor[indices], self.inputs),
+            apply(lambda tensor: tensor[indices], self.targets),
+        )
         return InMemory(*chosen)
 
 
@@ -127,11 +145,13 @@ class Indexed(Samples):
     """Samples that are read one by one when they are needed.
 
     Attributes:
-        read: returns an input, which is a tensor or an image of Pillow, and its target by number. It may draw from the global
-            generators, which are seeded for each sample.
-        numbers: int64 [N], the samples, in order. Worker processes share it, unlike a list of integers.
+        read: returns an input, which is a tensor or an image of Pillow, and its target by number.
+            It may draw from the global generators, which are seeded for each sample.
+        numbers: int64 [N], the samples, in order. Worker processes share it, unlike a list of
+            integers.
         seed: of the run.
-        images: how images of Pillow become tensors, uint8 [channels, height, width]; tensors stay as they are.
+        images: how images of Pillow become tensors, uint8 [channels, height, width]; tensors stay
+            as they are.
         augment: whether images get the random transforms of training.
     """
 
@@ -173,11 +193,16 @@ class Dataset:
 
     Attributes:
         train: what the weights are fitted to.
-        test: what the result is measured with, and nothing is chosen by; None: there is no such set.
-        val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and nothing is chosen.
-        held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has none.
-        digest: hash of the list of files, or of the classes and sizes of data=own, the same on all ranks; empty: not compared.
-        find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded; None: there are no files.
+        test: what the result is measured with, and nothing is chosen by; None: there is no such
+            set.
+        val: what epochs, hyperparameters and weights are chosen by; None: there is no such set, and
+            nothing is chosen.
+        held_out: how `hold_out` chose the validation set; empty if the dataset came with it, or has
+            none.
+        digest: hash of the list of files, or of the classes and sizes of data=own, the same on all
+            ranks; empty: not compared.
+        find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded;
+            None: there are no files.
     """
 
     train: Samples
@@ -201,11 +226,17 @@ class Dataset:
     def describe_sets(self) -> str:
         """Return the sizes of the sets, and how the validation set was chosen."""
         held_out = f" held out by {self.held_out}" if self.held_out else ""
-        parts = {"train": "training on {:,} samples", "val": f"validating on {{:,}}{held_out}", "test": "testing on {:,}"}
+        parts = {
+            "train": "training on {:,} samples",
+            "val": f"validating on {{:,}}{held_out}",
+            "test": "testing on {:,}",
+        }
         return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:
-        """Return the arguments of a model function that follow from the data: those of images, or those of tokens."""
+        """Return the arguments of a model function that follow from the data: those of images, or
+        those of tokens.
+        """
         inputs, targets = self.train.example(1, "meta")
         found: dict[str, Any] = {}
         if self.classes:
@@ -214,24 +245,30 @@ class Dataset:
             return found  # a model of several inputs knows their shapes itself
         shape = tuple(inputs.shape[1:])
         found["input_shape"] = list(shape)
-        is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape  # one for each token
+        # one for each token
+        is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape
         if self.classes and is_next and len(shape) == 1 and not inputs.is_floating_point():
             found |= {"vocabulary": len(self.classes), "context": shape[0]}
-        return found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
+        return (
+            found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
+        )
 
 
 def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
-    """Return the dataset with a validation set of some training samples, which are then not trained on.
+    """Return the dataset with a validation set of some training samples, which are then not trained
+    on.
 
     The choice depends on the arguments alone.
 
     Args:
         dataset: with or without a validation set.
-        fraction: of the training samples; 0: none; None: DEFAULT if the dataset has nothing to evaluate with, else none.
+        fraction: of the training samples; 0: none; None: DEFAULT if the dataset has nothing to
+            evaluate with, else none.
         seed: of the choice.
 
     Raises:
-        ConfigError: the dataset has a validation set already, or no sample is left to train on or to evaluate with.
+        ConfigError: the dataset has a validation set already, or no sample is left to train on or
+            to evaluate with.
     """
     evaluates = bool(dataset.evaluation_sets)
     if fraction is None:
@@ -240,21 +277,25 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         return dataset
     key = f"data.val_fraction={fraction}"
     if dataset.val is not None:
-        raise ConfigError(f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove its own")
+        raise ConfigError(
+            f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove "
+            "its own"
+        )
     size = dataset.train.size
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     chosen = order.argsort() < round(fraction * size)
     training, evaluated = (part.nonzero().flatten() for part in (~chosen, chosen))
     if not len(training) or not len(evaluated):
         raise ConfigError(
-            f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to evaluate with; both must be "
-            "at least 1. Use another fraction, or add samples"
+            f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to "
+            "evaluate with; both must be at least 1. Use another fraction, or add samples"
         )
     return replace(
         dataset,
         train=dataset.train.subset(training, augment=True),
         val=dataset.train.subset(evaluated, augment=False),
-        held_out=f"{key} data.val_seed={seed} of {size:,} samples",  # the choice depends on their number, too
+        # the choice depends on their number, too
+        held_out=f"{key} data.val_seed={seed} of {size:,} samples",
     )
 
 
@@ -270,15 +311,18 @@ def require_same_data(found: list[tuple[str, dict[str, int]]]) -> None:
     first_digest, first_sizes = found[0]
     for rank, (_, sizes) in enumerate(found):
         for name in first_sizes | sizes:
-            own, first = sizes.get(name, 0), first_sizes.get(name, 0)
+            own = sizes.get(name, 0)
+            first = first_sizes.get(name, 0)
             if own != first:
                 raise ConfigError(
-                    f"the dataset: the {name} set has {own:,} samples on rank {rank}, but {first:,} on rank 0. Load the "
-                    "complete set on every rank, from the same files: each rank reads its own part of it by itself"
+                    f"the dataset: the {name} set has {own:,} samples on rank {rank}, but "
+                    f"{first:,} on rank 0. Load the complete set on every rank, from the same "
+                    "files: each rank reads its own part of it by itself"
                 )
     digests = [digest for digest, _ in found]
     if different := [rank for rank, digest in enumerate(digests) if digest != first_digest]:
         raise ConfigError(
-            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks in all); every machine must "
-            "have the same files, of which the same can be decoded, and so the same classes and samples"
+            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks "
+            "in all); every machine must have the same files, of which the same can be decoded, "
+            "and so the same classes and samples"
         )

@@ -1,4 +1,6 @@
-"""The datasets that are held as one uint8 tensor per set, which fits on every device: images, or the bytes of a text."""
+"""The datasets that are held as one uint8 tensor per set, which fits on every device: images, or
+the bytes of a text.
+"""
 
 import os
 import socket
@@ -20,18 +22,24 @@ BYTES = 256  # the size of the vocabulary of a text
 
 
 class Digits:
-    """The 1,797 handwritten digits of scikit-learn (8x8 pixels of 0 to 16), enlarged to 28x28: 1,437 train, 360 test."""
+    """The 1,797 handwritten digits of scikit-learn (8x8 pixels of 0 to 16), enlarged to 28x28:
+    1,437 train, 360 test.
+    """
 
-    sizes, shape, num_classes = (1437, 360), (1, 28, 28), 10
+    sizes = (1437, 360)
+    shape = (1, 28, 28)
+    num_classes = 10
 
     def load(self) -> Dataset:
         """Read the digits from scikit-learn's file."""
-        # load_digits() returns the same numbers, but importing it loads scipy and most of scikit-learn: 800 modules, 1 s.
+        # load_digits() returns the same numbers, but importing it loads scipy and most of
+        # scikit-learn: 800 modules, 1 s.
         package = find_spec("sklearn")
         assert package is not None, "scikit-learn is a dependency of ddp_lab"
         assert package.origin is not None, "scikit-learn is a regular package"
         path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-        table = torch.from_numpy(np.loadtxt(path, delimiter=","))  # [1797, 65]: 64 pixels, then the digit
+        # [1797, 65]: 64 pixels, then the digit
+        table = torch.from_numpy(np.loadtxt(path, delimiter=","))
         images = table[:, :-1].reshape(-1, 1, 8, 8).float() / 16
         images = F.interpolate(images, size=28, mode="bilinear", align_corners=False)
         images = (images * 255).round().to(torch.uint8)
@@ -42,7 +50,8 @@ class Digits:
 
 
 class Synthetic:
-    """A made-up dataset of any shape: each class has a random picture, and each sample is half that picture, half noise.
+    """A made-up dataset of any shape: each class has a random picture, and each sample is half that
+    picture, half noise.
 
     Args:
         train_size: number of training images.
@@ -52,7 +61,14 @@ class Synthetic:
         num_classes: number of classes.
     """
 
-    def __init__(self, train_size: Count, test_size: Count, channels: Count, image_size: Count, num_classes: Count):
+    def __init__(
+        self,
+        train_size: Count,
+        test_size: Count,
+        channels: Count,
+        image_size: Count,
+        num_classes: Count,
+    ):
         self.sizes = train_size, test_size
         self.shape = channels, image_size, image_size
         self.num_classes = num_classes
@@ -87,17 +103,23 @@ class Torchvision:
         "FashionMNIST": "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
         "CIFAR10": "cifar-10-batches-py/{data_batch_1..5,test_batch,batches.meta}",
     }
-    sizes, shape, num_classes = (60000, 10000), (1, 28, 28), 10
+    sizes = (60000, 10000)
+    shape = (1, 28, 28)
+    num_classes = 10
 
     def __init__(self, name: Literal["MNIST", "FashionMNIST", "CIFAR10"], root: str):
-        self.name, self.root = name, Path(root)
+        self.name = name
+        self.root = Path(root)
         if name == "CIFAR10":
-            self.sizes, self.shape = (50000, 10000), (3, 32, 32)
+            self.sizes = (50000, 10000)
+            self.shape = (3, 32, 32)
 
     def _open(self, train: bool, root: Path | None = None, download: bool = False) -> Any:
         import torchvision  # takes 1.5 s, so only these datasets import it
 
-        return getattr(torchvision.datasets, self.name)(root or self.root, train=train, download=download)
+        return getattr(torchvision.datasets, self.name)(
+            root or self.root, train=train, download=download
+        )
 
     def load(self) -> Dataset:
         """Read both splits, which are downloaded first if files are missing.
@@ -112,11 +134,14 @@ class Torchvision:
         return self._read()
 
     def _download(self) -> None:
-        """Download to a temporary directory in `root`, and rename the files: an incomplete download is never used."""
+        """Download to a temporary directory in `root`, and rename the files: an incomplete download
+        is never used.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.root, prefix=".download-") as folder:
-                with default_timeout(60):  # torchvision sets none: an unresponsive server would stall all ranks
+                # torchvision sets none: an unresponsive server would stall all ranks
+                with default_timeout(60):
                     self._open(True, root=Path(folder), download=True)
                 for path in Path(folder).rglob("*"):
                     if path.is_file():
@@ -126,24 +151,33 @@ class Torchvision:
         except (RuntimeError, OSError, ValueError, AssertionError) as error:
             where = f"{self.root.resolve()}/{self.files[self.name]}"
             raise NodeError(
-                f"data.root={self.root}: {self.name} is not on {socket.gethostname()} and could not be downloaded "
-                f"({' '.join(str(error).split())}). Put its files at {where}, or set data.root to the directory that contains "
-                f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no download"
+                f"data.root={self.root}: {self.name} is not on {socket.gethostname()} and could "
+                f"not be downloaded ({' '.join(str(error).split())}). Put its files at {where}, or "
+                "set data.root to the directory that contains "
+                f"{self.files[self.name].split('/')[0]}/, or use data=digits, which needs no "
+                "download"
             ) from None
 
     def _read(self) -> Dataset:
-        train, test = self._open(True), self._open(False)
+        train = self._open(True)
+        test = self._open(False)
 
         def convert(dataset: Any) -> InMemory:
             images = torch.as_tensor(dataset.data)
-            images = images.permute(0, 3, 1, 2).contiguous() if images.dim() == 4 else images.unsqueeze(1)
+            images = (
+                images.permute(0, 3, 1, 2).contiguous()
+                if images.dim() == 4
+                else images.unsqueeze(1)
+            )
             return InMemory(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))
 
 
 class Text:
-    """The bytes of a file. Sample i has the tokens i * context to (i + 1) * context, and as targets those that follow each.
+    """The bytes of a file.
+
+    Sample i has the tokens i * context to (i + 1) * context, and as targets those that follow each.
 
     Args:
         root: the file.
@@ -151,7 +185,8 @@ class Text:
     """
 
     def __init__(self, root: str, context: Count):
-        self.root, self.context = Path(root), context
+        self.root = Path(root)
+        self.context = context
 
     def load(self) -> Dataset:
         """Read the file.
@@ -164,7 +199,8 @@ class Text:
             tokens = torch.from_numpy(np.fromfile(self.root, np.uint8))
         except OSError as error:
             raise NodeError(
-                f"data.root={self.root}: cannot be read on {socket.gethostname()} ({error.strerror}). Use the path of a file"
+                f"data.root={self.root}: cannot be read on {socket.gethostname()} "
+                f"({error.strerror}). Use the path of a file"
             ) from None
         inputs, targets = cut(tokens, self.context, str(self.root))
         return Dataset(InMemory(inputs, targets), None, [str(byte) for byte in range(BYTES)])
@@ -179,8 +215,8 @@ def cut(tokens: torch.Tensor, context: int, name: str) -> tuple[torch.Tensor, to
     number = (len(tokens) - 1) // context
     if number < 2:
         raise ConfigError(
-            f"data.context={context}: {name} has {len(tokens):,} bytes, and two samples or more need {2 * context + 1:,}. Use "
-            "a smaller context or more text"
+            f"data.context={context}: {name} has {len(tokens):,} bytes, and two samples or more "
+            f"need {2 * context + 1:,}. Use a smaller context or more text"
         )
     end = number * context
     return tokens[:end].view(number, context), tokens[1 : end + 1].view(number, context)

@@ -1,4 +1,6 @@
-"""`data=hf`: a dataset of the package `datasets`, from disk, as one that `data=own` takes: images with classes, or text."""
+"""`data=hf`: a dataset of the package `datasets`, from disk, as one that `data=own` takes: images
+with classes, or text.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ class Labelled:
     """
 
     def __init__(self, rows: Any, inputs: str, targets: str):
-        self.rows, self.inputs, self.targets = rows, inputs, targets
+        self.rows = rows
+        self.inputs = inputs
+        self.targets = targets
         self.classes: list[str] = getattr(rows.features[targets], "names", [])
 
     def __len__(self) -> int:
@@ -31,32 +35,44 @@ class Labelled:
 
 
 class Tokens(TensorDataset):
-    """The bytes of a text as tokens, and the tokens that follow them: both uint8 [samples, context]."""
+    """The bytes of a text as tokens, and the tokens that follow them: both uint8 [samples,
+    context].
+    """
 
     classes = range(BYTES)
 
 
-def open_split(split: str, root: str, inputs: str, targets: str | None, context: Count) -> Labelled | Tokens:
+def open_split(
+    split: str, root: str, inputs: str, targets: str | None, context: Count
+) -> Labelled | Tokens:
     """Return a split of a dataset on this machine.
 
     Args:
         split: its name.
-        root: directory that `save_to_disk` wrote, or one of which `load_dataset` finds the format: images in folders, Parquet,
-            JSON, CSV or text.
+        root: directory that `save_to_disk` wrote, or one of which `load_dataset` finds the format:
+            images in folders, Parquet, JSON, CSV or text.
         inputs: the column of images, or of text.
-        targets: the column of classes; null: the bytes of all texts, with a line break after each, are tokens for task=tokens.
+        targets: the column of classes; null: the bytes of all texts, with a line break after each,
+            are tokens for task=tokens.
         context: tokens of a sample.
 
     Raises:
-        ConfigError: the package is missing, there is no such directory or column, or the text is too short.
+        ConfigError: the package is missing, there is no such directory or column, or the text is
+            too short.
     """
     try:
         import datasets
     except ModuleNotFoundError:
-        raise ConfigError("data=hf: needs the package datasets; pip install 'ddp_lab[hf]'") from None
-    folder, key = Path(root), f"data.root={root}"
+        raise ConfigError(
+            "data=hf: needs the package datasets; pip install 'ddp_lab[hf]'"
+        ) from None
+    folder = Path(root)
+    key = f"data.root={root}"
     if not folder.is_dir():  # load_dataset would look for it on the Hub
-        raise ConfigError(f"{key}: is not a directory on this machine. Download the dataset, and use its directory")
+        raise ConfigError(
+            f"{key}: is not a directory on this machine. Download the dataset, and use its "
+            "directory"
+        )
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = datasets.load_from_disk(root)
         found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
@@ -64,22 +80,29 @@ def open_split(split: str, root: str, inputs: str, targets: str | None, context:
         found = datasets.load_dataset(str(folder.resolve()))
     if split not in found:
         raise ConfigError(
-            f"{key}: has no split {split}; it has {', '.join(map(str, found))}. data.val_split and data.test_split name two"
+            f"{key}: has no split {split}; it has {', '.join(map(str, found))}. data.val_split and "
+            "data.test_split name two"
         )
     rows = found[split]
     for name, column in {"inputs": inputs, "targets": targets}.items():
         if column is not None and column not in rows.column_names:
             raise ConfigError(
-                f"data.dataset.{name}={column}: there is no such column; {root} has {', '.join(rows.column_names)}"
+                f"data.dataset.{name}={column}: there is no such column; {root} has "
+                f"{', '.join(rows.column_names)}"
             )
         if column is not None and targets is not None and is_text(rows, column):
             remedy = (
                 "use data.dataset.targets=null task=tokens for a model of text"
                 if name == "inputs"
-                else f"make it classes with dataset.class_encode_column('{column}') of the package datasets, and save_to_disk"
+                else f"make it classes with dataset.class_encode_column('{column}') of the package "
+                "datasets, and save_to_disk"
             )
             raise ConfigError(f"data.dataset.{name}={column}: is text; {remedy}")
-    return tokens_of(rows, inputs, context, root) if targets is None else Labelled(rows, inputs, targets)
+    return (
+        tokens_of(rows, inputs, context, root)
+        if targets is None
+        else Labelled(rows, inputs, targets)
+    )
 
 
 def is_text(rows: Any, column: str) -> bool:
@@ -89,6 +112,11 @@ def is_text(rows: Any, column: str) -> bool:
 def tokens_of(rows: Any, column: str, context: int, root: str) -> Tokens:
     """Return the texts in a column as tokens. The arguments are as in `open_split`."""
     if not is_text(rows, column):
-        raise ConfigError(f"data.dataset.inputs={column}: is not text. Name its classes with data.dataset.targets=COLUMN")
+        raise ConfigError(
+            f"data.dataset.inputs={column}: is not text. Name its classes with "
+            "data.dataset.targets=COLUMN"
+        )
     text = bytearray("".join(f"{row}\n" for row in rows[column] if row is not None), "utf-8")
-    return Tokens(*cut(torch.frombuffer(text, dtype=torch.uint8), context, f"{root}, column {column}"))
+    return Tokens(
+        *cut(torch.frombuffer(text, dtype=torch.uint8), context, f"{root}, column {column}")
+    )

@@ -1,7 +1,8 @@
-"""Image files: how they are found, decoded, and made samples of one size, with random transforms for training.
+"""Image files: how they are found, decoded, and made samples of one size, with random transforms
+for training.
 
-Pillow decodes: torchvision's decoders are as fast, but deprecated. torchvision resizes: its uint8 kernels are faster than
-Pillow's. It is imported at the first use, because that takes 1.5 s.
+Pillow decodes: torchvision's decoders are as fast, but deprecated. torchvision resizes: its uint8
+kernels are faster than Pillow's. It is imported at the first use, because that takes 1.5 s.
 """
 
 import os
@@ -18,7 +19,8 @@ from PIL import Image, ImageOps
 from ddp_lab.config.errors import ConfigError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-FORMATS = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not needed, and some have had security bugs
+# Pillow's other decoders are not needed, and some have had security bugs
+FORMATS = ("JPEG", "PNG", "WEBP")
 
 
 class ImageError(ConfigError):
@@ -26,12 +28,14 @@ class ImageError(ConfigError):
 
 
 def find_files(folder: str, name: str, seen: set[str]) -> Iterator[str]:
-    """Yield the names of the image files in a folder and its subfolders, without those that begin with a dot.
+    """Yield the names of the image files in a folder and its subfolders, without those that begin
+    with a dot.
 
     Args:
         folder: path of the folder.
         name: what the names begin with.
-        seen: the directories that were searched already: none is searched twice, although links may form a loop.
+        seen: the directories that were searched already: none is searched twice, although links may
+            form a loop.
     """
     if (real := os.path.realpath(folder)) in seen:
         return
@@ -46,7 +50,8 @@ def find_files(folder: str, name: str, seen: set[str]) -> Iterator[str]:
 
 
 def decode(path: str | os.PathLike[str]) -> Image.Image:
-    """Return a JPEG, PNG or WebP image, in the orientation that its EXIF data asks for; of an animation the first frame.
+    """Return a JPEG, PNG or WebP image, in the orientation that its EXIF data asks for; of an
+    animation the first frame.
 
     Raises:
         ImageError: the file is missing, truncated or not an image.
@@ -58,9 +63,16 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
             return image
     except MemoryError:
         raise
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for malformed files
-        reason = "not a JPEG, PNG or WebP image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-        raise ImageError(f"{os.fspath(path)}: cannot be decoded ({reason or type(error).__name__})") from None
+    # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for malformed files
+    except Exception as error:
+        reason = (
+            "not a JPEG, PNG or WebP image"
+            if isinstance(error, Image.UnidentifiedImageError)
+            else str(error)
+        )
+        raise ImageError(
+            f"{os.fspath(path)}: cannot be decoded ({reason or type(error).__name__})"
+        ) from None
 
 
 def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
@@ -73,7 +85,8 @@ def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
         channels: 3 for RGB, 1 for grey.
 
     Returns:
-        uint8 [channels, height, width]; in memory the channels of a pixel are neighbours, which torchvision resizes fastest.
+        uint8 [channels, height, width]; in memory the channels of a pixel are neighbours, which
+        torchvision resizes fastest.
     """
     if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 255
         grey = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
@@ -86,7 +99,8 @@ def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """How images are transformed: the keys of these names in conf/data/own.yaml, which says what they do.
+    """How images are transformed: the keys of these names in conf/data/own.yaml, which says what
+    they do.
 
     Raises:
         ConfigError: `resize` or `crop_scale` is not allowed.
@@ -102,11 +116,15 @@ class ImageOptions:
 
     def __post_init__(self) -> None:
         if self.short_side < self.image_size:
-            raise ConfigError(f"data.resize={self.resize}: must be at least data.image_size={self.image_size}")
-        if self.crop_scale is not None and not (len(self.crop_scale) == 2 and self.crop_scale[0] <= self.crop_scale[1] <= 1):
             raise ConfigError(
-                f"data.crop_scale={list(self.crop_scale)}: must be null or the smallest and the largest area of a crop, for "
-                "example [0.08,1.0]"
+                f"data.resize={self.resize}: must be at least data.image_size={self.image_size}"
+            )
+        if self.crop_scale is not None and not (
+            len(self.crop_scale) == 2 and self.crop_scale[0] <= self.crop_scale[1] <= 1
+        ):
+            raise ConfigError(
+                f"data.crop_scale={list(self.crop_scale)}: must be null or the smallest and the "
+                "largest area of a crop, for example [0.08,1.0]"
             )
 
     @property
@@ -125,8 +143,9 @@ class ImageOptions:
         The shorter side is resized, bilinear and antialiased, before the crop.
 
         Args:
-            augment: with the random transforms of training, which draw from torch's global generator only, in place of the
-                square in the centre. The device flips images (augment.py).
+            augment: with the random transforms of training, which draw from torch's global
+                generator only, in place of the square in the centre. The device flips images
+                (augment.py).
         """
         from torchvision.transforms import v2
 
@@ -136,12 +155,19 @@ class ImageOptions:
         ]
         if augment and self.crop_scale:
             smallest, largest = self.crop_scale
-            steps.append(v2.RandomResizedCrop(self.image_size, scale=(smallest, largest), antialias=True))
+            steps.append(
+                v2.RandomResizedCrop(self.image_size, scale=(smallest, largest), antialias=True)
+            )
         else:
             steps.append(v2.CenterCrop(self.image_size))
-        if augment and self.randaugment is not None:  # on Pillow's images 3.6 times as fast as on tensors
+        # on Pillow's images 3.6 times as fast as on tensors
+        if augment and self.randaugment is not None:
             steps += [v2.ToPILImage(), v2.RandAugment(magnitude=self.randaugment), v2.PILToTensor()]
         if augment and self.erasing:
             fill = [float(round(255 * value)) for value in self.mean]
-            steps.append(v2.RandomErasing(self.erasing, value=cast(float, fill if len(fill) > 1 else fill[0])))
+            steps.append(
+                v2.RandomErasing(
+                    self.erasing, value=cast(float, fill if len(fill) > 1 else fill[0])
+                )
+            )
         return v2.Compose(steps)

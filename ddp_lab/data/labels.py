@@ -1,8 +1,10 @@
-"""The range of the labels, which is known on the host before a loss on a device could fail because of one.
+"""The range of the labels, which is known on the host before a loss on a device could fail because
+of one.
 
-On a GPU, a label that is no class of the model ends the process with an assertion of the device, and a look at the labels of
-each step would make the host wait for it. Therefore a loader adds the range of the labels that it has in host memory, or once
-of all that it keeps on a device, and the loss compares numbers on the host.
+On a GPU, a label that is no class of the model ends the process with an assertion of the device,
+and a look at the labels of each step would make the host wait for it. Therefore a loader adds the
+range of the labels that it has in host memory, or once of all that it keeps on a device, and the
+loss compares numbers on the host.
 """
 
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 
 from ddp_lab.config.errors import SampleError
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # torch has no minimum of the others
+# torch has no minimum of the others
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 PART = 2**24  # labels of which a copy is made at once
 
 
@@ -23,7 +26,8 @@ class LabelRange:
 
     Attributes:
         low, high: the range, which always contains 0.
-        is_complete: whether a loader adds the labels of all batches, so that none has to be measured again.
+        is_complete: whether a loader adds the labels of all batches, so that none has to be
+            measured again.
     """
 
     def __init__(self, ignore: int | None = None):
@@ -32,18 +36,25 @@ class LabelRange:
         self.is_complete = False
 
     def expect_loader(self) -> None:
-        """Expect the labels of all batches from a loader, which adds them before it returns a batch."""
+        """Expect the labels of all batches from a loader, which adds them before it returns a
+        batch.
+        """
         self.is_complete = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LabelRange":
         return self  # a copy of a task, for another device, gets the same labels
 
     def measure(self, targets: Any) -> tuple[int, int]:
-        """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they are no integers.
+        """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they
+        are no integers.
 
         Labels are a tensor: targets that are a dict or tuple are none.
         """
-        if not isinstance(targets, torch.Tensor) or targets.dtype not in INTEGERS or not targets.numel():
+        if (
+            not isinstance(targets, torch.Tensor)
+            or targets.dtype not in INTEGERS
+            or not targets.numel()
+        ):
             return 0, 0
         low, high = (int(bound) for bound in targets.aminmax())
         if self.ignore is not None and low <= self.ignore <= high:
@@ -76,7 +87,8 @@ class LabelRange:
         self.add_from(targets)
         if self.low >= 0 and self.high < classes:
             return
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         self.low = self.high = 0  # a notebook may go on with other targets
         also = "" if self.ignore is None else f", or {self.ignore} where they do not count"
         allowed = f"labels must be 0 to {classes - 1}{also}"
@@ -90,5 +102,11 @@ class LabelRange:
 
 
 def is_on_host(tensor: Any) -> bool:
-    """Return whether values can be read at once: of no device, of no plan's fake tensors, and in no compilation."""
-    return type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Return whether values can be read at once: of no device, of no plan's fake tensors, and in no
+    compilation.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )

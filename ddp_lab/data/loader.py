@@ -1,4 +1,6 @@
-"""The loaders of one rank's local batches: their interface, and the loader that keeps all samples on the device."""
+"""The loaders of one rank's local batches: their interface, and the loader that keeps all samples
+on the device.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,24 +22,30 @@ Trees = tuple["Tree", "Tree"]
 
 
 def scale_and_offset(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensors:
-    """Return the tensors, [channels, 1, 1], with which uint8 images are normalised: images * scale - offset."""
-    means, deviations = (torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std))
+    """Return the tensors, [channels, 1, 1], with which uint8 images are normalised: images * scale
+    - offset.
+    """
+    means, deviations = (
+        torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std)
+    )
     return 1 / (255 * deviations), means / deviations
 
 
 class Loader(ABC):
-    """The local batches of one rank, augmented and normalised on its device. A subclass reads the samples.
+    """The local batches of one rank, augmented and normalised on its device.
 
-    `set_epoch` selects an epoch, and iterating yields its batches. A CUDA graph makes the same calls one by one: `start_epoch`,
-    and `next_batch` for each of `counts`.
+    A subclass reads the samples.
+
+    `set_epoch` selects an epoch, and iterating yields its batches. A CUDA graph makes the same
+    calls one by one: `start_epoch`, and `next_batch` for each of `counts`.
 
     Args:
         data: the whole set, the same on all ranks.
         options: how batches are made.
 
     Raises:
-        ConfigError: the number of means or standard deviations is neither 1 nor the number of channels, or `crop_padding` is
-            not smaller than the images.
+        ConfigError: the number of means or standard deviations is neither 1 nor the number of
+            channels, or `crop_padding` is not smaller than the images.
     """
 
     def __init__(self, data: Samples, options: LoaderOptions):
@@ -45,21 +53,30 @@ class Loader(ABC):
             check_images(data, options)
         elif options.crop_padding or options.flip:
             raise ConfigError(
-                f"data.crop_padding={options.crop_padding}, data.flip={str(options.flip).lower()}: are for images (uint8, "
-                f"[channels, height, width]); the inputs of these data are {describe_inputs(data)}. Use 0 and false"
+                f"data.crop_padding={options.crop_padding}, data.flip={str(options.flip).lower()}: "
+                "are for images (uint8, [channels, height, width]); the inputs of these data are "
+                f"{describe_inputs(data)}. Use 0 and false"
             )
-        self.data, self.options, self.device = data, options, options.device
+        self.data = data
+        self.options = options
+        self.device = options.device
         self._size = data.size
         self._is_image = data.is_image
         if options.labels is not None:
             options.labels.expect_loader()
-        self.batch_size, self.local_batch_size = options.batch_size, options.batch_size // options.dp_size
-        rank, ranks = options.dp_rank, options.dp_size
-        self.order = partial(local_order, data.size, rank, ranks, options.seed if options.shuffle else None)
+        self.batch_size = options.batch_size
+        self.local_batch_size = options.batch_size // options.dp_size
+        rank = options.dp_rank
+        ranks = options.dp_size
+        self.order = partial(
+            local_order, data.size, rank, ranks, options.seed if options.shuffle else None
+        )
         self.samples = math.ceil(data.size / ranks)  # of this rank, padding included
         self.scale, self.offset = scale_and_offset(options.mean, options.std, options.device)
-        self.epoch = self.start = 0  # where `start_epoch` begins: the epoch, and this rank's samples before
-        self._drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # order and augmentation offsets, by epoch
+        # where `start_epoch` begins: the epoch, and this rank's samples before
+        self.epoch = self.start = 0
+        # order and augmentation offsets, by epoch
+        self._drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # What `next_batch` reads: a CUDA graph captures the addresses.
         self._range = torch.arange(self.local_batch_size, device=self.device)
         self._first = self._range.new_zeros(())
@@ -85,7 +102,9 @@ class Loader(ABC):
         """End the processes of the loader. It can be used no more."""
 
     def set_epoch(self, epoch: int, samples: int = 0) -> None:
-        """Select an epoch, and so its order and augmentation. Without this call, every epoch is the same.
+        """Select an epoch, and so its order and augmentation.
+
+        Without this call, every epoch is the same.
 
         Args:
             epoch: number of the order of the epoch, as `Progress.order`.
@@ -97,13 +116,16 @@ class Loader(ABC):
         replicas = self.options.dp_size
         if samples % replicas and samples < self.data.size:
             raise ConfigError(
-                f"resume: the checkpoint is {samples} samples into an epoch, which is not divisible by {replicas} "
-                "replicas; use the batch_size of the run that wrote it"
+                f"resume: the checkpoint is {samples} samples into an epoch, which is not "
+                f"divisible by {replicas} replicas; use the batch_size of the run that wrote it"
             )
-        self.epoch, self.start = epoch, math.ceil(samples / replicas)
+        self.epoch = epoch
+        self.start = math.ceil(samples / replicas)
 
     def counts(self) -> Iterator[int]:
-        """Yield the number of samples in the GLOBAL batch, without padding, of each batch in the rest of the epoch."""
+        """Yield the number of samples in the GLOBAL batch, without padding, of each batch in the
+        rest of the epoch.
+        """
         for first in range(self.start, self.samples, self.local_batch_size):
             yield min(self.batch_size, self._size - first * self.options.dp_size)
 
@@ -122,49 +144,74 @@ class Loader(ABC):
         self._start(order)
 
     def prefetch_epoch(self) -> None:
-        """Draw the next epoch's order and augmentation offsets while the device still computes this epoch's batches.
+        """Draw the next epoch's order and augmentation offsets while the device still computes this
+        epoch's batches.
 
-        A permutation of 240,000 samples takes the host 3 to 8 ms. In that time LeNet trains on 10,000 to 20,000 samples on
-        four GPUs.
+        A permutation of 240,000 samples takes the host 3 to 8 ms. In that time LeNet trains on
+        10,000 to 20,000 samples on four GPUs.
         """
         self._drawn = {self.epoch + 1: self._draw(self.epoch + 1)}
 
     def _draw(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        order, options = self.order(epoch), self.options
+        order = self.order(epoch)
+        options = self.options
         if self._offsets is None:
             return order, None
-        return order, self._draw_offsets(self.data.size, options.crop_padding, options.flip, options.seed, epoch)[:, order]
+        return order, self._draw_offsets(
+            self.data.size, options.crop_padding, options.flip, options.seed, epoch
+        )[:, order]
 
     def next_batch(self, count: int) -> Batch:
-        """Return the next batch, whose number of samples is the next of `counts`; every rank has as many, with padding."""
+        """Return the next batch, whose number of samples is the next of `counts`; every rank has as
+        many, with padding.
+        """
         size = -(-count // self.options.dp_size)
         return Batch(*self._compute(size), count)
 
     def first(self, number: int) -> Batch:
-        """Return the first samples of this rank, at most `number`, as a batch that is not augmented. Nothing else is read.
+        """Return the first samples of this rank, at most `number`, as a batch that is not
+        augmented.
+
+        Nothing else is read.
 
         Unlike an iteration it needs no worker processes, and has no larger batch on the device.
         """
         indices = self.order(self.epoch)[:number].tolist()
         from ddp_lab.data.trees import stack, to
 
-        inputs, targets = to(stack([self.data.sample(self.epoch, index) for index in indices]), self.device)
+        inputs, targets = to(
+            stack([self.data.sample(self.epoch, index) for index in indices]), self.device
+        )
         return Batch(*self._as_arguments(inputs, targets), len(indices) * self.options.dp_size)
 
-    def compile(self, compile_fn: Callable[[Callable[[int], Trees]], Callable[[int], Trees]]) -> None:
-        """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse its kernels."""
+    def compile(
+        self, compile_fn: Callable[[Callable[[int], Trees]], Callable[[int], Trees]]
+    ) -> None:
+        """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse
+        its kernels.
+        """
         self._compute = compile_fn(self._compute_eagerly)
 
     def _compute_eagerly(self, size: int) -> Trees:
-        """Return the normalised inputs and the targets of a batch. Nothing is decided by values on the device."""
+        """Return the normalised inputs and the targets of a batch.
+
+        Nothing is decided by values on the device.
+        """
         places = self._range[:size] + self._first  # among this rank's samples of the epoch
         self._first += size
         inputs, targets = self._read(places)
-        if self._offsets is not None and isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
-            offsets, padding = self._offsets.index_select(1, places), self.options.crop_padding
+        if (
+            self._offsets is not None
+            and isinstance(inputs, torch.Tensor)
+            and isinstance(targets, torch.Tensor)
+        ):
+            offsets = self._offsets.index_select(1, places)
+            padding = self.options.crop_padding
             inputs = self._augment(inputs, offsets, padding)
             if targets.dim() == 3:
-                targets = self._augment(targets[:, None], offsets, padding, self.options.ignore)[:, 0]
+                targets = self._augment(targets[:, None], offsets, padding, self.options.ignore)[
+                    :, 0
+                ]
         return self._as_arguments(inputs, targets)
 
     def _as_arguments(self, inputs: "Tree", targets: "Tree") -> Trees:
@@ -181,7 +228,9 @@ class Loader(ABC):
 
     @abstractmethod
     def _read(self, places: torch.Tensor) -> Trees:
-        """Return the inputs and targets at these places of the order, the next ones, on the device."""
+        """Return the inputs and targets at these places of the order, the next ones, on the
+        device.
+        """
 
 
 def check_images(data: Samples, options: LoaderOptions) -> None:
@@ -189,34 +238,41 @@ def check_images(data: Samples, options: LoaderOptions) -> None:
     channels, height, width = data.shape
     if data.is_tree and (options.crop_padding or options.flip):
         raise ConfigError(
-            f"data.crop_padding={options.crop_padding}, data.flip={str(options.flip).lower()}: would not change targets that "
-            "are a tuple or dict, such as boxes, together with the images. Use 0 and false, and augment in the dataset"
+            f"data.crop_padding={options.crop_padding}, data.flip={str(options.flip).lower()}: "
+            "would not change targets that are a tuple or dict, such as boxes, together with the "
+            "images. Use 0 and false, and augment in the dataset"
         )
     for key, values in {"data.mean": options.mean, "data.std": options.std}.items():
         if len(values) not in (1, channels):
             raise ConfigError(
-                f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of the images ({channels})"
+                f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of "
+                f"the images ({channels})"
             )
     if options.crop_padding > 0 and options.crop_padding >= min(height, width):
         raise ConfigError(
-            f"data.crop_padding={options.crop_padding}: must be smaller than the images, which are {height} x {width} "
-            f"pixels; allowed: 0 to {min(height, width) - 1}"
+            f"data.crop_padding={options.crop_padding}: must be smaller than the images, which are "
+            f"{height} x {width} pixels; allowed: 0 to {min(height, width) - 1}"
         )
 
 
 def describe_inputs(data: Samples) -> str:
     """Return the shape of an input, or the type of inputs that are several tensors."""
     inputs, _ = data.first
-    return str(list(data.shape)) if isinstance(inputs, torch.Tensor) else f"a {type(inputs).__name__}"
+    return (
+        str(list(data.shape)) if isinstance(inputs, torch.Tensor) else f"a {type(inputs).__name__}"
+    )
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uint8 numbers that are no images, for example tokens, as int64; other tensors as they are."""
+    """Return uint8 numbers that are no images, for example tokens, as int64; other tensors as they
+    are.
+    """
     return tensor.long() if tensor.dtype == torch.uint8 else tensor
 
 
 class DeviceLoader(Loader):
-    """Loader that keeps the whole dataset on the device as uint8 and gathers each batch there: no workers, no host copies.
+    """Loader that keeps the whole dataset on the device as uint8 and gathers each batch there: no
+    workers, no host copies.
 
     A CUDA graph can capture its `next_batch`.
 
@@ -227,7 +283,8 @@ class DeviceLoader(Loader):
     def __init__(self, data: Samples, options: LoaderOptions):
         if not isinstance(data, InMemory):
             raise ConfigError(
-                "data.loader=device: is not supported by samples that are read one by one; use data.loader=workers"
+                "data.loader=device: is not supported by samples that are read one by one; use "
+                "data.loader=workers"
             )
         super().__init__(data, options)
         self.inputs = apply(self._on_device, data.inputs)

@@ -1,4 +1,5 @@
-"""A worker process of a loader that was killed or has exited: what torch says of it as a message with what to do.
+"""A worker process of a loader that was killed or has exited: what torch says of it as a message
+with what to do.
 
 torch raises its error wherever the rank then is, most often while it waits for a batch, but also in
 the middle of a step: a handler of the signal SIGCHLD raises it.
@@ -16,15 +17,22 @@ from ddp_lab.config.errors import SampleError
 from ddp_lab.world.device import size
 
 # As torch's DataLoader and its handler of SIGCHLD say it.
-LOST = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited unexpectedly)")
+LOST = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: ([\w ]+)|exited "
+    "unexpectedly)"
+)
 DEATH = 1.0  # seconds from the end of its connections to that of a process
 SHARED = "/dev/shm"
 LARGER = f"mount -o remount,size=8G {SHARED}, or of a container docker run --shm-size=8g"
-FEWER = "Use fewer worker processes (data.num_workers, in a Lab num_workers) or a smaller batch_size"
+FEWER = (
+    "Use fewer worker processes (data.num_workers, in a Lab num_workers) or a smaller batch_size"
+)
 
 
 def find_lost_worker(error: BaseException | None) -> SampleError | None:
-    """Return what stands for an error of torch about a lost worker process; None if the error has another reason."""
+    """Return what stands for an error of torch about a lost worker process; None if the error has
+    another reason.
+    """
     seen = set[int]()  # what is raised again while its own effect is handled makes a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -36,7 +44,8 @@ def find_lost_worker(error: BaseException | None) -> SampleError | None:
 
 
 def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleError | None:
-    """Return what stands for an error while a batch was received; None if no worker process has ended.
+    """Return what stands for an error while a batch was received; None if no worker process has
+    ended.
 
     A worker passes its batches through a connection, which breaks if it is killed meanwhile.
 
@@ -60,33 +69,41 @@ def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleEr
 
 def lost_worker(pids: str, killed_by: str | None) -> SampleError:
     """Return the error about worker processes. The second argument is that of `describe_end`."""
-    return SampleError(f"a worker process that reads the dataset (pid {pids}) {describe_end(killed_by)}")
+    return SampleError(
+        f"a worker process that reads the dataset (pid {pids}) {describe_end(killed_by)}"
+    )
 
 
 def describe_end(killed_by: str | None) -> str:
     """Return how a worker process has ended, the likely reason, and what to do.
 
     Args:
-        killed_by: the signal in the words of the C library; None: it has exited, or torch does not know.
+        killed_by: the signal in the words of the C library; None: it has exited, or torch does not
+            know.
     """
     names = {signal.strsignal(each): each for each in signal.Signals}
     number = names.get(killed_by)
     how = f"was killed by {number.name if number else killed_by}"
     if number == signal.SIGBUS:
-        return f"{how}, most likely because shared memory is full: {free_shared()}. {FEWER}, or enlarge it ({LARGER})"
+        return (
+            f"{how}, most likely because shared memory is full: {free_shared()}. {FEWER}, or "
+            f"enlarge it ({LARGER})"
+        )
     if number == signal.SIGKILL:
         return (
-            f"{how}, most likely by the system because the memory of the machine or of the container was used up. {FEWER}, "
-            "or keep less in memory in the dataset, of which each process has a copy"
+            f"{how}, most likely by the system because the memory of the machine or of the "
+            f"container was used up. {FEWER}, or keep less in memory in the dataset, of which each "
+            "process has a copy"
         )
     if killed_by is not None:
         return (
-            f"{how}, most likely in a compiled library that the dataset uses. Find the sample with num_workers=0 and "
-            "`python -X faulthandler`"
+            f"{how}, most likely in a compiled library that the dataset uses. Find the sample with "
+            "num_workers=0 and `python -X faulthandler`"
         )
     return (
-        "has exited: it was killed, most likely because memory or shared memory was used up, or the code of the dataset has "
-        f"ended it, for example by os._exit. {FEWER}; with num_workers=0 the dataset is read by the rank itself"
+        "has exited: it was killed, most likely because memory or shared memory was used up, or "
+        f"the code of the dataset has ended it, for example by os._exit. {FEWER}; with "
+        "num_workers=0 the dataset is read by the rank itself"
     )
 
 

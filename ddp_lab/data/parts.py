@@ -19,8 +19,9 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
 
     Args:
         item: a tuple or list, or a dict; without a target also one tensor.
-        targets: place of the target: a key of a dict or an index of a tuple; None: there is no target. The others are the
-            inputs: as they are if a tuple has one other part, else a tuple or a dict.
+        targets: place of the target: a key of a dict or an index of a tuple; None: there is no
+            target. The others are the inputs: as they are if a tuple has one other part, else a
+            tuple or a dict.
         what: begins the message.
 
     Raises:
@@ -38,11 +39,13 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
     is_tuple = isinstance(item, (tuple, list))
     count = len(item) if is_tuple else 0
     if targets == PAIR and count != 2:
-        raise ConfigError(f"{what} must be (input, target), got {describe_sample(item)}. {advice_on_target(item)}")
+        raise ConfigError(
+            f"{what} must be (input, target), got {describe_sample(item)}. {advice_on_target(item)}"
+        )
     if count < 2 or not -count <= targets < count:
         raise ConfigError(
-            f"{what} must be a tuple with the target at targets={targets} and inputs, got {describe_sample(item)}. "
-            f"{advice_on_target(item)}"
+            f"{what} must be a tuple with the target at targets={targets} and inputs, got "
+            f"{describe_sample(item)}. {advice_on_target(item)}"
         )
     parts = [*item]
     target = parts.pop(targets)
@@ -50,7 +53,10 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
 
 
 def has_target(item: Any, targets: Place) -> bool:
-    """Return whether an example is a complete sample, and not its inputs alone. The arguments are as in `divide`."""
+    """Return whether an example is a complete sample, and not its inputs alone.
+
+    The arguments are as in `divide`.
+    """
     if targets is None:
         return True
     if isinstance(targets, str):
@@ -73,7 +79,10 @@ def advice_on_target(item: Any) -> str:
         keys = [*map(str, item)]
         return f'Name the key of its target, for example targets="{keys[-1] if keys else "label"}"'
     if isinstance(item, (tuple, list)) and len(item) > 2:
-        return f"Name the place of its target, for example targets={len(item) - 1}, or targets=-2 for the last but one"
+        return (
+            f"Name the place of its target, for example targets={len(item) - 1}, or targets=-2 for "
+            "the last but one"
+        )
     return "Return an input and its target; or use targets=None for a loss of the outputs alone"
 
 
@@ -92,8 +101,8 @@ def as_tree(value: Any, place: str) -> Tree:
         return value
     if isinstance(value, (str, bytes)):
         raise ConfigError(
-            f"{place} is {type(value).__name__}. Text must become numbers, for example those of tokens or of a class, in the "
-            "dataset or in collate_fn"
+            f"{place} is {type(value).__name__}. Text must become numbers, for example those of "
+            "tokens or of a class, in the dataset or in collate_fn"
         )
     if isinstance(value, Mapping):
         return {str(key): as_tree(part, f'{place}["{key}"]') for key, part in value.items()}
@@ -103,7 +112,9 @@ def as_tree(value: Any, place: str) -> Tree:
 
 
 def is_part(value: Any) -> bool:
-    """Return whether an element of a list is a part of its own, so that the list is not one tensor of numbers."""
+    """Return whether an element of a list is a part of its own, so that the list is not one tensor
+    of numbers.
+    """
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0
     if isinstance(value, (tuple, list)):

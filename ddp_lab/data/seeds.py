@@ -1,6 +1,7 @@
 """Random numbers by index: the seed of whatever is drawn follows from what it is drawn for.
 
-It depends neither on the rank that draws, nor on what was drawn before, nor on where the run was resumed.
+It depends neither on the rank that draws, nor on what was drawn before, nor on where the run was
+resumed.
 """
 
 import hashlib
@@ -13,9 +14,11 @@ import torch
 
 
 def seed_of(what: str, bits: int = 32, **place: int) -> int:
-    """Return the seed of a generator: the first bits of the SHA-256 of a text such as `augment seed=0 epoch=3`.
+    """Return the seed of a generator: the first bits of the SHA-256 of a text such as `augment
+    seed=0 epoch=3`.
 
-    torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch already seed other generators.
+    torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch
+    already seed other generators.
 
     Args:
         what: is drawn.
@@ -28,12 +31,15 @@ def seed_of(what: str, bits: int = 32, **place: int) -> int:
 
 @contextmanager
 def seeded(what: str, **place: int) -> Generator[None]:
-    """Seed the global generators of torch, NumPy and Python, from which datasets draw, by `seed_of`; restore them then."""
+    """Seed the global generators of torch, NumPy and Python, from which datasets draw, by
+    `seed_of`; restore them then.
+    """
     seed = seed_of(what, **place)
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would take 100 us, not 2: it also seeds all devices
+        # torch.manual_seed would take 100 us, not 2: it also seeds all devices
+        torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         try:

@@ -1,4 +1,6 @@
-"""Where a dataset comes from: a class with a method `load`, or with data=own any map-style dataset."""
+"""Where a dataset comes from: a class with a method `load`, or with data=own any map-style
+dataset.
+"""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +24,10 @@ class Source(Protocol):
     """Where a dataset comes from."""
 
     def load(self) -> Dataset:
-        """Return the dataset. The first rank of each machine is the first that calls it, and may download files."""
+        """Return the dataset.
+
+        The first rank of each machine is the first that calls it, and may download files.
+        """
         ...
 
 
@@ -30,7 +35,8 @@ class Source(Protocol):
 class Own:
     """A map-style dataset of the user, of (input, target).
 
-    If its constructor has a parameter `split`, or `train` (true, false), that chooses a set; else it is the training set.
+    If its constructor has a parameter `split`, or `train` (true, false), that chooses a set; else
+    it is the training set.
 
     Args:
         make: constructs a set, with this parameter as a keyword.
@@ -56,22 +62,39 @@ class Own:
         return f"data.dataset._target_={self.target}"
 
     def load(self) -> Dataset:
-        """Construct the training set, the validation set and the test set, and check the first sample of each."""
+        """Construct the training set, the validation set and the test set, and check the first
+        sample of each.
+        """
         made = self.sets()
-        found = range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
+        found = (
+            range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
+        )
         classes = [str(name) for name in found] if isinstance(found, Sequence) else []
         reading = Reading(self.name, self.seed, self.images, len(classes))
-        sets = {name: samples_of(dataset, reading, augment=name == "train") for name, dataset in made.items()}
-        facts = repr((classes, {name: found.size for name, found in sets.items()}))  # to hash all samples would read them
+        sets = {
+            name: samples_of(dataset, reading, augment=name == "train")
+            for name, dataset in made.items()
+        }
+        # to hash all samples would read them
+        facts = repr((classes, {name: found.size for name, found in sets.items()}))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
 
     def sets(self) -> dict[str, Any]:
-        """Construct the training set, the validation set and the test set: map-style datasets by name."""
+        """Construct the training set, the validation set and the test set: map-style datasets by
+        name.
+        """
         if "split" in self.parameters:
-            return {name: self._construct("split", split) for name, split in self.splits.items() if split is not None}
+            return {
+                name: self._construct("split", split)
+                for name, split in self.splits.items()
+                if split is not None
+            }
         if "train" in self.parameters:
-            return {"train": self._construct("train", True), "test": self._construct("train", False)}
+            return {
+                "train": self._construct("train", True),
+                "test": self._construct("train", False),
+            }
         return {"train": self._construct()}
 
     def _construct(self, key: str = "", value: str | bool = "") -> Any:
@@ -81,10 +104,18 @@ class Own:
         except ConfigError:
             raise
         except Exception as error:
-            names = [name for name, split in self.splits.items() if split == value and name != "train"]
-            hint = f". data.{names[0]}_split is the name of this split; null: there is none" if names else ""
+            names = [
+                name for name, split in self.splits.items() if split == value and name != "train"
+            ]
+            hint = (
+                f". data.{names[0]}_split is the name of this split; null: there is none"
+                if names
+                else ""
+            )
             given = f" with {key}={value}" if key else ""
-            raise ConfigError(f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}") from None
+            raise ConfigError(
+                f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,8 @@ class Reading:
         images: how Pillow's images are transformed; None: they are refused.
         classes: number of classes; 0: targets are not classes.
         targets: place of the target in a sample, as in `parts.divide`.
-        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are stacked.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
+            stacked.
     """
 
     name: str
@@ -117,26 +149,41 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
         augment: whether images get the random transforms of training.
 
     Raises:
-        ConfigError: it is not map-style, is empty, or its first sample does not consist of inputs and a target.
+        ConfigError: it is not map-style, is empty, or its first sample does not consist of inputs
+            and a target.
     """
     name = reading.name
     seed = reading.seed
     images = reading.images
     classes = reading.classes
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
-        raise ConfigError(f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one sample")
+        raise ConfigError(
+            f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
+            "sample"
+        )
     if reading.collate_fn is not None:
-        collated = Collated(dataset, reading.collate_fn, reading.targets, torch.arange(len(dataset)), seed, name)
+        collated = Collated(
+            dataset, reading.collate_fn, reading.targets, torch.arange(len(dataset)), seed, name
+        )
         _ = collated.first
         return collated
     if isinstance(dataset, TensorDataset):
         inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0")
         require_no_transforms(inputs, name, images)
-        if classes and isinstance(targets, torch.Tensor) and targets.dim() == 1 and not targets.is_floating_point():
+        if (
+            classes
+            and isinstance(targets, torch.Tensor)
+            and targets.dim() == 1
+            and not targets.is_floating_point()
+        ):
             wrong = ((targets < 0) | (targets >= classes)).nonzero().flatten().tolist()
-            require_class(targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes)
+            require_class(
+                targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes
+            )
         return InMemory(inputs, targets)
-    samples = Indexed(partial(read, dataset, reading), torch.arange(len(dataset)), seed, images, augment)
+    samples = Indexed(
+        partial(read, dataset, reading), torch.arange(len(dataset)), seed, images, augment
+    )
     _ = samples.first
     return samples
 
@@ -145,8 +192,8 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
     """Return a sample of a map-style dataset. The arguments are as in `samples_of`.
 
     Raises:
-        ConfigError: it cannot be read, does not consist of inputs and a target that are tensors or numbers, or its target is
-            no class.
+        ConfigError: it cannot be read, does not consist of inputs and a target that are tensors or
+            numbers, or its target is no class.
     """
     name = reading.name
     images = reading.images
@@ -156,7 +203,9 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
     except MemoryError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}: sample {number} cannot be read: {describe_error(error)}") from None
+        raise ConfigError(
+            f"{name}: sample {number} cannot be read: {describe_error(error)}"
+        ) from None
     inputs, target = divide(item, reading.targets, f"{name}: sample {number}")
     try:
         if not (images and isinstance(inputs, Image.Image)):
@@ -164,31 +213,44 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
             require_no_transforms(inputs, name, images)
         target = as_tree(target, f"{name}: sample {number}: targets")
     except (TypeError, ValueError, RuntimeError) as error:
-        kinds = " and ".join(type(each).__name__ for each in (item.values() if isinstance(item, Mapping) else item))
+        kinds = " and ".join(
+            type(each).__name__ for each in (item.values() if isinstance(item, Mapping) else item)
+        )
         also = ", or an image of Pillow as the input" if images else ""
-        raise ConfigError(f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} ({error})") from None
+        raise ConfigError(
+            f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} "
+            f"({error})"
+        ) from None
     is_tensor = isinstance(target, torch.Tensor)
     if isinstance(inputs, Image.Image) and not is_tensor:
         raise ConfigError(
-            f"{name}: the targets of sample {number} are {type(target).__name__}, but would not be changed with its image of "
-            "Pillow. Return the image as a tensor"
+            f"{name}: the targets of sample {number} are {type(target).__name__}, but would not be "
+            "changed with its image of Pillow. Return the image as a tensor"
         )
     if isinstance(inputs, Image.Image) and is_tensor and target.dim() > 1:
         raise ConfigError(
-            f"{name}: the target of sample {number} is {list(target.shape)}, but would not be resized with its "
-            "image of Pillow. Return both as tensors of one size"
+            f"{name}: the target of sample {number} is {list(target.shape)}, but would not be "
+            "resized with its image of Pillow. Return both as tensors of one size"
         )
-    if classes and isinstance(target, torch.Tensor) and not target.dim() and not target.is_floating_point():
+    if (
+        classes
+        and isinstance(target, torch.Tensor)
+        and not target.dim()
+        and not target.is_floating_point()
+    ):
         require_class(target, name, number, classes)
     return inputs, target
 
 
 def require_class(target: torch.Tensor, name: str, number: int, classes: int) -> None:
-    """Raise a ConfigError unless the target of a sample, an integer, is one of the classes. The arguments are as in `read`."""
+    """Raise a ConfigError unless the target of a sample, an integer, is one of the classes.
+
+    The arguments are as in `read`.
+    """
     if not 0 <= int(target) < classes:
         raise ConfigError(
-            f"{name}: the target of sample {number} is {int(target)}; with {classes} classes it must be 0 to {classes - 1} "
-            "(attribute classes, or data.num_classes)"
+            f"{name}: the target of sample {number} is {int(target)}; with {classes} classes it "
+            f"must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
         )
 
 
@@ -197,6 +259,7 @@ def require_no_transforms(inputs: Tree, name: str, images: ImageOptions | None) 
     if images and images.augments:
         dtypes = ", ".join(str(tensor.dtype) for _, tensor in leaves(inputs))
         raise ConfigError(
-            f"{name}: data.crop_scale, data.randaugment and data.erasing are for images of Pillow, but its inputs are "
-            f"tensors of {dtypes}. Use null, null and 0, or return images of Pillow"
+            f"{name}: data.crop_scale, data.randaugment and data.erasing are for images of Pillow, "
+            f"but its inputs are tensors of {dtypes}. Use null, null and 0, or return images of "
+            "Pillow"
         )

@@ -1,7 +1,8 @@
-"""Nested batches: a tree is a tensor, or a tuple or dict of trees, whose tensors all have one row for each sample.
+"""Nested batches: a tree is a tensor, or a tuple or dict of trees, whose tensors all have one row
+for each sample.
 
-The only functions that walk over one. A tensor, which most batches are, costs no more than the call. None is a tree without
-tensors: the targets of a loss that depends on the outputs alone.
+The only functions that walk over one. A tensor, which most batches are, costs no more than the
+call. None is a tree without tensors: the targets of a loss that depends on the outputs alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,9 @@ def chunk(tree: T, number: int) -> list[T]:
     return parts
 
 
-def stack(samples: Sequence[T], stack_tensors: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack) -> T:
+def stack(
+    samples: Sequence[T], stack_tensors: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack
+) -> T:
     """Return the batch of some samples.
 
     Args:
@@ -111,7 +114,9 @@ def number_of_bytes(tree: Tree) -> int:
 
 
 def form_of(tree: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return what two batches of the same form have in common: names of the tensors, shapes of samples, and dtypes."""
+    """Return what two batches of the same form have in common: names of the tensors, shapes of
+    samples, and dtypes.
+    """
     return [(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in leaves(tree)]
 
 
@@ -129,13 +134,16 @@ def require_one_size(what: str, **trees: Tree) -> int:
     for name, tree in trees.items():
         for place, tensor in leaves(tree, name):
             if not tensor.dim():
-                raise ConfigError(f"{what}: {place} has no dimension, but must be [b, ...], with a row for each sample")
+                raise ConfigError(
+                    f"{what}: {place} has no dimension, but must be [b, ...], with a row for each "
+                    "sample"
+                )
             sizes[place] = len(tensor)
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{place} has {number}" for place, number in sizes.items())
         raise ConfigError(
-            f"{what}: all parts of a batch must have the same number of samples, but {found}. Let each be [b, ...], "
-            "with a row for each sample"
+            f"{what}: all parts of a batch must have the same number of samples, but {found}. Let "
+            "each be [b, ...], with a row for each sample"
         )
     return next(iter(sizes.values()), 0)
 
@@ -154,7 +162,10 @@ def require_tensors(what: str, tree: Any) -> None:
         return
     if not isinstance(tree, (tuple, dict)):
         hint = advice_on(tree)
-        raise ConfigError(f"{what}: must be a tensor, or a tuple or dict of tensors, got {type(tree).__name__}. {hint}")
+        raise ConfigError(
+            f"{what}: must be a tensor, or a tuple or dict of tensors, got {type(tree).__name__}. "
+            f"{hint}"
+        )
     parts: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, part in parts:
         place = f'"{key}"' if isinstance(key, str) else key
@@ -163,6 +174,11 @@ def require_tensors(what: str, tree: Any) -> None:
 
 def advice_on(value: object) -> str:
     """Return what to do about a value that is no tensor."""
-    if isinstance(value, (str, bytes)) or (isinstance(value, list) and value and isinstance(value[0], (str, bytes))):
-        return "Text must become numbers, for example those of tokens or of a class, in the dataset or in collate_fn"
+    if isinstance(value, (str, bytes)) or (
+        isinstance(value, list) and value and isinstance(value[0], (str, bytes))
+    ):
+        return (
+            "Text must become numbers, for example those of tokens or of a class, in the dataset "
+            "or in collate_fn"
+        )
     return "Use torch.as_tensor"

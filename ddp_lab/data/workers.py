@@ -30,13 +30,18 @@ RawBatch = tuple[Tree, Tree, tuple[int, int]]  # inputs, targets, and the range 
 
 
 class Batches(TorchDataset[Sample]):
-    """The samples of a split. The channels of images come last, because those that were decoded have so."""
+    """The samples of a split.
+
+    The channels of images come last, because those that were decoded have so.
+    """
 
     def __init__(self, data: Samples):
         self.data = data
 
     def __getitems__(self, batch: tuple[int, Any]) -> list[Sample]:
-        """Return the samples of a batch: an epoch, and an array of indices. Called by the DataLoader.
+        """Return the samples of a batch: an epoch, and an array of indices.
+
+        Called by the DataLoader.
 
         A batch that a function of the user makes is returned as one sample.
         """
@@ -49,13 +54,17 @@ class Batches(TorchDataset[Sample]):
         samples = [self._sample(epoch, index) for index in indices.tolist()]
         require_equal_shapes(samples, [self.data.number(index) for index in indices.tolist()])
         if self.data.is_image:
-            return [(apply(lambda image: image.permute(1, 2, 0), inputs), target) for inputs, target in samples]
+            return [
+                (apply(lambda image: image.permute(1, 2, 0), inputs), target)
+                for inputs, target in samples
+            ]
         return samples
 
     def _sample(self, epoch: int, index: int) -> Sample:
         try:
             return self.data.sample(epoch, index)
-        except ConfigError as error:  # it would be reported by rank 0 only, but this sample is read by one rank
+        # it would be reported by rank 0 only, but this sample is read by one rank
+        except ConfigError as error:
             raise SampleError(str(error)) from None
 
 
@@ -70,25 +79,33 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
         SampleError: their inputs, or their targets, have different shapes or other parts.
     """
     for place, what in enumerate(("inputs", "targets")):
-        forms = [{name: list(tensor.shape) for name, tensor in leaves(sample[place], what)} for sample in samples]
+        forms = [
+            {name: list(tensor.shape) for name, tensor in leaves(sample[place], what)}
+            for sample in samples
+        ]
         other = next((at for at, form in enumerate(forms) if form != forms[0]), None)
         if other is not None and forms[0].keys() != forms[other].keys():
             raise SampleError(
-                f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but their {what} are "
-                f"{', '.join(forms[0]) or None} and {', '.join(forms[other]) or None}. Return the same parts for all samples"
+                f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
+                f"their {what} are {', '.join(forms[0]) or None} and "
+                f"{', '.join(forms[other]) or None}. Return the same parts for all samples"
             )
         if other is not None:
             name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
-            ways = "" if isinstance(samples[0][place], torch.Tensor) else ", or pad them in collate_fn"
+            ways = (
+                "" if isinstance(samples[0][place], torch.Tensor) else ", or pad them in collate_fn"
+            )
             raise SampleError(
                 f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
                 f"their {name} have the shapes {forms[0][name]} and {forms[other][name]}. Pad them "
-                f"to one shape in the dataset, and let the loss ignore the padding, or cut them to one{ways}"
+                "to one shape in the dataset, and let the loss ignore the padding, or cut them to "
+                f"one{ways}"
             )
 
 
 def collate(labels: LabelRange | None, is_batch: bool, samples: list[Sample]) -> RawBatch:
-    """Return the batch of some samples, with the range of its labels, which costs the worker less than the rank.
+    """Return the batch of some samples, with the range of its labels, which costs the worker less
+    than the rank.
 
     Args:
         labels: measures the targets; None: nobody needs it.
@@ -107,14 +124,17 @@ def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
 
 
 class WorkerLoader(Loader):
-    """Loader whose worker processes load and transform the samples in host memory, with torch's DataLoader.
+    """Loader whose worker processes load and transform the samples in host memory, with torch's
+    DataLoader.
 
-    Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device computes.
+    Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device
+    computes.
     """
 
     def __init__(self, data: Samples, options: LoaderOptions):
         super().__init__(data, options)
-        # Worker processes learn the epoch from each batch: nothing that is set in the main process reaches them once they run.
+        # Worker processes learn the epoch from each batch: nothing that is set in the main process
+        # reaches them once they run.
         self._batches: list[Any] = []
         self._ended: Flag = RawValue(ctypes.c_bool, False)
         self.loader = DataLoader(
@@ -125,7 +145,8 @@ class WorkerLoader(Loader):
             collate_fn=partial(collate, options.labels, isinstance(data, Collated)),
             worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # without it, every `iter` would draw from the global generator
+            # without it, every `iter` would draw from the global generator
+            generator=torch.Generator(),
         )
         self._stream: Iterator[RawBatch] | None = None
         # Called when the loader is freed or, where an exception's frames keep it, before this
@@ -140,7 +161,9 @@ class WorkerLoader(Loader):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes in shared memory: batches that workers prepare ahead, one in use, one being freed, and the workers' queues."""
+        """Bytes in shared memory: batches that workers prepare ahead, one in use, one being freed,
+        and the workers' queues.
+        """
         if not self.loader.num_workers:
             return 0
         batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
@@ -152,8 +175,12 @@ class WorkerLoader(Loader):
     def _start(self, order: torch.Tensor) -> None:
         if self._ended.value:
             raise ConfigError(CLOSED)
-        indices, size = order[self.start :].numpy(), self.local_batch_size  # tensors would go through shared memory
-        self._batches[:] = [(self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)]
+        # tensors would go through shared memory
+        indices = order[self.start :].numpy()
+        size = self.local_batch_size
+        self._batches[:] = [
+            (self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)
+        ]
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:
@@ -161,12 +188,16 @@ class WorkerLoader(Loader):
             raise ConfigError(CLOSED)
         try:
             inputs, targets, found = next(self._stream)
-        except SampleError as error:  # of a worker process, the text is a traceback that ends with the message
-            raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
+        # of a worker process, the text is a traceback that ends with the message
+        except SampleError as error:
+            raise SampleError(
+                str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]
+            ) from None
         except (RuntimeError, OSError, EOFError) as error:
             from ddp_lab.data.lost_worker import find_ended
 
-            workers: Any = getattr(self._stream, "_workers", [])  # torch has no public name for them
+            # torch has no public name for them
+            workers: Any = getattr(self._stream, "_workers", [])
             if lost := find_ended(error, workers):
                 raise lost from None
             raise
@@ -176,5 +207,10 @@ class WorkerLoader(Loader):
         if self._is_image and not isinstance(
             self.data, Collated
         ):  # not contiguous(), which leaves images of one channel with the strides of channels_last
-            inputs = apply(lambda images: images.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format), inputs)
+            inputs = apply(
+                lambda images: images.permute(0, 3, 1, 2).clone(
+                    memory_format=torch.contiguous_format
+                ),
+                inputs,
+            )
         return inputs, to(targets, self.device)

@@ -1,1 +1,3 @@
-"""Exercises that check themselves: the mechanisms of distributed training, written by the learner, run on a few processes."""
+"""Exercises that check themselves: the mechanisms of distributed training, written by the learner,
+run on a few processes.
+"""

@@ -50,7 +50,8 @@ class Check(Protocol):
 
         Args:
             theirs: the learner's module.
-            calls: the calls of torch.distributed that the learner's file has made, which the solution extends.
+            calls: the calls of torch.distributed that the learner's file has made, which the
+                solution extends.
 
         Raises:
             Wrong: with an explanation.
@@ -60,7 +61,8 @@ class Check(Protocol):
         """Return why ranks wait for each other, if the exercise knows.
 
         Args:
-            waiting: by rank, the call in which it waits; None: it has returned from the learner's functions.
+            waiting: by rank, the call in which it waits; None: it has returned from the learner's
+                functions.
         """
 
 
@@ -79,19 +81,26 @@ class Exercise:
     solution: str
 
     def template(self) -> str:
-        """Return the solution with `raise NotImplementedError` in place of what the learner writes."""
+        """Return the solution with `raise NotImplementedError` in place of what the learner
+        writes.
+        """
         lines = self.solution.splitlines()
         for name, node in reversed(list(functions(ast.parse(self.solution)))):
             if name in self.check.WRITE:
-                first, last = node.body[0], node.body[-1]
+                first = node.body[0]
+                last = node.body[-1]
                 has_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
                 begin = (first.end_lineno or 0) if has_text else first.lineno - 1
-                lines[begin : last.end_lineno] = [" " * first.col_offset + "raise NotImplementedError"]
+                lines[begin : last.end_lineno] = [
+                    " " * first.col_offset + "raise NotImplementedError"
+                ]
         return "\n".join(lines) + "\n"
 
 
 def functions(tree: ast.Module | ast.ClassDef) -> list[tuple[str, ast.FunctionDef]]:
-    """Return the functions of a module by name, methods as Class.method, in the order of the file."""
+    """Return the functions of a module by name, methods as Class.method, in the order of the
+    file.
+    """
     found = list[tuple[str, ast.FunctionDef]]()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,6 @@
-"""What a check reports: a wrong result in words, and the ranks' contributions that a sum contains."""
+"""What a check reports: a wrong result in words, and the ranks' contributions that a sum
+contains.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -28,7 +30,9 @@ class Call(NamedTuple):
 
 @cache
 def group_of_the_check() -> dist.ProcessGroup:
-    """Return a group of all ranks whose collectives never meet one of the learner's that another rank has not made."""
+    """Return a group of all ranks whose collectives never meet one of the learner's that another
+    rank has not made.
+    """
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -50,13 +54,20 @@ def unchanged(function: Callable[..., Any], *arguments: Any) -> Any:
     before = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
     returned = function(*arguments)
     for number, (each, old) in enumerate(zip(arguments, before, strict=True), 1):
-        if isinstance(old, torch.Tensor) and not (each.shape == old.shape and torch.equal(each, old)):
-            raise Wrong(f"{function.__name__} changes its argument {number}, which others still use: compute a new tensor.")
+        if isinstance(old, torch.Tensor) and not (
+            each.shape == old.shape and torch.equal(each, old)
+        ):
+            raise Wrong(
+                f"{function.__name__} changes its argument {number}, which others still use: "
+                "compute a new tensor."
+            )
     return returned
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor of integers, an iterator or a tuple, also nested, as lists, so that only the numbers are compared."""
+    """Return a tensor of integers, an iterator or a tuple, also nested, as lists, so that only the
+    numbers are compared.
+    """
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [plain(each) for each in value] if isinstance(value, (list, tuple, Iterator)) else value
@@ -70,17 +81,24 @@ def expect_only(calls: Sequence[Call], allowed: Sequence[str], instead: str) -> 
     """
     for call in calls:
         if call.name not in allowed:
-            raise Wrong(f"line {call.line} calls {call.name}, which this exercise does without: {instead}.")
+            raise Wrong(
+                f"line {call.line} calls {call.name}, which this exercise does without: {instead}."
+            )
 
 
 def contribution(rank: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return a float64 tensor whose sums over ranks show which ranks they contain: each digit counts one rank."""
+    """Return a float64 tensor whose sums over ranks show which ranks they contain: each digit
+    counts one rank.
+    """
     return torch.full(tuple(shape), 10.0**rank, dtype=torch.float64)
 
 
 def counts(value: float, ranks: int) -> list[int] | None:
-    """Return how often a sum of contributions contains each rank's; None if it is not such a sum."""
-    digits, rest = list[int](), round(value)
+    """Return how often a sum of contributions contains each rank's; None if it is not such a
+    sum.
+    """
+    digits = list[int]()
+    rest = round(value)
     if rest != value or not 0 <= rest < 10**ranks:
         return None
     for _ in range(ranks):
@@ -90,7 +108,9 @@ def counts(value: float, ranks: int) -> list[int] | None:
 
 
 def describe_sum(value: float, ranks: int) -> str:
-    """Return what a sum of contributions holds, for example "rank 0 twice and not rank 2", or "the sum of all ranks"."""
+    """Return what a sum of contributions holds, for example "rank 0 twice and not rank 2", or "the
+    sum of all ranks".
+    """
     if abs(value * ranks - sum(10**rank for rank in range(ranks))) < 1e-6:
         return "the average over the ranks instead of the sum"
     found = counts(value, ranks)
@@ -102,12 +122,18 @@ def describe_sum(value: float, ranks: int) -> str:
     if len(alone) == 1 and found[alone[0]] == 1:
         return f"only rank {alone[0]}'s value"
     words = {2: "twice", 3: "three times"}
-    often = [f"rank {rank} {words.get(count, f'{count} times')}" for rank, count in enumerate(found) if count > 1]
+    often = [
+        f"rank {rank} {words.get(count, f'{count} times')}"
+        for rank, count in enumerate(found)
+        if count > 1
+    ]
     lacking = [f"not rank {rank}" for rank, count in enumerate(found) if not count]
     return " and ".join(often + lacking)
 
 
-def expect_tensor(value: Any, shape: Sequence[int], what: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def expect_tensor(
+    value: Any, shape: Sequence[int], what: str, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
     """Return a tensor of the learner's.
 
     Args:
@@ -120,9 +146,16 @@ def expect_tensor(value: Any, shape: Sequence[int], what: str, dtype: torch.dtyp
         Wrong: it is no tensor, or has another shape or type.
     """
     if not isinstance(value, torch.Tensor):
-        raise Wrong(f"{what} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is a `return` missing?")
+        raise Wrong(
+            f"{what} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is "
+            "a `return` missing?"
+        )
     if list(value.shape) != list(shape):
-        raise Wrong(f"{what} returned a tensor of shape {list(value.shape)}: expected {list(shape)}")
+        raise Wrong(
+            f"{what} returned a tensor of shape {list(value.shape)}: expected {list(shape)}"
+        )
     if value.dtype != dtype:
-        raise Wrong(f"{what} returned a tensor of {value.dtype}: expected {dtype}, that of its input")
+        raise Wrong(
+            f"{what} returned a tensor of {value.dtype}: expected {dtype}, that of its input"
+        )
     return value

@@ -1,4 +1,6 @@
-"""Run a learner's file on a few processes with gloo, and say in words how it went; nothing hangs, and no traceback is shown."""
+"""Run a learner's file on a few processes with gloo, and say in words how it went; nothing hangs,
+and no traceback is shown.
+"""
 
 import ast
 import importlib
@@ -23,19 +25,25 @@ ORDER = ["missing", "raised", "wrong", "exited", "waits", "lost"]
 
 
 def explain_failure(exercise: Exercise, file: Path) -> str | None:
-    """Check a learner's file on each number of processes of the exercise. Return what is wrong, or None.
+    """Check a learner's file on each number of processes of the exercise.
 
-    torch is imported already, so that forking takes milliseconds. Nothing may have started threads before.
+    Return what is wrong, or None.
+
+    torch is imported already, so that forking takes milliseconds. Nothing may have started threads
+    before.
     """
     try:
         source = file.read_bytes()
         ast.parse(source)
     except SyntaxError as error:
-        return f"{f'line {error.lineno}' if error.lineno else 'the file'} is not Python: {error.msg}."
+        return (
+            f"{f'line {error.lineno}' if error.lineno else 'the file'} is not Python: {error.msg}."
+        )
     except (OSError, ValueError) as error:
         return f"{file} cannot be read: {error}."
     if any(word in source for word in (b"optim", b"DataParallel", b"autograd.grad")):
-        importlib.import_module("torch._dynamo")  # which these import when first used: seconds, on each of the ranks
+        # which these import when first used: seconds, on each of the ranks
+        importlib.import_module("torch._dynamo")
     end = time.monotonic() + LIMIT
     for ranks in exercise.check.RANKS:
         outcomes = run_ranks(file, ranks, exercise.check.check, end - time.monotonic())
@@ -45,13 +53,16 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
 
 
 def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[Outcome]:
-    """Run the work on this many processes, for at most `limit` seconds, and return how each rank ended."""
+    """Run the work on this many processes, for at most `limit` seconds, and return how each rank
+    ended.
+    """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(ranks)]
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=run_rank, args=(file, work, rank, store, pipes), daemon=True) for rank in range(ranks)
+            context.Process(target=run_rank, args=(file, work, rank, store, pipes), daemon=True)
+            for rank in range(ranks)
         ]
         try:
             for process, (_, theirs) in zip(processes, pipes, strict=True):
@@ -66,8 +77,12 @@ def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[
 
 
 def receive(pipes: list[Connection], end: float) -> dict[int, Outcome]:
-    """Return how the ranks have ended, or where they are; a rank is missing if its process has ended without a result."""
-    outcomes, silent, asked = dict[int, Outcome](), set(range(len(pipes))), False
+    """Return how the ranks have ended, or where they are; a rank is missing if its process has
+    ended without a result.
+    """
+    outcomes = dict[int, Outcome]()
+    silent = set(range(len(pipes)))
+    asked = False
     while silent:
         ready = wait([pipes[rank] for rank in silent], max(0.0, end - time.monotonic()))
         for rank in [rank for rank in silent if pipes[rank] in ready]:
@@ -80,7 +95,8 @@ def receive(pipes: list[Connection], end: float) -> dict[int, Outcome]:
             busy = Outcome("waits", "does not respond: it computes without a pause", Call("", 0))
             return outcomes | dict.fromkeys(silent, busy)
         if not ready:
-            asked, end = True, time.monotonic() + 1
+            asked = True
+            end = time.monotonic() + 1
             for rank in silent:
                 with suppress(OSError):
                     pipes[rank].send("where")
@@ -92,10 +108,15 @@ def exited(process: BaseProcess) -> Outcome:
     code = process.exitcode or 0
     if code == -signal.SIGABRT:
         cause = (
-            "gloo does this when the tensor that arrives is larger than expected: are shape and dtype the same on all ranks?"
+            "gloo does this when the tensor that arrives is larger than expected: are shape and "
+            "dtype the same on all ranks?"
         )
         return Outcome("exited", f"the process was aborted; {cause}")
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, as by os._exit"
+    how = (
+        f"was ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with code {code}, as by os._exit"
+    )
     return Outcome("exited", f"the process {how}, without a result.")
 
 
@@ -111,15 +132,24 @@ def explain_outcomes(exercise: Exercise, outcomes: list[Outcome], limit: float =
 
 def explain_waiting(exercise: Exercise, outcomes: list[Outcome], limit: float) -> str:
     """Return which rank waits where, and why if the exercise knows."""
-    waiting: Mapping[int, Call | None] = {rank: outcome.call for rank, outcome in enumerate(outcomes)}
+    waiting: Mapping[int, Call | None] = {
+        rank: outcome.call for rank, outcome in enumerate(outcomes)
+    }
     busy = [rank for rank, call in waiting.items() if call and not call.name]
     explain = getattr(exercise.check, "explain_hang", None)
     why = explain(waiting) if explain and not busy else None
     if busy:
-        why = f"rank {busy[0]} has not ended within {limit:g} seconds: does a loop never end, or does it sleep?"
+        why = (
+            f"rank {busy[0]} has not ended within {limit:g} seconds: does a loop never end, or "
+            "does it sleep?"
+        )
     elif not any(waiting.values()):
-        why = "the check did not end, though the functions have returned: run it again when the machine is less busy."
+        why = (
+            "the check did not end, though the functions have returned: run it again when the "
+            "machine is less busy."
+        )
     lines = [
-        f"  rank {rank} {outcome.text if outcome.kind != 'passed' else 'is done'}" for rank, outcome in enumerate(outcomes)
+        f"  rank {rank} {outcome.text if outcome.kind != 'passed' else 'is done'}"
+        for rank, outcome in enumerate(outcomes)
     ]
     return "\n".join([why or "the ranks do not make the same calls, so some wait forever.", *lines])

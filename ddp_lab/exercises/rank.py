@@ -1,4 +1,6 @@
-"""What a rank does with a learner's file: it runs it, records its calls, and sends how it ended, or where it is when asked."""
+"""What a rank does with a learner's file: it runs it, records its calls, and sends how it ended, or
+where it is when asked.
+"""
 
 import linecache
 import os
@@ -21,15 +23,16 @@ import torch.distributed as dist
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
 
 GROUP_TIMEOUT = timedelta(minutes=1)  # the parent ends its ranks long before
-LOST = ("Connection closed", "Connection reset", "Broken pipe")  # gloo's errors on a rank whose peer has ended
+# gloo's errors on a rank whose peer has ended
+LOST = ("Connection closed", "Connection reset", "Broken pipe")
 
 
 class Outcome(NamedTuple):
     """How a rank ended.
 
     Attributes:
-        kind: passed; or, the most telling first: missing (not written yet), raised, wrong, lost (another rank ended), exited,
-            waits.
+        kind: passed; or, the most telling first: missing (not written yet), raised, wrong, lost
+            (another rank ended), exited, waits.
         text: the explanation.
         call: for `waits`, the call in which the rank waits; without a name if it is busy.
         result: for `passed`, what the work returned.
@@ -41,12 +44,19 @@ class Outcome(NamedTuple):
     result: Any = None
 
 
-Work = Callable[[ModuleType, list[Call]], Any]  # with the learner's module and its calls, on a rank of an open group
+# with the learner's module and its calls, on a rank of an open group
+Work = Callable[[ModuleType, list[Call]], Any]
 
 
-def run_rank(file: Path, work: Work, rank: int, store: str, pipes: list[tuple[Connection, Connection]]) -> None:
-    """Run the work in this process. It stays until it is killed, so that no peer's wait ends with a lost connection."""
-    for each, (ours, theirs) in enumerate(pipes):  # inherited: open ends here would hide that another process has ended
+def run_rank(
+    file: Path, work: Work, rank: int, store: str, pipes: list[tuple[Connection, Connection]]
+) -> None:
+    """Run the work in this process.
+
+    It stays until it is killed, so that no peer's wait ends with a lost connection.
+    """
+    # inherited: open ends here would hide that another process has ended
+    for each, (ours, theirs) in enumerate(pipes):
         ours.close()
         if each != rank:
             theirs.close()
@@ -54,7 +64,8 @@ def run_rank(file: Path, work: Work, rank: int, store: str, pipes: list[tuple[Co
     torch.set_num_threads(1)
     calls: list[Call] = []
     main = threading.get_ident()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills this process
+    # Ctrl-C is the parent's, which then kills this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts on tensors of different sizes
     cast(Any, sys.stdout).reconfigure(line_buffering=True)  # what the learner prints is not lost
 
@@ -67,7 +78,13 @@ def run_rank(file: Path, work: Work, rank: int, store: str, pipes: list[tuple[Co
 
     threading.Thread(target=answer, daemon=True).start()
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(pipes), timeout=GROUP_TIMEOUT)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=len(pipes),
+            timeout=GROUP_TIMEOUT,
+        )
         of_all_ranks(None)  # connects the ranks
         pipe.send(outcome_of(file, work, calls))
     except OSError:
@@ -87,7 +104,9 @@ def outcome_of(file: Path, work: Work, calls: list[Call]) -> Outcome:
         return Outcome("wrong", str(wrong))
     except NotImplementedError as error:
         at = last_line(error, file)
-        return Outcome("missing", f"line {at} still raises NotImplementedError: write the function there.")
+        return Outcome(
+            "missing", f"line {at} still raises NotImplementedError: write the function there."
+        )
     except BaseException as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if any(lost in text for lost in LOST):
@@ -95,16 +114,26 @@ def outcome_of(file: Path, work: Work, calls: list[Call]) -> Outcome:
         line = last_line(error, file)
         if line is None:
             gone = [call.line for call in calls if call.name == "destroy_process_group"]
-            why = f"line {gone[0]} destroys the process group, which the check needs" if gone else text
+            why = (
+                f"line {gone[0]} destroys the process group, which the check needs"
+                if gone
+                else text
+            )
             return Outcome("wrong", f"the check cannot use the functions of the file: {why}")
-        return Outcome("raised", f"line {line}, `{linecache.getline(str(file), line).strip()}`, raises {text}")
+        return Outcome(
+            "raised", f"line {line}, `{linecache.getline(str(file), line).strip()}`, raises {text}"
+        )
     finally:
         sys.setprofile(None)
 
 
 def last_line(error: BaseException, file: Path) -> int | None:
     """Return the innermost line of the learner's file in an exception's traceback."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == file
+    ]
     return lines[-1] if lines else None
 
 
@@ -116,23 +145,40 @@ def recorder(file: Path, calls: list[Call]) -> Any:
     name = str(file)
 
     def record(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and frame.f_code.co_filename == name and getattr(called, "__name__", "") == "wait":
+        if (
+            event == "c_call"
+            and frame.f_code.co_filename == name
+            and getattr(called, "__name__", "") == "wait"
+        ):
             calls.append(Call("wait", frame.f_lineno))
         if event == "call" and frame.f_code.co_filename.endswith("distributed_c10d.py"):
             caller = frame.f_back
-            while caller and caller.f_code.co_filename.endswith("c10d_logger.py"):  # torch's decorators
+            # torch's decorators
+            while caller and caller.f_code.co_filename.endswith("c10d_logger.py"):
                 caller = caller.f_back
-            asks = frame.f_code.co_name.startswith(("get_", "is_", "_"))  # such as get_rank, which communicate nothing
-            if caller and caller.f_code.co_filename == name and caller.f_lineno is not None and not asks:
-                batch = [operation.op.__name__ for operation in frame.f_locals.get("p2p_op_list", ())]
+            # such as get_rank, which communicate nothing
+            asks = frame.f_code.co_name.startswith(("get_", "is_", "_"))
+            if (
+                caller
+                and caller.f_code.co_filename == name
+                and caller.f_lineno is not None
+                and not asks
+            ):
+                batch = [
+                    operation.op.__name__ for operation in frame.f_locals.get("p2p_op_list", ())
+                ]
                 for each in batch or [frame.f_code.co_name]:
-                    calls.append(Call(each, caller.f_lineno, bool(batch or frame.f_locals.get("async_op"))))
+                    calls.append(
+                        Call(each, caller.f_lineno, bool(batch or frame.f_locals.get("async_op")))
+                    )
 
     return record
 
 
 def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
-    """Return in which line of the learner's file a rank is, and the call of torch.distributed in which it waits."""
+    """Return in which line of the learner's file a rank is, and the call of torch.distributed in
+    which it waits.
+    """
     name = ""
     while frame and frame.f_code.co_filename != str(file):
         if frame.f_code.co_filename.endswith("distributed_c10d.py"):
@@ -143,5 +189,13 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     line = frame.f_lineno
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame
         name = "wait"
-    what = f"waits in {name}, its call number {len(calls)} of torch.distributed," if name else "is still busy"
-    return Outcome("waits", f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`", Call(name, line))
+    what = (
+        f"waits in {name}, its call number {len(calls)} of torch.distributed,"
+        if name
+        else "is still busy"
+    )
+    return Outcome(
+        "waits",
+        f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`",
+        Call(name, line),
+    )

@@ -1,7 +1,9 @@
-"""How long sums over the ranks take, by algorithm and size: the project's five, and a learner's own beside them.
+"""How long sums over the ranks take, by algorithm and size: the project's five, and a learner's own
+beside them.
 
-bucketed works during a backward pass. Here that pass computes nothing and only hands the gradients over, so all of the
-communication is exposed: its times are comparable with the others', and are the most that it adds to a step.
+bucketed works during a backward pass. Here that pass computes nothing and only hands the gradients
+over, so all of the communication is exposed: its times are comparable with the others', and are the
+most that it adds to a step.
 """
 
 import math
@@ -25,7 +27,8 @@ from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
 
-Prepare = Callable[[list[torch.Tensor]], Callable[[], object]]  # from the tensors to what is timed, which sums them
+# from the tensors to what is timed, which sums them
+Prepare = Callable[[list[torch.Tensor]], Callable[[], object]]
 Times = dict[str, list[tuple[float, float]]]  # (bytes, milliseconds) by algorithm
 
 TENSORS = 8  # as many as LeNet has parameters
@@ -50,19 +53,28 @@ def bucketed(tensors: list[torch.Tensor]) -> Callable[[], object]:
     return run
 
 
-PROJECT: dict[str, Prepare] = {name: partial(partial, algorithm) for name, algorithm in ALGORITHMS.items()}
+PROJECT: dict[str, Prepare] = {
+    name: partial(partial, algorithm) for name, algorithm in ALGORITHMS.items()
+}
 PROJECT["bucketed"] = bucketed
 
 Sum = Callable[[ModuleType, list[torch.Tensor]], object]
-LEARNERS: dict[str, Sum] = {  # as the project's own does it: a star for each tensor, a ring for all of them, buckets of a size
-    "star_all_reduce": lambda theirs, tensors: [theirs.star_all_reduce(tensor) for tensor in tensors],
+# as the project's own does it: a star for each tensor, a ring for all of them, buckets of a size
+LEARNERS: dict[str, Sum] = {
+    "star_all_reduce": lambda theirs, tensors: [
+        theirs.star_all_reduce(tensor) for tensor in tensors
+    ],
     "ring_all_reduce": lambda theirs, tensors: theirs.ring_all_reduce(flatten(tensors)),
-    "buckets": lambda theirs, tensors: theirs.all_reduce_buckets(tensors, BUCKET // tensors[0].element_size()),
+    "buckets": lambda theirs, tensors: theirs.all_reduce_buckets(
+        tensors, BUCKET // tensors[0].element_size()
+    ),
 }
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, repeat: int) -> float:
-    """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up calls."""
+    """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up
+    calls.
+    """
     times = list[float]()
     for _ in range(repeat + 2):
         dist.barrier()
@@ -77,7 +89,11 @@ def milliseconds(function: Callable[[], object], device: torch.device, repeat: i
 
 
 def by_size(
-    algorithms: Mapping[str, Prepare], device: torch.device, sizes: list[int], repeat: int, seconds: float = math.inf
+    algorithms: Mapping[str, Prepare],
+    device: torch.device,
+    sizes: list[int],
+    repeat: int,
+    seconds: float = math.inf,
 ) -> Times:
     """Return the time of each algorithm for each size. Collective.
 
@@ -86,11 +102,13 @@ def by_size(
         device: of the tensors.
         sizes: bytes, each GROWTH times the last.
         repeat: number of calls whose median is taken.
-        seconds: a size that is expected to end later, and those after it, are left out; the first is always measured.
+        seconds: a size that is expected to end later, and those after it, are left out; the first
+            is always measured.
     """
     found: Times = {name: [] for name in algorithms}
     for prepare in algorithms.values():
-        prepare([torch.ones(1000, device=device)])()  # connections are opened when they are first used
+        # connections are opened when they are first used
+        prepare([torch.ones(1000, device=device)])()
     begin = time.monotonic()
     for size in sizes:
         start = time.monotonic()
@@ -116,7 +134,13 @@ def report(found: Times, ranks: int, picture: Path) -> None:
     print(f"\n{picture}")
 
 
-def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SIZES, seconds: float = SECONDS) -> str | None:
+def compare(
+    exercise: Exercise,
+    file: Path,
+    picture: Path,
+    sizes: list[int] = SIZES,
+    seconds: float = SECONDS,
+) -> str | None:
     """Time a learner's right solution beside the project's algorithms; print and draw the times.
 
     Returns:
@@ -127,7 +151,9 @@ def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SI
     def measure(theirs: ModuleType, calls: list[Call]) -> Times:
         sys.setprofile(None)  # recording the calls takes time
         yours = partial(partial, LEARNERS[exercise.name], theirs)
-        return by_size({"yours": yours, **PROJECT}, torch.device("cpu"), sizes, repeat=5, seconds=seconds)
+        return by_size(
+            {"yours": yours, **PROJECT}, torch.device("cpu"), sizes, repeat=5, seconds=seconds
+        )
 
     outcomes = run_ranks(file, ranks, measure, LIMIT)
     if any(outcome.kind != "passed" for outcome in outcomes):
@@ -136,5 +162,8 @@ def compare(exercise: Exercise, file: Path, picture: Path, sizes: list[int] = SI
     report(found, ranks, picture)
     left_out = sizes[len(found["yours"]) :]
     if left_out:
-        print(f"From {left_out[0]:,} bytes on it would take more than {seconds:g} seconds, so these sizes are left out.")
+        print(
+            f"From {left_out[0]:,} bytes on it would take more than {seconds:g} seconds, so these "
+            "sizes are left out."
+        )
     return None

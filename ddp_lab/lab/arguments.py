@@ -11,7 +11,16 @@ from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.schema import Keys
-from ddp_lab.config.types import Count, DeviceName, Fraction, LogEvery, NaturalNumber, Positive, Seed, Trackers
+from ddp_lab.config.types import (
+    Count,
+    DeviceName,
+    Fraction,
+    LogEvery,
+    NaturalNumber,
+    Positive,
+    Seed,
+    Trackers,
+)
 from ddp_lab.data.trees import Tree, apply, leaves
 from ddp_lab.lab.example import Example
 from ddp_lab.models.chain import Chain
@@ -58,8 +67,8 @@ def find_strategy(strategy: str | type[Strategy], given: dict[str, Any]) -> dict
     """Return the config group of a strategy.
 
     Args:
-        strategy: name of a file in conf/strategy, or a class, whose options have the defaults of its
-            constructor.
+        strategy: name of a file in conf/strategy, or a class, whose options have the defaults of
+            its constructor.
         given: values of its keys in place of the defaults.
 
     Raises:
@@ -97,8 +106,8 @@ def as_task(loss: LossFunction | Task) -> Task:
     """
     if isinstance(loss, type) or not callable(loss):
         raise ConfigError(
-            f"loss={loss}: must be a function of (outputs, targets), or a task such as tasks.Segmentation(); a class must be "
-            "called first"
+            f"loss={loss}: must be a function of (outputs, targets), or a task such as "
+            "tasks.Segmentation(); a class must be called first"
         )
     trained: list[str] = []
     if isinstance(loss, nn.Module):
@@ -106,14 +115,16 @@ def as_task(loss: LossFunction | Task) -> Task:
         trained = [name for name, parameter in named if parameter.requires_grad]
     if trained:
         raise ConfigError(
-            f"loss={type(loss).__name__}: has the parameter {trained[0]}, which no optimizer would train. Make it a "
-            "part of the model, whose outputs the loss gets, or freeze it by requires_grad_(False)"
+            f"loss={type(loss).__name__}: has the parameter {trained[0]}, which no optimizer would "
+            "train. Make it a part of the model, whose outputs the loss gets, or freeze it by "
+            "requires_grad_(False)"
         )
     return loss if isinstance(loss, Task) else Task(loss)
 
 
 def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> nn.Module:
-    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the form of its inputs.
+    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the
+    form of its inputs.
 
     Args:
         model: of the user.
@@ -137,8 +148,8 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> 
     require_chain(chain, strategy.name, "the model")
     if not isinstance(form, torch.Tensor):
         raise ConfigError(
-            f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs a sample for them: "
-            "lab.trainer(..., example=dataset[0])"
+            f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs "
+            "a sample for them: lab.trainer(..., example=dataset[0])"
         )
     assert isinstance(chain, Chain)
     chain.input_dtype = form.dtype
@@ -157,8 +168,8 @@ def give_shapes(model: nn.Module, example: Example | None) -> None:
     """
     if (lazy := lazy_layers(model)) and example is None:
         raise ConfigError(
-            f"the model: {lazy[0]} is a lazy layer, which has no shape before its first forward pass. Pass a sample for it: "
-            "lab.trainer(..., example=dataset[0])"
+            f"the model: {lazy[0]} is a lazy layer, which has no shape before its first forward "
+            "pass. Pass a sample for it: lab.trainer(..., example=dataset[0])"
         )
     if example is not None:
         materialise(model, apply(torch.zeros_like, example.inputs), "the model")
@@ -176,24 +187,30 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
     def compare(found: list[list[float]]) -> None:
         if other := [rank for rank, values in enumerate(found) if values != found[0]]:
             raise ConfigError(
-                f"the model of rank {other[0]} has other initial weights than that of rank 0. Construct it within `with "
-                "Lab(...)`, which seeds torch, in the same order on every rank"
+                f"the model of rank {other[0]} has other initial weights than that of rank 0. "
+                "Construct it within `with Lab(...)`, which seeds torch, in the same order on "
+                "every rank"
             )
 
     runtime.conclude("weights", own, compare)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as real numbers, [..., 2], of which the imaginary ones weigh double; others as they are."""
+    """Return a complex tensor as real numbers, [..., 2], of which the imaginary ones weigh double;
+    others as they are.
+    """
     if not tensor.is_complex():
         return tensor
-    return torch.view_as_real(tensor.resolve_conj()) * torch.tensor([1.0, 2.0], device=tensor.device)
+    return torch.view_as_real(tensor.resolve_conj()) * torch.tensor(
+        [1.0, 2.0], device=tensor.device
+    )
 
 
 def require_same_form(inputs: Tree, strategy: Strategy) -> None:
     """Check that ranks which share a model predict inputs of the same shape and dtype. Collective.
 
-    Otherwise they would send and wait for activations of different shapes. It takes about a millisecond.
+    Otherwise they would send and wait for activations of different shapes. It takes about a
+    millisecond.
 
     Args:
         inputs: this rank's own.
@@ -218,8 +235,8 @@ def require_same_form(inputs: Tree, strategy: Strategy) -> None:
             if found[other] != found[rank]:
                 _, expected = found[other]
                 raise ConfigError(
-                    f"predict: rank {rank} got inputs of {form}, but rank {other}, which shares a model with it, "
-                    f"got {expected}. Call it with the same inputs on both"
+                    f"predict: rank {rank} got inputs of {form}, but rank {other}, which shares a "
+                    f"model with it, got {expected}. Call it with the same inputs on both"
                 )
 
     runtime.conclude("inputs", own, compare)

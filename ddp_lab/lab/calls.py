@@ -28,11 +28,13 @@ from ddp_lab.world.runtime import Runtime
 KEYS = "calls"  # the beginning of the keys in the store
 LOOK = 0.5  # seconds between two looks at the other ranks
 GRACE = 1.5  # seconds in which a rank may fail by itself in the collective that others have left
-OWNER_GRACE = 2.0  # seconds for which the rank that keeps the store lets the others read why it has left
+# seconds for which the rank that keeps the store lets the others read why it has left
+OWNER_GRACE = 2.0
 LISTED = 8  # the most ranks that a message names
 ADVICE = (
-    "Every rank must take the same steps and call the same methods in the same order. End a loop on all ranks after the "
-    "same step, by a value that all of them have, such as the loss that `step` returns or the metrics of `evaluate`"
+    "Every rank must take the same steps and call the same methods in the same order. End a loop "
+    "on all ranks after the same step, by a value that all of them have, such as the loss that "
+    "`step` returns or the metrics of `evaluate`"
 )
 
 
@@ -82,9 +84,13 @@ class Calls:
         """Connect to the other ranks, and start the thread. Collective."""
         if not self._others:
             return
-        self._store.set(f"process/{self.runtime.rank}", json.dumps([os.getpid(), self.runtime.node]))
+        self._store.set(
+            f"process/{self.runtime.rank}", json.dumps([os.getpid(), self.runtime.node])
+        )
         watched = self.runtime.connect(KEYS)
-        self._thread = threading.Thread(target=self._watch, args=(watched,), name="calls", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(watched,), name="calls", daemon=True
+        )
         self._thread.start()
 
     def begin_step(self, step: int, epoch: int) -> None:
@@ -106,14 +112,17 @@ class Calls:
             facts: what must be equal on all ranks, by its description.
 
         Raises:
-            ConfigError: a rank makes another call, or one after another number of steps, or with other facts.
+            ConfigError: a rank makes another call, or one after another number of steps, or with
+                other facts.
         """
         if self._others:
             said = self._say(what, facts or {}, waits=True)
             self.runtime.conclude("call", said, require_same_calls)
 
     def leave(self, what: str) -> None:
-        """Say that this rank makes no more calls, and end the thread. It does not wait for the others.
+        """Say that this rank makes no more calls, and end the thread.
+
+        It does not wait for the others.
 
         Args:
             what: how it leaves, for example "left the `with` block of its Lab".
@@ -136,7 +145,8 @@ class Calls:
         store = self._store
         difference = self._difference or self._find(store)
         if not difference and self.runtime.under_torchrun:
-            time.sleep(WAIT_FOR_CAUSE)  # if another rank has failed, the launcher ends this one meanwhile
+            # if another rank has failed, the launcher ends this one meanwhile
+            time.sleep(WAIT_FOR_CAUSE)
             difference = self._find(store) or self._find_exited(store)
         if difference:
             self._wait_unless_first(store)
@@ -171,7 +181,9 @@ class Calls:
         if runtime.rank > 0 or runtime.agent_keeps_store:
             return
         deadline = time.monotonic() + OWNER_GRACE
-        while time.monotonic() < deadline and not all(said.waits is False for said in self._said(self._store)):
+        while time.monotonic() < deadline and not all(
+            said.waits is False for said in self._said(self._store)
+        ):
             time.sleep(LOOK / 5)
 
     def _watch(self, store: Store) -> None:
@@ -193,12 +205,18 @@ class Calls:
                 time.sleep(WAIT_FOR_CAUSE)
 
     def _said(self, store: Store) -> list[Said]:
-        """Return what each of the other ranks has said last; of one that has said nothing NOTHING."""
+        """Return what each of the other ranks has said last; of one that has said nothing
+        NOTHING.
+        """
         keys = [f"said/{rank}" for rank in self._others]
-        return [Said(*json.loads(store.get(key))) if store.check([key]) else NOTHING for key in keys]
+        return [
+            Said(*json.loads(store.get(key))) if store.check([key]) else NOTHING for key in keys
+        ]
 
     def _find(self, store: Store) -> str:
-        """Return why another rank will not take part in what this one has begun; "" if all of them may."""
+        """Return why another rank will not take part in what this one has begun; "" if all of them
+        may.
+        """
         found: dict[str, list[int]] = {}
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
@@ -211,20 +229,25 @@ class Calls:
         return f"{theirs}, but rank {self.runtime.rank} {own}. {ADVICE}"
 
     def _is_without(self, said: Said) -> bool:
-        """Return whether this rank has begun a step or a call in which a rank that has said this will not take part."""
+        """Return whether this rank has begun a step or a call in which a rank that has said this
+        will not take part.
+        """
         if not said.waits and self._calls >= said.calls:
             return True
         return self._calls < said.calls and self._steps > said.steps
 
     def _find_exited(self, store: Store) -> str:
-        """Return which rank of this node has exited without leaving its Lab; "" if none is known."""
+        """Return which rank of this node has exited without leaving its Lab; "" if none is
+        known.
+        """
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
                 pid, node = json.loads(store.get(f"process/{rank}"))
                 if said.waits and node == self.runtime.node and not is_alive(pid):
                     return (
-                        f"rank {rank} (pid {pid}) has exited with code 0 in the `with` block of its Lab, for example by "
-                        f"os._exit(0), but rank {self.runtime.rank} has begun {self._place()}. {ADVICE}"
+                        f"rank {rank} (pid {pid}) has exited with code 0 in the `with` block of "
+                        f"its Lab, for example by os._exit(0), but rank {self.runtime.rank} has "
+                        f"begun {self._place()}. {ADVICE}"
                     )
         return ""
 
@@ -259,11 +282,15 @@ def require_same_calls(found: list[list[Any]]) -> None:
         for name, value in said.facts.items():
             if value != first.facts[name]:
                 raise ConfigError(
-                    f"{name} is {first.facts[name]} on rank 0, but {value} on rank {rank}, which {said.what}. "
-                    "Pass the same on all ranks: of a complete dataset each rank reads its own part by itself"
+                    f"{name} is {first.facts[name]} on rank 0, but {value} on rank {rank}, which "
+                    f"{said.what}. Pass the same on all ranks: of a complete dataset each rank "
+                    "reads its own part by itself"
                 )
 
 
 def name_ranks(ranks: list[int]) -> str:
     """Return the names of some ranks, for a message."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:LISTED]))}{', ...' * (len(ranks) > LISTED)}"
+    return (
+        f"rank{'s' * (len(ranks) > 1)} "
+        f"{', '.join(map(str, ranks[:LISTED]))}{', ...' * (len(ranks) > LISTED)}"
+    )

@@ -20,7 +20,8 @@ class Parts:
 
     Attributes:
         targets: place of the target in a sample, as in `parts.divide`.
-        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are stacked.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
+            stacked.
     """
 
     targets: Place
@@ -67,7 +68,10 @@ def find_example(given: Any, parts: Parts) -> Example | None:
     if not is_complete and isinstance(sample, tuple) and len(sample) == 1:
         (sample,) = sample
     if not consists_of_tensors(sample):
-        raise ConfigError(f"example: must be a sample of tensors, for example dataset[0], got {type(sample).__name__}")
+        raise ConfigError(
+            "example: must be a sample of tensors, for example dataset[0], got "
+            f"{type(sample).__name__}"
+        )
     try:
         expected = as_tree(target, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
@@ -76,7 +80,10 @@ def find_example(given: Any, parts: Parts) -> Example | None:
     else:
         problem = ""
     if is_complete and parts.targets is not None and not any(True for _ in leaves(expected)):
-        raise ConfigError(f"example: the target of a sample must be a tensor or a number, got {type(target).__name__}{problem}")
+        raise ConfigError(
+            "example: the target of a sample must be a tensor or a number, got "
+            f"{type(target).__name__}{problem}"
+        )
     own = as_tree(sample, "inputs")
     return Example(*as_loaded(*stack([(own, expected), (own, expected)])), is_complete=is_complete)
 
@@ -91,7 +98,11 @@ def consists_of_tensors(sample: Any) -> bool:
 
 
 def as_loaded(inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
-    """Return a batch as a loader does, where uint8 images are floats and other uint8 numbers are int64."""
+    """Return a batch as a loader does, where uint8 images are floats and other uint8 numbers are
+    int64.
+    """
     if InMemory(inputs, targets).is_image:
-        return apply(lambda images: images.to(torch.get_default_dtype()) / 255, inputs), apply(as_numbers, targets)
+        return apply(lambda images: images.to(torch.get_default_dtype()) / 255, inputs), apply(
+            as_numbers, targets
+        )
     return apply(as_numbers, inputs), apply(as_numbers, targets)

@@ -69,7 +69,8 @@ class Lab:
             no `run_dir`.
     """
 
-    _open: ClassVar["Lab | None"] = None  # the process group, torch's random state and the device are those of a process
+    # the process group, torch's random state and the device are those of a process
+    _open: ClassVar["Lab | None"] = None
 
     def __init__(
         self,
@@ -85,15 +86,25 @@ class Lab:
     ):
         keys = {"device": device, "precision": precision, "seed": seed, "timeout": timeout}
         validate(LabKeys, keys | {"tracker": tracker})
-        self._strategy, self._keys, self.seed = find_strategy(strategy, options), (device, precision, timeout), seed
+        self._strategy = find_strategy(strategy, options)
+        self._keys = (device, precision, timeout)
+        self.seed = seed
         folder = None if run_dir is None else Path(run_dir)
-        self._log = LabLogger(folder, tracker, tracker_options or {}, keys | {"strategy": name_of_target(self._strategy)})
+        self._log = LabLogger(
+            folder,
+            tracker,
+            tracker_options or {},
+            keys | {"strategy": name_of_target(self._strategy)},
+        )
         self._runtime: Runtime | None = None
         self._trainers = weakref.WeakSet[Trainer]()
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
-            raise ConfigError("Lab: another one is open in this process; leave its `with` block first, or use its methods")
+            raise ConfigError(
+                "Lab: another one is open in this process; leave its `with` block first, or use "
+                "its methods"
+            )
         self._runtime = Runtime(*self._keys)
         self._calls = Calls(self._runtime)
         self._calls.start()
@@ -102,11 +113,20 @@ class Lab:
         torch.manual_seed(self.seed)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        runtime, self._runtime, Lab._open = self.runtime, None, None
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        runtime = self.runtime
+        self._runtime = None
+        Lab._open = None
         for trainer in list(self._trainers):
             trainer.close()
-        self._log.close("finished", self._log.last) if error is None else self._log.close("failed", {})
+        self._log.close("finished", self._log.last) if error is None else self._log.close(
+            "failed", {}
+        )
         explained = find_lost_worker(error)
         try:
             if explained is not None:
@@ -188,7 +208,9 @@ class Lab:
         targets: str | int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Trainer:
-        """Place a model on the devices, as the strategy does, and return what trains it. Collective.
+        """Place a model on the devices, as the strategy does, and return what trains it.
+
+        Collective.
 
         Args:
             model: model that was constructed within the Lab, so that it is the same on every rank.
@@ -244,12 +266,14 @@ class Lab:
         strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must be divisible by the {strategy.replicas} replicas that "
-                f"share it; use {multiples(batch_size, strategy.replicas)}"
+                f"batch_size={batch_size}: is the global batch and must be divisible by the "
+                f"{strategy.replicas} replicas that share it; use "
+                f"{multiples(batch_size, strategy.replicas)}"
             )
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
-        model, task = in_blocks(model, strategy, tried), as_task(loss)
+        model = in_blocks(model, strategy, tried)
+        task = as_task(loss)
         for note in try_model(model, task, tried, strategy):
             self.print(note)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -258,7 +282,9 @@ class Lab:
             self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
-        complete = (tried.inputs, tried.targets) if tried is not None and tried.is_complete else None
+        complete = (
+            (tried.inputs, tried.targets) if tried is not None and tried.is_complete else None
+        )
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)

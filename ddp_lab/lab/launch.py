@@ -1,4 +1,6 @@
-"""Start ranks from a script or a notebook: a function, forked once for each rank by torch.multiprocessing."""
+"""Start ranks from a script or a notebook: a function, forked once for each rank by
+torch.multiprocessing.
+"""
 
 import json
 import logging
@@ -16,7 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from ddp_lab.config.causes import WAIT_FOR_CAUSE, is_secondary
 from ddp_lab.config.errors import ConfigError, place_of
@@ -54,7 +60,8 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
             a rank was ended, or called sys.exit. The message names the rank, and has its traceback.
     """
     refuse(nproc)
-    logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)  # torch warns about each rank that it ends
+    # torch warns about each rank that it ends
+    logging.getLogger(start_processes.__module__).setLevel(logging.ERROR)
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ddp_lab_") as folder:
@@ -62,8 +69,15 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
         arguments = nproc, port, file, function, args
         ranks: Any = start_processes(run_rank, arguments, nproc, join=False, start_method="fork")
         try:
-            # Not before: a rank that is forked while the store's thread holds a lock would wait for it forever.
-            _store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+            # Not before: a rank that is forked while the store's thread holds a lock would wait for
+            # it forever.
+            _store = TCPStore(
+                HOST,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
             while not ranks.join():
                 require_returned(ranks.processes, Path(folder))
             require_returned(ranks.processes, Path(folder))
@@ -75,7 +89,10 @@ def launch(function: Callable[..., Result], *args: Any, nproc: int = 2) -> Resul
 
 
 def end_ranks(processes: Sequence[Process]) -> None:
-    """Kill the ranks that still run, as after Ctrl-C, and wait for them. Their worker processes end by themselves."""
+    """Kill the ranks that still run, as after Ctrl-C, and wait for them.
+
+    Their worker processes end by themselves.
+    """
     for process in processes:
         process.kill()
     for process in processes:
@@ -88,25 +105,45 @@ def refuse(nproc: Any) -> None:
         raise ConfigError(f"launch: nproc={nproc}: must be an integer of at least 1")
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         raise ConfigError(
-            "launch: this process is a rank already, started by torchrun or by launch. Call the function itself, or start the "
-            "script by python"
+            "launch: this process is a rank already, started by torchrun or by launch. Call the "
+            "function itself, or start the script by python"
         )
     if torch.cuda.is_initialized():
         raise ConfigError(
-            "launch: this process has used CUDA, which a fork cannot use again. Call launch before anything is on a GPU (in a "
-            "notebook: restart the kernel), or put the function into a script and start it by torchrun"
+            "launch: this process has used CUDA, which a fork cannot use again. Call launch before "
+            "anything is on a GPU (in a notebook: restart the kernel), or put the function into a "
+            "script and start it by torchrun"
         )
 
 
-def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Call the function on this rank, as torchrun would start it. Rank 0 writes its result to a file, as pickle does.
+def run_rank(
+    rank: int,
+    nproc: int,
+    port: int,
+    file: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Call the function on this rank, as torchrun would start it.
+
+    Rank 0 writes its result to a file, as pickle does.
 
     Raises:
         ConfigError: pickle does not support the result.
         Exception: the function raised it.
     """
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": HOST, "TORCHELASTIC_RUN_ID": "launch", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_PORT": port,
+    }
+    os.environ |= {
+        "MASTER_ADDR": HOST,
+        "TORCHELASTIC_RUN_ID": "launch",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(file.with_name(f"error{rank}"))
@@ -119,7 +156,8 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
         called = f"sys.exit({'' if error.code is None else error.code}){place_of(error)}"
         raise ConfigError(f"launch: the function called {called}. {RETURN}") from None
     except Exception as error:
-        if is_secondary(error):  # the error that has caused it is found meanwhile, and ends this rank
+        # the error that has caused it is found meanwhile, and ends this rank
+        if is_secondary(error):
             time.sleep(WAIT_FOR_CAUSE)
         raise
     try:
@@ -128,8 +166,8 @@ def run_rank(rank: int, nproc: int, port: int, file: Path, function: Callable[..
             file.write_bytes(pickle.dumps(result))
     except Exception as error:  # pickle raises several kinds
         raise ConfigError(
-            f"launch: a {type(result).__name__} cannot be returned to the process that started the ranks ({error}). Return "
-            "tensors, numbers, texts, or lists and dicts of them"
+            f"launch: a {type(result).__name__} cannot be returned to the process that started the "
+            f"ranks ({error}). Return tensors, numbers, texts, or lists and dicts of them"
         ) from None
 
 
@@ -145,11 +183,15 @@ def require_returned(processes: Sequence[Process], folder: Path) -> None:
     """
     for rank, process in enumerate(processes):
         if process.exitcode == 0 and not (folder / f"returned{rank}").exists():
-            raise RankError(f"rank {rank} ended with exit code 0 in the function, for example by os._exit(0). {RETURN}")
+            raise RankError(
+                f"rank {rank} ended with exit code 0 in the function, for example by os._exit(0). "
+                f"{RETURN}"
+            )
 
 
 def describe(error: ProcessExitedException | ProcessRaisedException, folder: Path) -> str:
-    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a user's mistake without.
+    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a
+    user's mistake without.
 
     Args:
         error: of the first rank that has failed.
@@ -160,7 +202,11 @@ def describe(error: ProcessExitedException | ProcessRaisedException, folder: Pat
             record = json.loads((folder / f"error{error.error_index}").read_text())
             message = record["message"]["message"].removeprefix("error: ")
             return f"rank {error.error_index} raised:\n\n{ConfigError.__name__}: {message}"
-        how = f"was ended by {error.signal_name}" if error.signal_name else f"ended with exit code {error.exit_code}"
+        how = (
+            f"was ended by {error.signal_name}"
+            if error.signal_name
+            else f"ended with exit code {error.exit_code}"
+        )
         return f"rank {error.error_index} {how}"
     raised = str(error).partition("error:\n")[2].rstrip()
     mistake = re.search(rf"^{ConfigError.__module__}\.(\w+: .*)", raised, re.MULTILINE | re.DOTALL)

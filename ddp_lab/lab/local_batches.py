@@ -1,4 +1,6 @@
-"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step adds again."""
+"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step
+adds again.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +13,17 @@ from ddp_lab.data.batch import Batch, LoaderOptions
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import Reading, samples_of
-from ddp_lab.data.trees import Tree, form_of, number_of_bytes, pad, require_one_size, require_tensors, rows, size, to
+from ddp_lab.data.trees import (
+    Tree,
+    form_of,
+    number_of_bytes,
+    pad,
+    require_one_size,
+    require_tensors,
+    rows,
+    size,
+    to,
+)
 from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.performance import DATA_SHARE
@@ -77,7 +89,8 @@ class LocalBatches:
         self.reading = reading
         self.seed = reading.seed
         self.handed: Handed | None = None
-        self._kept: dict[int, Kept] = {}  # by the id of the dataset, the most recently used one last
+        # by the id of the dataset, the most recently used one last
+        self._kept: dict[int, Kept] = {}
         self._iterated: list[Loader] = []  # of the loops that have not ended
 
     def loader(self, dataset: Any, purpose: Purpose) -> Loader:
@@ -85,10 +98,12 @@ class LocalBatches:
 
         Args:
             dataset: of the user.
-            purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a loop.
+            purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a
+                loop.
 
         Raises:
-            ConfigError: it is not map-style, is empty, or its first sample has not the parts that `reading` names.
+            ConfigError: it is not map-style, is empty, or its first sample has not the parts that
+                `reading` names.
         """
         kept = self._kept.pop(id(dataset), None)
         if kept is None:
@@ -109,14 +124,19 @@ class LocalBatches:
         self._kept.clear()
 
     def _make_room(self) -> None:
-        """Forget the least recently used datasets until there is room for another one, but none that a loop still reads."""
+        """Forget the least recently used datasets until there is room for another one, but none
+        that a loop still reads.
+        """
         for key, kept in list(self._kept.items()):
-            if len(self._kept) >= KEPT and not any(each in self._iterated for each in kept.loaders.values()):
+            if len(self._kept) >= KEPT and not any(
+                each in self._iterated for each in kept.loaders.values()
+            ):
                 close_all(self._kept.pop(key))
 
     def _place(self, samples: Samples) -> Samples:
         """Return samples in memory on the device, if that has room for them; others as they are."""
-        device, runtime = self.strategy.device, self.strategy.runtime
+        device = self.strategy.device
+        runtime = self.strategy.runtime
         if not isinstance(samples, InMemory):
             return samples
         parts = samples.inputs, samples.targets
@@ -153,32 +173,42 @@ class LocalBatches:
             for inputs, targets, count in loader:
                 samples += count
                 real = self.strategy.real_samples(count)
-                self.handed = Handed(order, samples, real, size(inputs), count, rows((inputs, targets), slice(1)))
+                self.handed = Handed(
+                    order, samples, real, size(inputs), count, rows((inputs, targets), slice(1))
+                )
                 yield rows(inputs, slice(real)), rows(targets, slice(real))
         finally:
             self.handed = None
             self._iterated.remove(loader)
 
     def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
-        """Return a local batch with padding, so that it has the same size on every rank, and which batch of `iterate` it is.
+        """Return a local batch with padding, so that it has the same size on every rank, and which
+        batch of `iterate` it is.
 
         Args:
-            inputs, targets: the batch that the loop has now, or another one of batch_size / replicas samples.
+            inputs, targets: the batch that the loop has now, or another one of batch_size /
+                replicas samples.
 
         Raises:
             ConfigError: it has another number of samples.
         """
         samples = self._samples_in(inputs, targets)
-        handed, full = self.handed, self.batch_size // self.strategy.dp_size
+        handed = self.handed
+        full = self.batch_size // self.strategy.dp_size
         if handed and samples == handed.real:
             if not samples and not isinstance(inputs, torch.Tensor):
                 inputs, targets = self._in_place_of_none(inputs, targets, handed.spare)
             return Batch(pad(inputs, handed.size), pad(targets, handed.size), handed.count), handed
         if samples != full:
-            expected = f"{handed.real}, as the last one from `batches`, or {full}" if handed and handed.real != full else full
+            expected = (
+                f"{handed.real}, as the last one from `batches`, or {full}"
+                if handed and handed.real != full
+                else full
+            )
             raise ConfigError(
-                f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected {expected}: batch_size="
-                f"{self.batch_size} is that of all ranks, and is divided among {self.strategy.dp_size} replicas"
+                f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected "
+                f"{expected}: batch_size={self.batch_size} is that of all ranks, and is divided "
+                f"among {self.strategy.dp_size} replicas"
             )
         return Batch(inputs, targets, self.batch_size), None
 
@@ -190,15 +220,22 @@ class LocalBatches:
         """
         if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
             if len(inputs) != len(targets):
-                raise ConfigError(f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one of each")
+                raise ConfigError(
+                    f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one "
+                    "of each"
+                )
             return len(inputs)
         require_tensors("step: inputs", inputs)
         require_tensors("step: targets", targets)
         if inputs is None:
-            raise ConfigError("step: got no inputs; pass a tensor, or a tuple or dict of tensors, [b, ...]")
+            raise ConfigError(
+                "step: got no inputs; pass a tensor, or a tuple or dict of tensors, [b, ...]"
+            )
         return require_one_size("step", inputs=inputs, targets=targets)
 
-    def _in_place_of_none(self, inputs: Tree, targets: Tree, spare: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    def _in_place_of_none(
+        self, inputs: Tree, targets: Tree, spare: tuple[Tree, Tree]
+    ) -> tuple[Tree, Tree]:
         """Return one sample with which a rank is padded that has none.
 
         Zeros may be no sample, such as a mask of nothing, of which a model may make NaN.

@@ -32,24 +32,40 @@ class LabLogger(Logger):
     """
 
     def __init__(
-        self, run_dir: Path | None, tracker: str | Sequence[str], tracker_options: Mapping[str, Any], config: dict[str, Any]
+        self,
+        run_dir: Path | None,
+        tracker: str | Sequence[str],
+        tracker_options: Mapping[str, Any],
+        config: dict[str, Any],
     ):
         check_trackers(tracker, tracker_options)
-        self.run_dir, self.chosen, self.config = run_dir, chosen_trackers(tracker, tracker_options), config
+        self.run_dir = run_dir
+        self.chosen = chosen_trackers(tracker, tracker_options)
+        self.config = config
         if self.chosen and run_dir is None:
-            raise ConfigError(f"tracker={tracker}: needs the directory of the run; use Lab(..., run_dir=DIR)")
+            raise ConfigError(
+                f"tracker={tracker}: needs the directory of the run; use Lab(..., run_dir=DIR)"
+            )
         self.trackers: Trackers | None = None
         self.is_main = True
-        self.step, self.last, self.last_epoch = 0, dict[str, Any](), dict[str, float]()
+        self.step = 0
+        self.last = dict[str, Any]()
+        self.last_epoch = dict[str, float]()
 
     def log(self, **metrics: Any) -> None:
-        """Print and record a row, which is that of an epoch or of a step if it has a value of this name."""
+        """Print and record a row, which is that of an epoch or of a step if it has a value of this
+        name.
+        """
         if not self.is_main:
             return
         values: dict[str, Any] = {
-            name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in metrics.items()
         }
-        shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+        shown = [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in values.items()
+        ]
         print(*shown, flush=True)
         if self.run_dir is None:
             return
@@ -57,14 +73,16 @@ class LabLogger(Logger):
         self.run_dir.mkdir(parents=True, exist_ok=True)
         append_row(self.run_dir / "metrics.jsonl", {"kind": kind, **values})
         epoch = values.get("epoch")
-        self.step, self.last = values.get("step", max(self.step, epoch or 0)), values
+        self.step = values.get("step", max(self.step, epoch or 0))
+        self.last = values
         if self.trackers is None:
             run = TrackedRun(self.run_dir, "", self.config, {}, start=(epoch or 0, self.step - 1))
             self.trackers = Trackers(self.chosen, run)
         self.trackers.log_metrics(scalars(values), self.step, epoch)
 
     def steps(self, row: Mapping[str, Any]) -> None:
-        self.log(**{name: value for name, value in row.items() if name != "epoch"})  # with it, it would be the row of an epoch
+        # with it, it would be the row of an epoch
+        self.log(**{name: value for name, value in row.items() if name != "epoch"})
 
     def epoch(self, epoch: int, **metrics: float) -> None:
         self.last_epoch = metrics

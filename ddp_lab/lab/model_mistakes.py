@@ -1,4 +1,5 @@
-"""Inputs that the model does not support: torch's error in a forward pass becomes one message, under every strategy.
+"""Inputs that the model does not support: torch's error in a forward pass becomes one message,
+under every strategy.
 
 With an example of a sample the trial finds such mistakes before anything starts.
 """
@@ -85,7 +86,9 @@ def mistakes_reported(strategy: Strategy) -> Generator[None]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Leave out what torch logs about shapes that do not fit, with a traceback, before it raises an error about them."""
+    """Leave out what torch logs about shapes that do not fit, with a traceback, before it raises an
+    error about them.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -99,7 +102,9 @@ def quiet() -> Generator[None]:
 
 
 def describe_mistake(error: BaseException, strategy: Strategy) -> str | None:
-    """Return the message about inputs that the model does not support; None if the error has another reason."""
+    """Return the message about inputs that the model does not support; None if the error has
+    another reason.
+    """
     cause: BaseException | None = error
     if problem := describe_arguments(error, strategy.module):
         return f"the model: {problem}"
@@ -128,15 +133,21 @@ def call_of(error: BaseException, strategy: Strategy) -> Call | None:
 
 
 def is_of_torch(error: BaseException) -> bool:
-    """Return whether torch has raised an error, for a reason that is neither another rank nor the size of a batch."""
+    """Return whether torch has raised an error, for a reason that is neither another rank nor the
+    size of a batch.
+    """
     *_, last = steps_of(error.__traceback__)
     code = last.tb_frame.f_code
     if is_secondary(error) or advice(str(error)):
         return False
     if TORCH in Path(code.co_filename).parents:
         return True
-    # An operation of torch has no frame of its own; a statement of the user's that raises an error is known by its instruction.
-    raises = any(each.offset == last.tb_lasti and each.opname == "RAISE_VARARGS" for each in dis.get_instructions(code))
+    # An operation of torch has no frame of its own; a statement of the user's that raises an error
+    # is known by its instruction.
+    raises = any(
+        each.offset == last.tb_lasti and each.opname == "RAISE_VARARGS"
+        for each in dis.get_instructions(code)
+    )
     return isinstance(error, (RuntimeError, IndexError)) and not raises
 
 
@@ -148,29 +159,44 @@ def steps_of(first: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def describe_problem(call: Call, error: BaseException) -> str | None:
-    """Return what is wrong with the argument of a module, and what to do; None if the error has another reason."""
+    """Return what is wrong with the argument of a module, and what to do; None if the error has
+    another reason.
+    """
     given = call.given
     module = call.module
     if isinstance(given, torch.Tensor):
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and "index out of range" in str(error):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and "index out of range" in str(
+            error
+        ):
             last = module.num_embeddings - 1
-            return f"but expects numbers from 0 to {last}. Correct the inputs, or use a larger embedding"
+            return (
+                f"but expects numbers from 0 to {last}. Correct the inputs, or use a larger "
+                "embedding"
+            )
         if "type" in str(error) and (dtype := other_dtype(given, module)):
-            return f"but expects {str(dtype).removeprefix('torch.')}. {advice_on(given.dtype, dtype)}"
+            return (
+                f"but expects {str(dtype).removeprefix('torch.')}. {advice_on(given.dtype, dtype)}"
+            )
         place = expected_dimension(module)
         if place is not None and given.shape[place.dimension :][:1] != (place.size,):
             shape = f"[..., {place.size}]" if place.dimension == -1 else f"[b, {place.size}, ...]"
             return f"but expects {shape}. Use inputs that the model supports, or correct the model"
     if any(text in str(error) for text in TEXTS):
-        return f"and fails: {describe_error(error)}. Use inputs that the model supports, or correct the model"
+        return (
+            f"and fails: {describe_error(error)}. Use inputs that the model supports, or correct "
+            "the model"
+        )
     return None
 
 
 def other_dtype(given: torch.Tensor, module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module expects in place of that of its argument; None if it may be the right one."""
+    """Return the dtype that a module expects in place of that of its argument; None if it may be
+    the right one.
+    """
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return torch.int64 if given.is_floating_point() else None
-    is_layer = type(module).forward.__module__.startswith("torch.")  # others may take integers beside their parameters
+    # others may take integers beside their parameters
+    is_layer = type(module).forward.__module__.startswith("torch.")
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if len(dtypes) != 1 or given.dtype in dtypes or not (is_layer or given.is_floating_point()):
         return None
@@ -202,9 +228,16 @@ def expected_dimension(module: nn.Module) -> Dimension | None:
 
 
 def describe_layer(call: Call) -> str:
-    """Return the name of a module, its class and its options, for example "0, Linear(in_features=8, out_features=8)"."""
-    replaced = ("ddp_lab.strategies", "ddp_lab.speed", "torch.distributed")  # whose classes a strategy gives to layers
-    kinds = [kind.__name__ for kind in type(call.module).__mro__ if not kind.__module__.startswith(replaced)]
+    """Return the name of a module, its class and its options, for example "0, Linear(in_features=8,
+    out_features=8)".
+    """
+    # whose classes a strategy gives to layers
+    replaced = ("ddp_lab.strategies", "ddp_lab.speed", "torch.distributed")
+    kinds = [
+        kind.__name__
+        for kind in type(call.module).__mro__
+        if not kind.__module__.startswith(replaced)
+    ]
     described = f"{kinds[0]}({call.module.extra_repr()})"
     return f"{call.name}, {described}," if call.name else described
 

@@ -1,4 +1,7 @@
-"""Which rank of a script reports an error: the one that has the cause. The others wait until its exit ends them."""
+"""Which rank of a script reports an error: the one that has the cause.
+
+The others wait until its exit ends them.
+"""
 
 import time
 
@@ -9,14 +12,16 @@ from ddp_lab.world.runtime import Runtime
 
 
 def leave(calls: Calls, error: BaseException | None) -> None:
-    """Let the other ranks know why this one leaves its Lab, or explain an error that their leaving has caused.
+    """Let the other ranks know why this one leaves its Lab, or explain an error that their leaving
+    has caused.
 
     Args:
         calls: of this rank.
         error: raised in the body of the Lab; None: there is none.
 
     Raises:
-        ConfigError: in place of an error of the connections between the ranks, whose cause is known.
+        ConfigError: in place of an error of the connections between the ranks, whose cause is
+            known.
     """
     if error is None:
         calls.leave("left the `with` block of its Lab")
@@ -27,10 +32,12 @@ def leave(calls: Calls, error: BaseException | None) -> None:
 
 
 def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
-    """Wait on a rank of torchrun, or of `launch`, for another rank that reports this error, or its cause.
+    """Wait on a rank of torchrun, or of `launch`, for another rank that reports this error, or its
+    cause.
 
     Args:
-        error: raised in the body of a Lab; None: there is none. After those of the network `leave` has waited.
+        error: raised in the body of a Lab; None: there is none. After those of the network `leave`
+            has waited.
         runtime: this rank.
     """
     if error is None or not runtime.under_torchrun:

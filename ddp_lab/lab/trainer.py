@@ -49,7 +49,8 @@ class LoopOptions:
         shapes: the shape of each tensor of the complete model, by name.
         logger: the logger of the Lab.
         calls: of this rank.
-        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset; 0: the rank itself.
+        num_workers: processes of each rank that read a dataset which is not a torch TensorDataset;
+            0: the rank itself.
         parts: how samples become batches.
     """
 
@@ -86,7 +87,9 @@ class Trainer(training.Trainer):
             within it.
     """
 
-    def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, options: LoopOptions):
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe, options: LoopOptions
+    ):
         super().__init__(strategy, model, task, recipe)
         self.batch_size = recipe.batch_size
         self.state = State.of(self, options.shapes)
@@ -94,14 +97,16 @@ class Trainer(training.Trainer):
         self.logger = options.logger
         self._calls = options.calls
         parts = options.parts
-        reading = Reading("the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn)
+        reading = Reading(
+            "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
+        )
         self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
         self._late_hooks = LateHooks(strategy)
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
-        # What the model's `training` was after the last switch to training; None: an evaluation or the beginning of a loop
-        # came after it.
+        # What the model's `training` was after the last switch to training; None: an evaluation or
+        # the beginning of a loop came after it.
         self._training: bool | None = None
 
     @property
@@ -111,7 +116,8 @@ class Trainer(training.Trainer):
         The epoch counts from 0. It is the next argument of `batches`, and the number of epochs
         that are done.
         """
-        counts_from_1 = self.position.first_order is not None  # a loop of an older version has not saved it so
+        # a loop of an older version has not saved it so
+        counts_from_1 = self.position.first_order is not None
         return replace(self.position, epoch=self.position.epoch - counts_from_1)
 
     def close(self) -> None:
@@ -145,9 +151,13 @@ class Trainer(training.Trainer):
         """
         order = epoch + self._first_order(0)
         start = self.position.samples if self._resumed and order == self.position.order else 0
-        self._resumed, self._training = False, None
+        self._resumed = False
+        self._training = None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
-        self._calls.begin("called batches", {"epoch": epoch, "shuffle": shuffle, "the length of the dataset": loader.data.size})
+        self._calls.begin(
+            "called batches",
+            {"epoch": epoch, "shuffle": shuffle, "the length of the dataset": loader.data.size},
+        )
         yield from self._batches.iterate(loader, order, start)
         if self.position.order == order and self.position.samples == loader.data.size:
             self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
@@ -168,8 +178,9 @@ class Trainer(training.Trainer):
                 all its targets are ignored.
 
         Raises:
-            ConfigError: the local batch has another size, or parts of different sizes; or, in the first step, the loss is not a
-                sum over samples and the batch is divided (`loss_over_batch`).
+            ConfigError: the local batch has another size, or parts of different sizes; or, in the
+                first step, the loss is not a sum over samples and the batch is divided
+                (`loss_over_batch`).
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the targets of this rank are not what the task needs.
         """
@@ -178,7 +189,8 @@ class Trainer(training.Trainer):
         self._calls.begin_step(self.position.step + 1, self.progress.epoch + 1 + epochs_ahead)
         strategy = self.strategy
         if strategy.task.labels is not None:
-            strategy.task.labels.add_from(targets)  # of a loop's own batches, which no loader has read
+            # of a loop's own batches, which no loader has read
+            strategy.task.labels.add_from(targets)
         if strategy.module.training is not self._training:
             self._late_hooks.take()
             strategy.train()
@@ -194,7 +206,12 @@ class Trainer(training.Trainer):
         return torch.where(weight == 0, 0, loss / weight)
 
     def fit(
-        self, train: Any, validation: Any, epochs: int, task: Task | None = None, log_every: int | str | None = None
+        self,
+        train: Any,
+        validation: Any,
+        epochs: int,
+        task: Task | None = None,
+        log_every: int | str | None = None,
     ) -> dict[str, float]:
         """Train until `epochs` epochs are done in total, and evaluate after each.
 
@@ -211,7 +228,8 @@ class Trainer(training.Trainer):
                 100, or seconds, for example "10s"; None: never.
 
         Returns:
-            The metrics of the last epoch by name, `train_...` and `val_...`; none if no epoch was left.
+            The metrics of the last epoch by name, `train_...` and `val_...`; none if no epoch was
+            left.
 
         Raises:
             ConfigError: an argument is not allowed, or a dataset is none.
@@ -298,8 +316,9 @@ class Trainer(training.Trainer):
         """Return the outputs of the model in evaluation mode, without gradients.
 
         Args:
-            inputs: inputs of this rank, [b, ...], or a tuple or dict of such tensors, on any device. Each rank may have another
-                number of them, but ranks that share a model (pipeline, tp) need the same inputs.
+            inputs: inputs of this rank, [b, ...], or a tuple or dict of such tensors, on any
+                device. Each rank may have another number of them, but ranks that share a model
+                (pipeline, tp) need the same inputs.
 
         Returns:
             The outputs as the model returns them, [b, ...], on this rank's device.
@@ -339,7 +358,11 @@ class Trainer(training.Trainer):
         """
         self._calls.begin("called save")
         full, _ = collect(self.strategy, self.state.weights())
-        weights = {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes} if full else {}
+        weights = (
+            {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes}
+            if full
+            else {}
+        )
         path = Path(path)
 
         def write() -> None:
@@ -396,8 +419,8 @@ class Trainer(training.Trainer):
         """Return the number of the order of the first epoch, after `position` has it, too.
 
         Args:
-            new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an older version numbers its
-                epochs as the orders, from here, too.
+            new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an
+                older version numbers its epochs as the orders, from here, too.
         """
         position = self.position
         if not position.step:
@@ -423,7 +446,9 @@ class Trainer(training.Trainer):
             try:
                 write()
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+                raise ConfigError(
+                    f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
+                ) from None
 
         self.strategy.runtime.agree("write", attempt)
 
@@ -435,7 +460,8 @@ class Trainer(training.Trainer):
 
 
 def communicates(strategy: Strategy) -> bool:
-    """Return whether the ranks need each other to predict: for parts of the model, or for its buffers.
+    """Return whether the ranks need each other to predict: for parts of the model, or for its
+    buffers.
 
     Args:
         strategy: after `setup`.

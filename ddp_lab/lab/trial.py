@@ -14,7 +14,9 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
 
-def try_model(model: nn.Module, task: Task, example: Example | None, strategy: Strategy) -> list[str]:
+def try_model(
+    model: nn.Module, task: Task, example: Example | None, strategy: Strategy
+) -> list[str]:
     """Freeze the parameters that training never uses, as train.py does. Collective.
 
     Without a target no loss can be computed, so nothing is tried.
@@ -38,7 +40,8 @@ def try_model(model: nn.Module, task: Task, example: Example | None, strategy: S
     runtime = strategy.runtime
     freezes = not strategy.may_leave_unused
     trial = make_trial(example, task.to(runtime.device), freezes)
-    problem, notes = "", list[str]()
+    problem = ""
+    notes = list[str]()
     try:
         strategy.idle, notes = freeze_unused(model, trial, runtime, "the model")
     except ConfigError as error:
@@ -95,6 +98,7 @@ def require_same_trial(found: list[list[Any]]) -> None:
     for rank, (_, trained) in enumerate(found):
         if different := sorted({*trained} ^ {*found[0][1]}):
             raise ConfigError(
-                f"example: for that of rank {rank} the model uses other parameters than for that of "
-                f"rank 0, for example {different[0]}. Give the same example on all ranks, for example dataset[0]"
+                f"example: for that of rank {rank} the model uses other parameters than for that "
+                f"of rank 0, for example {different[0]}. Give the same example on all ranks, for "
+                "example dataset[0]"
             )

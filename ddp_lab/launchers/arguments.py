@@ -1,4 +1,6 @@
-"""The command line of the commands that do not train: their arguments, their questions, and the file they write."""
+"""The command line of the commands that do not train: their arguments, their questions, and the
+file they write.
+"""
 
 import argparse
 import importlib.metadata
@@ -22,7 +24,12 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, text: str | None, **options: Any):
-        super().__init__(prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            prog=command,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
 
     def add_run(self, default: str = "auto") -> None:
         """Add the run directory and the checkpoint, with its default."""
@@ -31,12 +38,15 @@ class Parser(argparse.ArgumentParser):
             "--checkpoint",
             default=default,
             metavar="auto|last|best|PATH",
-            help=f"the newest one (last), the best one, or a path; auto: the best if a validation set chose it, else the newest"
-            f" (default: {default})",
+            help="the newest one (last), the best one, or a path; auto: the best if a validation "
+            f"set chose it, else the newest (default: {default})",
         )
 
     def add_overrides(self, help: str) -> None:
-        """Add any number of overrides. Without the default, argparse would name them among the required arguments."""
+        """Add any number of overrides.
+
+        Without the default, argparse would name them among the required arguments.
+        """
         self.add_argument("overrides", nargs="*", default=[], help=help)
 
     def add_output(self, text: str, required: bool) -> None:
@@ -73,10 +83,13 @@ def check_output(path: Path, force: bool) -> None:
     """Check that a file may be written, before the work whose result it is.
 
     Raises:
-        ConfigError: it exists and `force` is not set, or its directory does not exist or is not writable.
+        ConfigError: it exists and `force` is not set, or its directory does not exist or is not
+            writable.
     """
     if path.is_dir() or (path.exists() and not force):
-        raise ConfigError(f"--output {path}: already exists; use --force to replace a file, or another name")
+        raise ConfigError(
+            f"--output {path}: already exists; use --force to replace a file, or another name"
+        )
     check_folder(path, "--output")
 
 
@@ -88,29 +101,36 @@ def check_folder(path: Path, option: str) -> None:
         option: what the user sets to the path, for the message.
 
     Raises:
-        ConfigError: the directory does not exist or is not writable, or the file is a directory itself.
+        ConfigError: the directory does not exist or is not writable, or the file is a directory
+            itself.
     """
     folder = path.absolute().parent
     if path.is_dir():
         raise ConfigError(f"{option} {path}: cannot be written: it is a directory")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path}: cannot be written: {folder} does not exist or is not writable")
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {folder} does not exist or is not writable"
+        )
 
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield the path of a temporary file, which replaces `path` at the end, or is removed after an error.
+    """Yield the path of a temporary file, which replaces `path` at the end, or is removed after an
+    error.
 
     Raises:
         ConfigError: the file cannot be written, for example because the disk is full.
     """
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # it keeps the suffix, by which some libraries choose the format
+    # it keeps the suffix, by which some libraries choose the format
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written ({error.strerror or error})") from None
+        raise ConfigError(
+            f"--output {path}: cannot be written ({error.strerror or error})"
+        ) from None
     finally:
         temporary.unlink(missing_ok=True)

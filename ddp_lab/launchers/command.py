@@ -1,4 +1,6 @@
-"""How commands begin and end: a user's mistake is one message with exit code 2, any other exception one traceback."""
+"""How commands begin and end: a user's mistake is one message with exit code 2, any other exception
+one traceback.
+"""
 
 import faulthandler
 import functools
@@ -25,18 +27,22 @@ from ddp_lab.config.overrides import check_overrides
 from ddp_lab.launchers.command_line import explain, quote_faults
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
-# Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again later
-REFUSED, PREEMPTED = 2, 75
+# Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again
+# later
+REFUSED = 2
+PREEMPTED = 75
 TASKS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
     "PMI_SIZE": ("mpirun", "PMI_RANK"),
 }
-ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"  # set for a process that is to be killed when its standard input closes
+# set for a process that is to be killed when its standard input closes
+ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"
 
 
 def refuse_tasks(starts_several: bool) -> None:
-    """Check that this process is not one of several tasks of srun or mpirun that would each train a run or start ranks.
+    """Check that this process is not one of several tasks of srun or mpirun that would each train a
+    run or start ranks.
 
     It may be a rank, or the only task on its machine of a launch on several.
 
@@ -54,9 +60,10 @@ def refuse_tasks(starts_several: bool) -> None:
             if env_int(number, 0) != 0:
                 sys.exit(REFUSED)
             raise ConfigError(
-                f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On one machine start one task: "
-                f"`ddp-lab train --nproc {tasks} OVERRIDES`. On several, start one task on each: `ddp-lab train --nproc N "
-                "--nnodes M --rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit slurm`"
+                f"{program} started {tasks} tasks ({variable}={tasks}), which are not ranks. On "
+                f"one machine start one task: `ddp-lab train --nproc {tasks} OVERRIDES`. On "
+                "several, start one task on each: `ddp-lab train --nproc N --nnodes M "
+                "--rdzv-endpoint HOST:PORT OVERRIDES`, or use `ddp-lab submit slurm`"
             )
 
 
@@ -101,17 +108,22 @@ def end_on_requests() -> None:
 
 
 def end_with_stdin() -> None:
-    """Wait until the other end of a pipe, of which nothing is read, closes with its process. Then end this one at once."""
+    """Wait until the other end of a pipe, of which nothing is read, closes with its process.
+
+    Then end this one at once.
+    """
     os.read(sys.stdin.fileno(), 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
 def user_errors() -> Generator[None]:
-    """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception of a rank once.
+    """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception
+    of a rank once.
 
     Raises:
-        SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit codes of its ranks are.
+        SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit
+            codes of its ranks are.
     """
     try:
         yield
@@ -127,15 +139,20 @@ def user_errors() -> Generator[None]:
             print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if str(error).startswith("No trials are completed"):  # Optuna's ValueError after the last job
-            show("error: no job of the search has a result; the output above and each failure.json have the reasons")
+        # Optuna's ValueError after the last job
+        if str(error).startswith("No trials are completed"):
+            show(
+                "error: no job of the search has a result; the output above and each failure.json "
+                "have the reasons"
+            )
             sys.exit(1)
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
 
         secondary = is_secondary(error)
-        if secondary:  # torchrun ends all ranks when one exits, so the rank with the cause must be first
+        # torchrun ends all ranks when one exits, so the rank with the cause must be first
+        if secondary:
             time.sleep(WAIT_FOR_CAUSE)
         # Python would print the traceback on each rank, and torchrun once more.
         text = f"error: {error}" if isinstance(error, OtherRankError) else traceback.format_exc()
@@ -144,7 +161,8 @@ def user_errors() -> Generator[None]:
 
 
 def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> None:
-    """Compose the config of a command line and call `task` with it, or do what an option of Hydra says: --help, --multirun.
+    """Compose the config of a command line and call `task` with it, or do what an option of Hydra
+    says: --help, --multirun.
 
     Args:
         task: gets the config.
@@ -156,14 +174,17 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     """
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
-            "--multirun: is not supported by several ranks, where all jobs would share one process group. Use `ddp-lab train "
-            "-m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
+            "--multirun: is not supported by several ranks, where all jobs would share one process "
+            "group. Use `ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N "
+            "...`, which starts torchrun once for each job"
         )
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions; by default it prints them on every rank
+    # makes Hydra raise exceptions; by default it prints them on every rank
+    os.environ["HYDRA_FULL_ERROR"] = "1"
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> Any:
-        # Inside of Hydra, which prints a line about errors; those of overrides are reported outside.
+        # Inside of Hydra, which prints a line about errors; those of overrides are reported
+        # outside.
         with user_errors():
             return task(cfg)
 
@@ -184,7 +205,8 @@ def report(error: Exception) -> None:
     """Report an error: print it or, under torchrun, write it to the file that the launcher prints.
 
     All ranks raise a ConfigError, and one of them reports it. torchrun then ends the others of the
-    machine. One that is still running after a while has most likely raised it alone, and reports it.
+    machine. One that is still running after a while has most likely raised it alone, and reports
+    it.
 
     Args:
         error: what a rank has raised.

@@ -19,14 +19,18 @@ def quote_faults(arguments: list[str]) -> list[str]:
 
 
 def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the value of --config-dir, the directory of the user's own yaml, and the other arguments."""
+    """Return the value of --config-dir, the directory of the user's own yaml, and the other
+    arguments.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir")
     known, others = parser.parse_known_args(arguments)
     return known.config_dir, others
 
 
-def compose_config(overrides: list[str], config_dir: str | None, with_choices: bool = False) -> DictConfig:
+def compose_config(
+    overrides: list[str], config_dir: str | None, with_choices: bool = False
+) -> DictConfig:
     """Return the config of a command line. The arguments are those of `compose`.
 
     Raises:

@@ -1,8 +1,8 @@
 """What a launch that resumes changes in the config of its run, and the configs of before.
 
-config.yaml of a run directory is the config of the last launch that trained. If a launch changes it,
-the config of before is kept as config.1.yaml, the next one as config.2.yaml. The first line has the
-number of ranks, which is no key.
+config.yaml of a run directory is the config of the last launch that trained. If a launch changes
+it, the config of before is kept as config.1.yaml, the next one as config.2.yaml. The first line has
+the number of ranks, which is no key.
 """
 
 import re
@@ -79,7 +79,8 @@ def list_changes(before: str, now: str) -> list[str]:
     There is none if the first config is damaged.
     """
     try:
-        old, new = values_of(before), values_of(now)
+        old = values_of(before)
+        new = values_of(now)
     except (YAMLError, OmegaConfBaseException, ValueError):
         return []
     return [

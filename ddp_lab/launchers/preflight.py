@@ -1,7 +1,8 @@
-"""Checks of the machines before a run: whether ranks reach each other and share the run directory, and the shared memory.
+"""Checks of the machines before a run: whether ranks reach each other and share the run directory,
+and the shared memory.
 
-train.py runs them before it opens the process group. Mistakes in the config are reported by the code that reads it: the
-strategies, Plan, the datasets, RunDir.
+train.py runs them before it opens the process group. Mistakes in the config are reported by the
+code that reads it: the strategies, Plan, the datasets, RunDir.
 """
 
 import math
@@ -20,7 +21,9 @@ from ddp_lab.world.store import NEW_TORCHRUN
 
 CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
 SHARED_MEMORY = Path("/dev/shm")  # where torch's worker processes put tensors on Linux
-TOKEN_WAIT = 3.0  # seconds within which every node must see a new file; network file systems cache the absence of a file
+# seconds within which every node must see a new file; network file systems cache the absence of a
+# file
+TOKEN_WAIT = 3.0
 
 
 class Finding(NamedTuple):
@@ -41,22 +44,27 @@ class Finding(NamedTuple):
 
 
 def check_network(runtime: Runtime) -> list[Finding]:
-    """Check that the store, to which torchrun has given an address, accepts connections. Call it before the first `agree`.
+    """Check that the store, to which torchrun has given an address, accepts connections.
+
+    Call it before the first `agree`.
 
     Where rank 0 opens the store, only the name is checked.
 
     Raises:
-        NodeError: MASTER_ADDR does not resolve, or nothing accepts connections there, for which torch would wait for minutes.
+        NodeError: MASTER_ADDR does not resolve, or nothing accepts connections there, for which
+            torch would wait for minutes.
     """
     if runtime.world_size == 1:
         return []
-    here, (host, port) = socket.gethostname(), runtime.master
+    here = socket.gethostname()
+    (host, port) = runtime.master
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise NodeError(
-            f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Start torchrun with an address that every "
-            "node resolves (--rdzv-endpoint or --master-addr), or with --standalone on one machine"
+            f"MASTER_ADDR={host}: does not resolve on {here} ({error.strerror}). Start torchrun "
+            "with an address that every node resolves (--rdzv-endpoint or --master-addr), or with "
+            "--standalone on one machine"
         ) from None
     if not runtime.agent_keeps_store:
         return [Finding("ok", "network", f"{host} resolves")]
@@ -64,18 +72,21 @@ def check_network(runtime: Runtime) -> list[Finding]:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
         raise NodeError(
-            f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {here} ({error.strerror or error}). "
-            "Open the port in the firewalls between the nodes, or use another one: --rdzv-endpoint or --master-port. "
-            f"{NEW_TORCHRUN}"
+            f"MASTER_ADDR={host}, MASTER_PORT={port}: does not accept connections from {here} "
+            f"({error.strerror or error}). Open the port in the firewalls between the nodes, or "
+            f"use another one: --rdzv-endpoint or --master-port. {NEW_TORCHRUN}"
         ) from None
     return [Finding("ok", "network", f"{host}:{port} accepts connections")]
 
 
 def check_shared(root: Path, runtime: Runtime) -> Finding:
-    """Check that every node can write to `root` and sees a file that rank 0 writes there. Collective.
+    """Check that every node can write to `root` and sees a file that rank 0 writes there.
+
+    Collective.
 
     Raises:
-        ConfigError: Rank 0 cannot write there, or another node does not see its file or cannot write.
+        ConfigError: Rank 0 cannot write there, or another node does not see its file or cannot
+            write.
     """
     here = socket.gethostname()
 
@@ -86,8 +97,8 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
             token.touch()
         except OSError as error:
             raise ConfigError(
-                f"runs_dir={root}: cannot create the run directory there ({error.strerror}). Use a directory that {here} can "
-                "write to"
+                f"runs_dir={root}: cannot create the run directory there ({error.strerror}). Use a "
+                f"directory that {here} can write to"
             ) from None
         return token.name
 
@@ -98,16 +109,20 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
         token.unlink(missing_ok=True)
         if found := "; ".join(filter(None, problems)):
             raise ConfigError(
-                f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a directory on a file system "
-                "that every node has mounted for writing"
+                f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a "
+                "directory on a file system that every node has mounted for writing"
             )
 
     runtime.conclude("shared", problem, conclude)
-    return Finding("ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else ""))
+    return Finding(
+        "ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else "")
+    )
 
 
 def _try_token(token: Path, rank: int) -> str:
-    """Return what is wrong with the directory of `token` on this node; an empty text if nothing is wrong."""
+    """Return what is wrong with the directory of `token` on this node; an empty text if nothing is
+    wrong.
+    """
     here = socket.gethostname()
     deadline = time.monotonic() + TOKEN_WAIT
     while not token.exists():
@@ -124,7 +139,8 @@ def _try_token(token: Path, rank: int) -> str:
 
 
 def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
-    """Check that the batches in shared memory fit on the node that calls it; without the check, a worker dies of SIGBUS.
+    """Check that the batches in shared memory fit on the node that calls it; without the check, a
+    worker dies of SIGBUS.
 
     Args:
         loaders: All loaders of a rank, which keep their batches ready at the same time.
@@ -137,8 +153,10 @@ def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else math.inf
     if needed > free:
         raise NodeError(
-            f"data.loader=workers: the batches on {socket.gethostname()} need {needed / 2**20:,.1f} MiB of shared memory, and "
-            f"{SHARED_MEMORY} has {free / 2**20:,.1f} MiB free. Lower data.num_workers (0 needs none) or "
-            f"batch_size, or enlarge {SHARED_MEMORY}: in a container `docker run --shm-size={math.ceil(2 * needed / 2**30)}g`, "
-            "under Kubernetes a volume emptyDir with medium: Memory"
+            f"data.loader=workers: the batches on {socket.gethostname()} need "
+            f"{needed / 2**20:,.1f} MiB of shared memory, and {SHARED_MEMORY} has "
+            f"{free / 2**20:,.1f} MiB free. Lower data.num_workers (0 needs none) or batch_size, "
+            f"or enlarge {SHARED_MEMORY}: in a container `docker run "
+            f"--shm-size={math.ceil(2 * needed / 2**30)}g`, under Kubernetes a volume emptyDir "
+            "with medium: Memory"
         )

@@ -1,4 +1,6 @@
-"""The config of a run as it is recorded in its directory, and as the commands after training read it."""
+"""The config of a run as it is recorded in its directory, and as the commands after training read
+it.
+"""
 
 import os
 import re
@@ -22,10 +24,18 @@ from ddp_lab.world.process import env_int
 CONFIG = "config.yaml"
 RANKS = "number of ranks"
 PASSWORD = re.compile(r"(?<=://)[^/@]+@")  # and the user, in a URL
-REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
+# to another key, not a resolver such as ${oc.env:HOME} or ${now:%Y}
+REFERENCE = re.compile(r"\$\{[\w.]+\}")
 # Keys of a launch that trains, with their values afterwards.
 AFTERWARDS = {
-    **{"resume": "never", "inject": None, "profile": False, "cuda_graph": False, "compile": False, "model.weights": None},
+    **{
+        "resume": "never",
+        "inject": None,
+        "profile": False,
+        "cuda_graph": False,
+        "compile": False,
+        "model.weights": None,
+    },
     **{"patience": None, "checkpoint.best": None, "optimize": "auto", "tracker": "none"},
 }
 # Options of strategies that lay out several ranks, with their values for one.
@@ -36,16 +46,21 @@ IN_ONE_PROCESS = {
 
 
 def to_record(cfg: DictConfig) -> str:
-    """Return the config as YAML. Resolvers are replaced by their values, and references to other keys remain.
+    """Return the config as YAML.
+
+    Resolvers are replaced by their values, and references to other keys remain.
 
     A later override of `data.root` therefore also changes `data.dataset.root`, which refers to it.
     """
-    raw, resolved = OmegaConf.to_container(cfg), OmegaConf.to_container(cfg, resolve=True)
+    raw = OmegaConf.to_container(cfg)
+    resolved = OmegaConf.to_container(cfg, resolve=True)
     return OmegaConf.to_yaml(OmegaConf.create(_keep_references(raw, resolved)))
 
 
 def text_of(config: str, ranks: int) -> str:
-    """Return the content of config.yaml: the number of ranks, which is no key, and a config as from `to_record`."""
+    """Return the content of config.yaml: the number of ranks, which is no key, and a config as from
+    `to_record`.
+    """
     return f"# {RANKS}: {ranks}\n{config}"
 
 
@@ -62,13 +77,19 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def without_secrets(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config as trackers may upload it: without their own options, and users and passwords in URLs."""
-    return {key: _without_passwords(value) for key, value in config.items() if key != "tracker_options"}
+    """Return a resolved config as trackers may upload it: without their own options, and users and
+    passwords in URLs.
+    """
+    return {
+        key: _without_passwords(value) for key, value in config.items() if key != "tracker_options"
+    }
 
 
 def _without_passwords(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_passwords(inner) for key, inner in cast("dict[str, Any]", value).items()}
+        return {
+            key: _without_passwords(inner) for key, inner in cast("dict[str, Any]", value).items()
+        }
     return PASSWORD.sub("", value) if isinstance(value, str) else value
 
 
@@ -78,8 +99,11 @@ def _keep_references(raw: Any, resolved: Any) -> Any:
     return raw if isinstance(raw, str) and REFERENCE.fullmatch(raw) else resolved
 
 
-def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | None = None) -> DictConfig:
-    """Return the config of a run with overrides: choices of a group replace the whole group, other keys are set.
+def read_config(
+    folder: Path, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> DictConfig:
+    """Return the config of a run with overrides: choices of a group replace the whole group, other
+    keys are set.
 
     In one process the recorded strategy is laid out on one rank, with the overrides after that.
 
@@ -89,7 +113,8 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
         config_dir: directory of further yaml, as in --config-dir.
 
     Raises:
-        ConfigError: the directory contains no readable config, or the config with the overrides is not allowed.
+        ConfigError: the directory contains no readable config, or the config with the overrides is
+            not allowed.
     """
     path = require_run(folder)
     try:
@@ -101,17 +126,24 @@ def read_config(folder: Path, overrides: Sequence[str] = (), config_dir: str | N
         cfg.tracker_options = {}
         validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a config ({' '.join(str(error).split())})") from None
+        raise ConfigError(
+            f"{path}: cannot be read as a config ({' '.join(str(error).split())})"
+        ) from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}. If another version of ddp_lab wrote it, use that version") from None
+        raise ConfigError(
+            f"{path}: {error}. If another version of ddp_lab wrote it, use that version"
+        ) from None
     if env_int("WORLD_SIZE", 1) == 1:
-        cfg.strategy.update({key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy})
+        cfg.strategy.update(
+            {key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy}
+        )
     groups = {entry.name for entry in CONF.iterdir() if entry.is_dir() and entry.name in cfg}
     choices = [override for override in overrides if override.partition("=")[0] in groups]
     if choices:
         composed = compose_config(choices, config_dir)
         for group in (choice.partition("=")[0] for choice in choices):
-            cfg[group] = OmegaConf.to_container(composed[group])  # with its references, which now refer to the run's keys
+            # with its references, which now refer to the run's keys
+            cfg[group] = OmegaConf.to_container(composed[group])
     others = [override for override in overrides if override not in choices]
     for override in OverridesParser.create().parse_overrides(others):
         if override.is_delete() or override.is_sweep_override():
@@ -130,9 +162,13 @@ def require_run(folder: Path) -> Path:
     path = folder / "config.yaml"
     if is_sharded(folder) or folder.suffix == ".pt":
         run = folder.parent.parent if folder.parent.name == "checkpoints" else "RUN"
-        raise ConfigError(f"{folder}: is a checkpoint, and the directory of a run is needed. Use {run} --checkpoint {folder}")
+        raise ConfigError(
+            f"{folder}: is a checkpoint, and the directory of a run is needed. Use {run} "
+            f"--checkpoint {folder}"
+        )
     if not path.is_file():
         raise ConfigError(
-            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in runs_dir, runs/NAME"
+            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in "
+            "runs_dir, runs/NAME"
         )
     return path

@@ -1,4 +1,6 @@
-"""Runs as processes of their own: the jobs of sweeps, and measurements (`ddp-lab advise --measure` and scripts/)."""
+"""Runs as processes of their own: the jobs of sweeps, and measurements (`ddp-lab advise --measure`
+and scripts/).
+"""
 
 import os
 import subprocess
@@ -15,14 +17,19 @@ from ddp_lab.resilience.run_directory import read_json
 
 ROOT = Path(__file__).parents[2]
 IS_CLONE = (ROOT / "pyproject.toml").is_file()  # which may not be installed
-ENTRY = [str(ROOT / "train.py")] if IS_CLONE else ["-m", "ddp_lab"]  # of a rank; train.py finds ddp_lab from any directory
+# of a rank; train.py finds ddp_lab from any directory
+ENTRY = [str(ROOT / "train.py")] if IS_CLONE else ["-m", "ddp_lab"]
 
 
 def command_of(overrides: Sequence[str], ranks: int | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command that trains with `overrides` on `ranks` ranks, None for one process alone, and its environment."""
+    """Return the command that trains with `overrides` on `ranks` ranks, None for one process alone,
+    and its environment.
+    """
     train = ENTRY if ranks is None else ["-m", "ddp_lab", "train", "--nproc", str(ranks)]
     search = [*([str(ROOT)] if IS_CLONE else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return [sys.executable, *train, *overrides], os.environ | {"PYTHONPATH": os.pathsep.join(search)}
+    return [sys.executable, *train, *overrides], os.environ | {
+        "PYTHONPATH": os.pathsep.join(search)
+    }
 
 
 class ShortRun(NamedTuple):
@@ -42,11 +49,15 @@ class ShortRun(NamedTuple):
 
     @property
     def rates(self) -> list[float]:
-        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if it is the only one."""
+        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if
+        it is the only one.
+        """
         return [record["samples_per_second"] for record in self.records[1:] or self.records]
 
 
-def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None) -> ShortRun:
+def train(
+    overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None
+) -> ShortRun:
     """Run train.py once, and read what it wrote to `out`/`name`. Progress is printed.
 
     Args:
@@ -56,13 +67,21 @@ def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, sec
         name: of the run directory.
         seconds: the most that the run may take.
     """
-    run_dir, start = out / name, time.perf_counter()
-    command, environment = command_of([*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks)
+    run_dir = out / name
+    start = time.perf_counter()
+    command, environment = command_of(
+        [*overrides, f"runs_dir={quote(str(out))}", f"name={name}"], ranks
+    )
     environment = {"OMP_NUM_THREADS": "1"} | environment
     print(f"{name} ...", end=" ", flush=True)
     try:
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         print("stopped", flush=True)
@@ -72,7 +91,15 @@ def train(overrides: Sequence[str], ranks: int | None, out: Path, name: str, sec
     if done.returncode:
         failure = read_json(run_dir / "failure.json")
         errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
-        reason = failure["message"] if failure else errors[-1] if errors else f"exit code {done.returncode}"
+        reason = (
+            failure["message"]
+            if failure
+            else errors[-1]
+            if errors
+            else f"exit code {done.returncode}"
+        )
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
         return ShortRun([], None, problem, refused=done.returncode == REFUSED)
-    return ShortRun(read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json"))
+    return ShortRun(
+        read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json")
+    )

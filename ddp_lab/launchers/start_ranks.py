@@ -1,7 +1,9 @@
-"""`ddp-lab train --nproc N`: start the ranks by torch's launcher, and report how they ended in one message.
+"""`ddp-lab train --nproc N`: start the ranks by torch's launcher, and report how they ended in one
+message.
 
-The options are torchrun's, and the ranks those that `torchrun --nproc_per_node=N train.py` starts. What differs is the end:
-torchrun prints a summary of all ranks and a traceback of its own, whoever made which mistake.
+The options are torchrun's, and the ranks those that `torchrun --nproc_per_node=N train.py` starts.
+What differs is the end: torchrun prints a summary of all ranks and a traceback of its own, whoever
+made which mistake.
 """
 
 import logging
@@ -27,18 +29,22 @@ from ddp_lab.launchers.short_run import ENTRY
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# With it rank 0 opens a store of its own at each start of the ranks. Without it, torch (2.15) gives the address of the agents'
-# store only to those agents that take part in the first round: one that is started again later does not find the others.
+# With it rank 0 opens a store of its own at each start of the ranks. Without it, torch (2.15) gives
+# the address of the agents' store only to those agents that take part in the first round: one that
+# is started again later does not find the others.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"  # which reach the ranks; each rank saves and exits
-EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}  # of other signals 128 + number, as in a shell
+# which reach the ranks; each rank saves and exits
+SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"
+# of other signals 128 + number, as in a shell
+EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
-# What starts several processes: the number of tasks, the program, and which task this is. SLURM_NTASKS is set in the shells of
-# sbatch and salloc, too.
+# What starts several processes: the number of tasks, the program, and which task this is.
+# SLURM_NTASKS is set in the shells of sbatch and salloc, too.
 
 
 def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
-    """Return the options of the launch, or None if this process is to train alone, and the arguments for Hydra.
+    """Return the options of the launch, or None if this process is to train alone, and the
+    arguments for Hydra.
 
     The default of --nproc is the number of GPUs.
 
@@ -47,13 +53,18 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     """
     config_dir, others = split_config_dir(arguments)
     of_hydra = re.findall(r"--[\w-]+", hydra_parser().format_usage())
-    flags = [each for each in others if re.match("-[a-z]", each) or each.partition("=")[0] in of_hydra]
+    flags = [
+        each for each in others if re.match("-[a-z]", each) or each.partition("=")[0] in of_hydra
+    ]
     given = [each for each in others if each.startswith("--") and each not in flags]
     if flags or "RANK" in os.environ:
         if given:
             sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
             other = flags[0] if flags else "torchrun, which started this process"
-            raise ConfigError(f"{given[0]}: cannot be combined with {other}. The ranks of a sweep are started by `{sweep}`")
+            raise ConfigError(
+                f"{given[0]}: cannot be combined with {other}. The ranks of a sweep are started by "
+                f"`{sweep}`"
+            )
         return None, arguments
     options, overrides = parse(others) if given else (None, others)
     if options:
@@ -70,9 +81,12 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
 
 def launch_parser() -> Parser:
     """Return torchrun's parser, with --nproc as another name of --nproc-per-node."""
-    from torch.distributed.run import get_args_parser  # not at the top of the file: most mistakes are reported without torch
+    # not at the top of the file: most mistakes are reported without torch
+    from torch.distributed.run import get_args_parser
 
-    parser = Parser("ddp-lab train", None, parents=[get_args_parser()], add_help=False, allow_abbrev=False)
+    parser = Parser(
+        "ddp-lab train", None, parents=[get_args_parser()], add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--nproc", dest="nproc_per_node")
     parser.set_defaults(nproc_per_node=None, master_addr=None, signals_to_handle=SIGNALS)
     return parser
@@ -84,8 +98,10 @@ def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
     Raises:
         ConfigError: an option does not exist or has a wrong value.
     """
-    parser, options = launch_parser(), Namespace()
-    overrides, rest = list[str](), [*arguments, *END]
+    parser = launch_parser()
+    options = Namespace()
+    overrides = list[str]()
+    rest = [*arguments, *END]
     while rest:  # the parser stops at the first override, and returns what follows it unread
         options = parser.parse_args(rest, options)
         overrides.append(options.training_script)
@@ -98,26 +114,33 @@ def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def choose_rendezvous(options: Namespace) -> None:
-    """Choose how the ranks find each other: without an address the launch is one of this machine alone.
+    """Choose how the ranks find each other: without an address the launch is one of this machine
+    alone.
 
     Raises:
-        ConfigError: there is no address for several machines, or its host is unknown, which torch would try for minutes.
+        ConfigError: there is no address for several machines, or its host is unknown, which torch
+            would try for minutes.
     """
     address = options.rdzv_endpoint or options.master_addr
     if not address and is_large(options):
         raise ConfigError(
-            f"--nnodes {options.nnodes}: needs --rdzv-endpoint HOST:PORT, the same on every machine: a port of one of them"
+            f"--nnodes {options.nnodes}: needs --rdzv-endpoint HOST:PORT, the same on every "
+            "machine: a port of one of them"
         )
     if not address:
         options.standalone = True
         return
-    if options.rdzv_endpoint and options.rdzv_backend == "static":  # torch's default, which is for --master-addr
+    # torch's default, which is for --master-addr
+    if options.rdzv_endpoint and options.rdzv_backend == "static":
         options.rdzv_backend = "c10d"
-    host = re.sub(r"\]?:\d+$|^\[", "", address) if options.rdzv_endpoint else address  # IPv6 addresses are in brackets
+    # IPv6 addresses are in brackets
+    host = re.sub(r"\]?:\d+$|^\[", "", address) if options.rdzv_endpoint else address
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        raise ConfigError(f"{address}: cannot be resolved on {socket.gethostname()} ({error.strerror})") from None
+        raise ConfigError(
+            f"{address}: cannot be resolved on {socket.gethostname()} ({error.strerror})"
+        ) from None
 
 
 def is_large(options: Namespace) -> bool:
@@ -140,7 +163,8 @@ def count_ranks(strategy: str, device: str) -> int:
 
 
 def start_ranks(options: Namespace, arguments: list[str]) -> int:
-    """Start the ranks of this machine, wait until they have ended, and return the exit code of the command.
+    """Start the ranks of this machine, wait until they have ended, and return the exit code of the
+    command.
 
     Args:
         options: of the launch.
@@ -168,15 +192,20 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         raise ConfigError(f"the ranks were not started: {describe_error(error)}") from None
     except RendezvousError as error:  # at the start, or later, because another machine has left
         print(
-            f"error: no connection to the launchers of the other machines ({describe_error(error)}). If the "
-            "ranks were already running, the output of another machine has the first error",
+            "error: no connection to the launchers of the other machines "
+            f"({describe_error(error)}). If the ranks were already running, the output of another "
+            "machine has the first error",
             file=sys.stderr,
         )
         return 1
     except (DistError, OSError) as error:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
-        advice = "the port is in use; choose another one, the same on every machine. " if in_use else ""
-        print(f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr)
+        advice = (
+            "the port is in use; choose another one, the same on every machine. " if in_use else ""
+        )
+        print(
+            f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr
+        )
         return 1
     return 0
 
@@ -185,17 +214,31 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     """Print the message of the rank that failed first, and return the exit code of the command.
 
     Args:
-        failures: of this machine's ranks, by rank. Those that another rank's failure ended are among them.
+        failures: of this machine's ranks, by rank. Those that another rank's failure ended are
+            among them.
     """
     # The content of a rank's error file; a text if it has written none.
-    reported = [failure for failure in failures.values() if not isinstance(failure.error_file_data["message"], str)]
+    reported = [
+        failure
+        for failure in failures.values()
+        if not isinstance(failure.error_file_data["message"], str)
+    ]
     first = min(reported, key=order_of, default=None)
     if first:
         print(first.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
-    codes = {rank: failure.exitcode for rank, failure in sorted(failures.items()) if failure not in reported}
+    codes = {
+        rank: failure.exitcode
+        for rank, failure in sorted(failures.items())
+        if failure not in reported
+    }
     for rank, code in codes.items():
-        if code not in (1, REFUSED, -signal.SIGTERM):  # such ranks were ended because of another one
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        # such ranks were ended because of another one
+        if code not in (1, REFUSED, -signal.SIGTERM):
+            how = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             print(f"rank {rank} {how}", file=sys.stderr)
     if first:
         return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1

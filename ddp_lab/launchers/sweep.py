@@ -1,4 +1,6 @@
-"""The jobs of a sweep, each with its own run directory in the sweep's directory, and their results."""
+"""The jobs of a sweep, each with its own run directory in the sweep's directory, and their
+results.
+"""
 
 import csv
 import hashlib
@@ -20,7 +22,17 @@ from ddp_lab.resilience.run_directory import read_json
 
 LONGEST = 120  # maximum number of characters of a job's name, without the hash
 # The keys that may change when a sweep is resumed.
-MAY_CHANGE = {"name", "runs_dir", "resume", "epochs", "timeout", "checkpoint", "inject", "evaluate_test", "optimize"}
+MAY_CHANGE = {
+    "name",
+    "runs_dir",
+    "resume",
+    "epochs",
+    "timeout",
+    "checkpoint",
+    "inject",
+    "evaluate_test",
+    "optimize",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,8 @@ class Job:
 
     Attributes:
         name: Name of its run directory: the overrides that the sweep chose.
-        overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir of the sweep, if any.
+        overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir
+            of the sweep, if any.
         run_dir: Its run directory, as this machine sees it.
         epochs: Number of epochs after which it is finished.
         optimize: The metric that the sweeper gets.
@@ -53,7 +66,8 @@ class Job:
 def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     """Check that a run directory does not belong to another sweep.
 
-    Two sweeps can have jobs of the same name, because a name omits the overrides that a sweep does not choose.
+    Two sweeps can have jobs of the same name, because a name omits the overrides that a sweep does
+    not choose.
 
     Args:
         run_dir: The run directory.
@@ -65,13 +79,20 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     if not (run_dir / "config.yaml").exists():
         return
     recorded = cast("DictConfig", OmegaConf.load(run_dir / "config.yaml"))
-    there, here = (dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (recorded, cfg))
+    there, here = (
+        dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (recorded, cfg)
+    )
     fixed = set(map(str, recorded)) - MAY_CHANGE
-    changed = [key for key in there | here if key.partition(".")[0] in fixed and there.get(key) != here.get(key)]
+    changed = [
+        key
+        for key in there | here
+        if key.partition(".")[0] in fixed and there.get(key) != here.get(key)
+    ]
     if changed:
         raise ConfigError(
-            f"hydra.sweep.dir={run_dir.parent}: {run_dir.name} was started there with another {changed[0]} "
-            f"({there.get(changed[0])}, now {here.get(changed[0])}); use another directory"
+            f"hydra.sweep.dir={run_dir.parent}: {run_dir.name} was started there with another "
+            f"{changed[0]} ({there.get(changed[0])}, now {here.get(changed[0])}); use another "
+            "directory"
         )
 
 
@@ -81,7 +102,9 @@ def lower_is_better(cfg: DictConfig) -> bool:
 
 
 def directory_name(overrides: Sequence[str]) -> str:
-    """Return the overrides as the name of a directory, with a hash if characters had to be replaced or dropped."""
+    """Return the overrides as the name of a directory, with a hash if characters had to be replaced
+    or dropped.
+    """
     plain = ",".join(overrides)
     name = re.sub(r"[^\w.=,+-]", "-", plain).lstrip(".") or "job"
     if name != plain or len(name) > LONGEST:
@@ -90,7 +113,8 @@ def directory_name(overrides: Sequence[str]) -> str:
 
 
 def check_search(config: DictConfig) -> None:
-    """Check that a sweeper that searches learns from the validation set, and proposes the same jobs when it is started again.
+    """Check that a sweeper that searches learns from the validation set, and proposes the same jobs
+    when it is started again.
 
     Args:
         config: The composed config, with Hydra's.
@@ -98,22 +122,29 @@ def check_search(config: DictConfig) -> None:
     Raises:
         ConfigError: It does not.
     """
-    sweeper, optimize = config.hydra.sweeper, config.optimize
+    sweeper = config.hydra.sweeper
+    optimize = config.optimize
     direction = getattr(sweeper.direction, "name", sweeper.direction)
     best = "minimize" if lower_is_better(config) else "maximize"
     for key in ("n_trials", "n_jobs"):
         if sweeper[key] < 1:
-            raise ConfigError(f"hydra.sweeper.{key}={sweeper[key]}: must be an integer of at least 1")
+            raise ConfigError(
+                f"hydra.sweeper.{key}={sweeper[key]}: must be an integer of at least 1"
+            )
     if not optimize.startswith("val_"):
         raise ConfigError(
-            f"optimize={optimize}: hydra/sweeper=optuna must choose by the validation set. "
-            "Use optimize=val_accuracy or another val_*, and data.val_fraction=0.1 if the data have no validation set"
+            f"optimize={optimize}: hydra/sweeper=optuna must choose by the validation set. Use "
+            "optimize=val_accuracy or another val_*, and data.val_fraction=0.1 if the data have "
+            "no validation set"
         )
     if direction != best:
-        raise ConfigError(f"hydra.sweeper.direction={direction}: must be {best} for optimize={optimize}")
+        raise ConfigError(
+            f"hydra.sweeper.direction={direction}: must be {best} for optimize={optimize}"
+        )
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
         raise ConfigError(
-            "hydra.sweeper.sampler.seed=null: a search that is started again would propose other jobs; use a number"
+            "hydra.sweeper.sampler.seed=null: a search that is started again would propose other "
+            "jobs; use a number"
         )
 
 
@@ -121,44 +152,68 @@ def is_finished(job: Job) -> bool:
     """Return whether a job has trained for all its epochs, or until early stopping.
 
     Raises:
-        ConfigError: It has, but its metrics.jsonl lacks the last epoch, so that its result is unknown.
+        ConfigError: It has, but its metrics.jsonl lacks the last epoch, so that its result is
+            unknown.
     """
-    status, config = read_json(job.run_dir / "status.json"), job.run_dir / "config.yaml"
-    stopped = status is not None and config.exists() and status["epoch"] < OmegaConf.load(config).epochs
-    if status is None or status["status"] != "finished" or not (status["epoch"] >= job.epochs or stopped):
+    status = read_json(job.run_dir / "status.json")
+    config = job.run_dir / "config.yaml"
+    stopped = (
+        status is not None and config.exists() and status["epoch"] < OmegaConf.load(config).epochs
+    )
+    if (
+        status is None
+        or status["status"] != "finished"
+        or not (status["epoch"] >= job.epochs or stopped)
+    ):
         return False
     if not row_of(metrics := job.run_dir / "metrics.jsonl", status["epoch"]):
         raise ConfigError(
-            f"{metrics}: lacks epoch {status['epoch']} of a finished run, so the sweep does not know its result. Delete "
-            f"{job.run_dir} to train this job again"
+            f"{metrics}: lacks epoch {status['epoch']} of a finished run, so the sweep does not "
+            f"know its result. Delete {job.run_dir} to train this job again"
         )
     return True
 
 
 def job_return(job: Job, failed: bool = False) -> JobReturn:
-    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if it failed or did not run."""
+    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if
+    it failed or did not run.
+    """
     made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
     made.return_value = None if failed else job.result()[1]
     return made
 
 
 def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
-    """Write results.csv and results.png: the metric `optimize` of each job. Return a line about the best job.
+    """Write results.csv and results.png: the metric `optimize` of each job.
 
-    Nothing is written or returned before a job has a result on the validation set: the test set chooses nothing.
+    Return a line about the best job.
+
+    Nothing is written or returned before a job has a result on the validation set: the test set
+    chooses nothing.
     """
     results = [(job, *job.result()) for job in jobs]
-    scores = {n: (metric, value) for n, (_, metric, value) in enumerate(results, 1) if metric.startswith("val_")}
+    scores = {
+        n: (metric, value)
+        for n, (_, metric, value) in enumerate(results, 1)
+        if metric.startswith("val_")
+    }
     points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
     if not points:
         return []
     with (folder / "results.csv").open("w", newline="") as file:
-        rows = ((job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found) for job, *found in results)
+        rows = (
+            (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found)
+            for job, *found in results
+        )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
     metric = next(iter(scores.values()))[0]
     choose = min if jobs[0].lower_is_better or metric == "val_loss" else max
-    best = [(number, choose(value for _, value in points[:i])) for i, (number, _) in enumerate(points, 1)]
-    name, label = next(job.name for job, _, value in results if value == best[-1][1]), metric.replace("_", " ")
+    best = [
+        (number, choose(value for _, value in points[:i]))
+        for i, (number, _) in enumerate(points, 1)
+    ]
+    name = next(job.name for job, _, value in results if value == best[-1][1])
+    label = metric.replace("_", " ")
     lines = [Curve("best so far", best), Curve("job", points)]
     beside([curves(folder.name, "job", label, lines)], folder / "results.png")
     return [f"best of {len(jobs)}: {name}, {label} {best[-1][1]:.4f} ({folder / 'results.csv'})"]
@@ -174,5 +229,11 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
-    state = status["status"] if status else "did not start" if job.run_dir.parent.exists() else "its directory was deleted"
+    state = (
+        status["status"]
+        if status
+        else "did not start"
+        if job.run_dir.parent.exists()
+        else "its directory was deleted"
+    )
     return f"{job.name}: {state} (exit code {code}): {reason}"

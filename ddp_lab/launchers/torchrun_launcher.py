@@ -1,9 +1,11 @@
 """The Hydra launcher of sweeps, hydra/launcher=torchrun: every job is a launch of its own.
 
-ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
+ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp
+optimizer.lr=0.1,0.2
 
-Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process groups leak from job to job.
-Under torchrun, all ranks would run the sweep in lock-step. With this launcher, every job has its own processes.
+Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process
+groups leak from job to job. Under torchrun, all ranks would run the sweep in lock-step. With this
+launcher, every job has its own processes.
 
 `register` lets Hydra find it.
 """
@@ -45,7 +47,8 @@ from ddp_lab.launchers.sweep import (
     write_results,
 )
 
-SAVE_TIMEOUT = 45.0  # seconds that jobs have to write their last checkpoint when the sweep is interrupted
+# seconds that jobs have to write their last checkpoint when the sweep is interrupted
+SAVE_TIMEOUT = 45.0
 
 
 class TorchrunLauncher(Launcher):
@@ -57,19 +60,24 @@ class TorchrunLauncher(Launcher):
     """
 
     def __init__(self, nproc_per_node: int, max_parallel: int):
-        self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
+        self.nproc_per_node = nproc_per_node
+        self.max_parallel = max_parallel
         self.processes: set[subprocess.Popen[str]] = set()
         self.ended: int | None = None  # the signal that ended the sweep
         self.jobs_so_far: list[Job] = []
         self._starting = threading.Lock()
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         """Store Hydra's objects and create the sweep's directory.
 
         Raises:
-            ConfigError: The directory cannot be created or is not writable, or a search could not learn from its jobs.
+            ConfigError: The directory cannot be created or is not writable, or a search could not
+                learn from its jobs.
         """
-        self.config, self.hydra_context = config, hydra_context
+        self.config = config
+        self.hydra_context = hydra_context
         self.sweep_dir = Path(config.hydra.sweep.dir).resolve()
         self.searches = "direction" in config.hydra.get("sweeper", {})  # Optuna's sweeper
         if self.searches:
@@ -79,38 +87,57 @@ class TorchrunLauncher(Launcher):
             tempfile.TemporaryFile(dir=self.sweep_dir).close()
         except OSError as error:
             raise ConfigError(
-                f"hydra.sweep.dir={self.sweep_dir}: cannot write to it ({error.strerror}); use another directory"
+                f"hydra.sweep.dir={self.sweep_dir}: cannot write to it ({error.strerror}); use "
+                "another directory"
             ) from None
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         """Run the jobs that are not finished; a failed job does not end the sweep.
 
         Args:
             job_overrides: The Hydra overrides of each job.
-            initial_job_idx: Number of jobs before these; a sweeper that searches launches several times.
+            initial_job_idx: Number of jobs before these; a sweeper that searches launches several
+                times.
 
         Raises:
-            ConfigError: The jobs that run concurrently need more GPUs than are visible, or a launcher option is
-                not a positive integer.
-            SystemExit: A signal ended the sweep, or a job failed; raised after the last job. A search goes on if the job had
-                begun to train: it may have diverged.
+            ConfigError: The jobs that run concurrently need more GPUs than are visible, or a
+                launcher option is not a positive integer.
+            SystemExit: A signal ended the sweep, or a job failed; raised after the last job. A
+                search goes on if the job had begun to train: it may have diverged.
         """
         slots = self._slots()
         jobs = self._jobs(job_overrides)
-        numbers = f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}" if len(jobs) > 1 else f" {initial_job_idx + 1}"
+        numbers = (
+            f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
+            if len(jobs) > 1
+            else f" {initial_job_idx + 1}"
+        )
         print(f"job{numbers} in {self.sweep_dir}", flush=True)
         different = {job.run_dir: job for job in jobs}  # a search may propose the same job twice
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
-            ended = dict(zip(different, pool.map(lambda job: self._run(job, slots), different.values()), strict=True))
+            ended = dict(
+                zip(
+                    different,
+                    pool.map(lambda job: self._run(job, slots), different.values()),
+                    strict=True,
+                )
+            )
         codes = [ended[job.run_dir] for job in jobs]
         if self.ended:
-            print("the sweep was interrupted; the same command with its hydra.sweep.dir resumes it", flush=True)
+            print(
+                "the sweep was interrupted; the same command with its hydra.sweep.dir resumes it",
+                flush=True,
+            )
             sys.exit(128 + self.ended)
         self.jobs_so_far += jobs
         lines = [describe(job, code) for job, code in zip(jobs, codes, strict=True)]
         print("\n".join(["", *lines, *write_results(self.sweep_dir, self.jobs_so_far)]), flush=True)
         failed = [job for job, code in zip(jobs, codes, strict=True) if code]
-        if failed and not (self.searches and all((job.run_dir / "status.json").exists() for job in failed)):
+        if failed and not (
+            self.searches and all((job.run_dir / "status.json").exists() for job in failed)
+        ):
             sys.exit(1)
         return [job_return(job, job in failed) for job in jobs]
 
@@ -125,34 +152,47 @@ class TorchrunLauncher(Launcher):
         """
         jobs: list[Job] = []
         own_keys = ("name", "runs_dir")  # set below for each job
-        given = [[o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys] for job in job_overrides]
+        given = [
+            [o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys]
+            for job in job_overrides
+        ]
         chosen = self._chosen_keys()
         for overrides, all_overrides in zip(given, job_overrides, strict=True):
-            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(all_overrides))
-            name = directory_name([o for o in overrides if o.partition("=")[0] in chosen] or overrides)
+            cfg = self.hydra_context.config_loader.load_sweep_config(
+                self.config, list(all_overrides)
+            )
+            name = directory_name(
+                [o for o in overrides if o.partition("=")[0] in chosen] or overrides
+            )
             refuse_another(self.sweep_dir / name, cfg)
             overrides += [f"runs_dir={quote(str(self.sweep_dir))}", f"name={quote(name)}"]
             one_process = get_object(cfg.strategy["_target_"]).one_process
             lower = lower_is_better(cfg)
-            run_dir, arguments = self.sweep_dir / name, self._config_dir() + overrides
+            run_dir = self.sweep_dir / name
+            arguments = self._config_dir() + overrides
             jobs.append(Job(name, arguments, run_dir, cfg.epochs, cfg.optimize, one_process, lower))
         return jobs
 
     def _chosen_keys(self) -> set[str]:
-        """Return the keys whose values the sweep chooses: those that have several, here or in the sweeper's config."""
+        """Return the keys whose values the sweep chooses: those that have several, here or in the
+        sweeper's config.
+        """
         given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
             self.config.hydra.sweeper.params or ()
         )
 
     def _config_dir(self) -> list[str]:
-        """Return the option --config-dir with which the sweep was started; nothing if it has none."""
+        """Return the option --config-dir with which the sweep was started; nothing if it has
+        none.
+        """
         sources = self.config.hydra.runtime.config_sources
         folders = [source.path for source in sources if source.provider == "command-line"]
         return ["--config-dir", *folders] if folders else []
 
     def _slots(self) -> "queue.Queue[str | None]":
-        """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves the variable unchanged.
+        """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves
+        the variable unchanged.
 
         Raises:
             ConfigError: A launcher option is not a positive integer, or there are too few GPUs.
@@ -161,9 +201,11 @@ class TorchrunLauncher(Launcher):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"hydra.launcher.{key}={value}: must be an integer of at least 1")
-        import torch  # not at the top of the file: Hydra imports the launchers at every start, even for --help
+        # not at the top of the file: Hydra imports the launchers at every start, even for --help
+        import torch
 
-        gpus, wanted = torch.cuda.device_count(), self.nproc_per_node * self.max_parallel
+        gpus = torch.cuda.device_count()
+        wanted = self.nproc_per_node * self.max_parallel
         slots: queue.Queue[str | None] = queue.Queue()
         if gpus == 0 or self.config.device == "cpu":
             for _ in range(self.max_parallel):
@@ -171,8 +213,9 @@ class TorchrunLauncher(Launcher):
             return slots
         if wanted > gpus:
             raise ConfigError(
-                f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of {self.nproc_per_node} ranks need "
-                f"{wanted} GPUs, but {gpus} are visible; lower max_parallel or nproc_per_node, or set device=cpu"
+                f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of "
+                f"{self.nproc_per_node} ranks need {wanted} GPUs, but {gpus} are visible; lower "
+                "max_parallel or nproc_per_node, or set device=cpu"
             )
         names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = names if len(names) == gpus else [str(i) for i in range(gpus)]
@@ -181,22 +224,30 @@ class TorchrunLauncher(Launcher):
         return slots
 
     def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int | None:
-        """Run a job and return its exit code: 0 if it is already finished, None if an interrupt prevented its start."""
+        """Run a job and return its exit code: 0 if it is already finished, None if an interrupt
+        prevented its start.
+        """
         if is_finished(job):
             print(f"[{job.name}] already finished", flush=True)
             return 0
         gpus = slots.get()
-        command, environment = command_of(job.overrides, None if job.one_process else self.nproc_per_node)
-        environment |= {ENDS_WITH_STDIN: "1"} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+        command, environment = command_of(
+            job.overrides, None if job.one_process else self.nproc_per_node
+        )
+        environment |= {ENDS_WITH_STDIN: "1"} | (
+            {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        )
         with self._starting:
             if self.ended:
                 slots.put(gpus)  # for the next waiting job
                 return None
-            # Each job has its own session, so that a signal from the terminal reaches it only once, through this process.
+            # Each job has its own session, so that a signal from the terminal reaches it only once,
+            # through this process.
             process = subprocess.Popen(
                 command,
                 env=environment,
-                stdin=subprocess.PIPE,  # nothing is written: it closes when this process ends, also by SIGKILL
+                # nothing is written: it closes when this process ends, also by SIGKILL
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -214,16 +265,21 @@ class TorchrunLauncher(Launcher):
 
     @contextlib.contextmanager
     def _ended_by_signals(self) -> Generator[None, None, None]:
-        """On SIGTERM or Ctrl-C, let the running jobs save and exit, kill those that do not in time, and start no other."""
+        """On SIGTERM or Ctrl-C, let the running jobs save and exit, kill those that do not in time,
+        and start no other.
+        """
 
         def end(number: int, frame: object) -> None:
-            if self.ended:  # a second SIGTERM would end torchrun's agent and, with it, the ranks while they save
+            # a second SIGTERM would end torchrun's agent and, with it, the ranks while they save
+            if self.ended:
                 return
             with self._starting:
                 self.ended = number
                 for process in list(self.processes):
                     process.terminate()
-            killer = threading.Timer(SAVE_TIMEOUT, lambda: [process.kill() for process in list(self.processes)])
+            killer = threading.Timer(
+                SAVE_TIMEOUT, lambda: [process.kill() for process in list(self.processes)]
+            )
             killer.daemon = True
             killer.start()
 
@@ -239,8 +295,8 @@ def register() -> None:
     """Let `hydra/launcher=torchrun` name TorchrunLauncher.
 
     Hydra constructs only classes that it finds by a name within the package hydra_plugins, which
-    plug-ins share. A directory of ours with such a package would have to be on sys.path. In place of
-    it, a module that exists in memory alone has the class.
+    plug-ins share. A directory of ours with such a package would have to be on sys.path. In place
+    of it, a module that exists in memory alone has the class.
     """
     registry = Plugins.instance()  # imports hydra_plugins, if another plug-in is installed
     shared = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))

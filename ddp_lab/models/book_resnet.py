@@ -1,4 +1,6 @@
-"""The ResNet-18 of Dive into Deep Learning, section 13.6 (concise multi-GPU training), as a chain of ten blocks."""
+"""The ResNet-18 of Dive into Deep Learning, section 13.6 (concise multi-GPU training), as a chain
+of ten blocks.
+"""
 
 from functools import partial
 
@@ -15,8 +17,8 @@ STAGES = [(64, 1), (128, 2), (256, 2), (512, 2)]  # channels, and stride of the 
 class Residual(nn.Module):
     """A residual block: two 3x3 convolutions with BatchNorm, and a shortcut.
 
-    The shortcut is the identity or, if the number of channels changes, a 1x1 convolution without BatchNorm.
-    The stride is that of the first convolution and of the shortcut's.
+    The shortcut is the identity or, if the number of channels changes, a 1x1 convolution without
+    BatchNorm. The stride is that of the first convolution and of the shortcut's.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
@@ -25,19 +27,28 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride) if in_channels != out_channels else nn.Identity()
+        self.shortcut = (
+            nn.Conv2d(in_channels, out_channels, 1, stride)
+            if in_channels != out_channels
+            else nn.Identity()
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return [b, out_channels, height / stride, width / stride], rounded up, for [b, in_channels, height, width]."""
+        """Return [b, out_channels, height / stride, width / stride], rounded up, for [b,
+        in_channels, height, width].
+        """
         outputs = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(inputs)))))
         return F.relu(outputs + self.shortcut(inputs))
 
 
-def book_resnet18(in_channels: int, image_size: int, num_classes: int, init_std: Positive | None) -> Chain:
+def book_resnet18(
+    in_channels: int, image_size: int, num_classes: int, init_std: Positive | None
+) -> Chain:
     """Return the network: 11,175,818 parameters for 1 channel and 10 classes.
 
-    It differs from `resnet18` in three things: every convolution has a bias, the shortcuts have no BatchNorm, and `init_std`
-    applies to the weights only, so the biases keep torch's default initialisation.
+    It differs from `resnet18` in three things: every convolution has a bias, the shortcuts have no
+    BatchNorm, and `init_std` applies to the weights only, so the biases keep torch's default
+    initialisation.
 
     Raises:
         ConfigError: the images are smaller than 9x9 pixels, as in `resnet18`.

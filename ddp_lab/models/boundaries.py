@@ -1,4 +1,6 @@
-"""The shapes and dtypes of a chain's activations, for inputs of any shape and dtype, computed without values."""
+"""The shapes and dtypes of a chain's activations, for inputs of any shape and dtype, computed
+without values.
+"""
 
 import copy
 from typing import NamedTuple
@@ -28,7 +30,9 @@ class Form(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A copy of a block, and the device on which it can run: meta, or the CPU if it reads values, as by `.item()`."""
+    """A copy of a block, and the device on which it can run: meta, or the CPU if it reads values,
+    as by `.item()`.
+    """
 
     name: str
     module: nn.Module
@@ -38,8 +42,8 @@ class Block(NamedTuple):
 class Boundaries:
     """The forms of the activations before each block of a chain, and after the last one.
 
-    It keeps a copy of the chain on the meta device, where tensors have no values and take no memory. Of a block that reads
-    values it keeps a copy with weights, in host memory.
+    It keeps a copy of the chain on the meta device, where tensors have no values and take no
+    memory. Of a block that reads values it keeps a copy with weights, in host memory.
 
     Args:
         chain: the complete model, on the CPU or on the meta device. It may be changed afterwards.
@@ -60,13 +64,15 @@ class Boundaries:
             self._blocks.append(block)
 
     def of(self, inputs: Form) -> list[Form]:
-        """Return the form of the activation before each block and after the last one, for a batch of inputs.
+        """Return the form of the activation before each block and after the last one, for a batch
+        of inputs.
 
         Raises:
             ConfigError: a block does not support what it would get.
         """
         if inputs not in self._known:
-            activation, found = empty(inputs), [inputs]
+            activation = empty(inputs)
+            found = [inputs]
             for block in self._blocks:
                 activation = self._run(block, activation, inputs)
                 found.append(Form.of(activation))
@@ -78,19 +84,23 @@ class Boundaries:
             return run(block, activation)
         except Exception as error:
             raise ConfigError(
-                f"the model does not support a batch of inputs {inputs}: {block.name} fails for {Form.of(activation)}: "
-                f"{describe_error(error)}. The batch of the example is {self.example}; use inputs that the model supports"
+                f"the model does not support a batch of inputs {inputs}: {block.name} fails for "
+                f"{Form.of(activation)}: {describe_error(error)}. The batch of the example is "
+                f"{self.example}; use inputs that the model supports"
             ) from None
 
 
-def copied(name: str, module: nn.Module, activation: torch.Tensor) -> tuple[Block, torch.Tensor | None]:
+def copied(
+    name: str, module: nn.Module, activation: torch.Tensor
+) -> tuple[Block, torch.Tensor | None]:
     """Return a copy of a block that can run, and its output, if that is known."""
     block = Block(name, meta_copy(module).eval(), "meta")
     if any(tensor.is_meta for tensor in module.parameters()):
         return block, None  # there are no values
     try:
         return block, run(block, activation)
-    except Exception:  # it may read values; if this is another error, the copy with values raises it again
+    # it may read values; if this is another error, the copy with values raises it again
+    except Exception:
         return Block(name, copy.deepcopy(module).eval(), "cpu"), None
 
 
@@ -106,7 +116,9 @@ def run(block: Block, activation: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: the output is no tensor.
     """
-    given = activation if block.device == "meta" else torch.ones_like(activation, device=block.device)
+    given = (
+        activation if block.device == "meta" else torch.ones_like(activation, device=block.device)
+    )
     with state_kept(block.module, weights=False):
         output = block.module(given)
     if not isinstance(output, torch.Tensor):

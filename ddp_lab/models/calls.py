@@ -1,4 +1,6 @@
-"""How a model is called with a batch: a tensor as it is, a tuple as its arguments, a dict as its keywords."""
+"""How a model is called with a batch: a tensor as it is, a tuple as its arguments, a dict as its
+keywords.
+"""
 
 import inspect
 import re
@@ -10,7 +12,9 @@ from torch import nn
 from ddp_lab.data.trees import Tree, leaves
 
 # Of Python's errors about a call: the name of the function, and what is wrong.
-OF_ARGUMENTS = re.compile(r"^(?P<function>[\w.<>]+)\(\) (?P<problem>(got|missing|takes) .*)$", re.DOTALL)
+OF_ARGUMENTS = re.compile(
+    r"^(?P<function>[\w.<>]+)\(\) (?P<problem>(got|missing|takes) .*)$", re.DOTALL
+)
 
 
 def arguments_of(inputs: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -34,11 +38,14 @@ def describe_shapes(inputs: Tree) -> str:
     """Return the shapes of the inputs of a sample, for a message, given a batch of them."""
     if isinstance(inputs, torch.Tensor):
         return f"inputs of shape {list(inputs.shape[1:])}"
-    return "inputs of the shapes " + ", ".join(f"{name} {list(tensor.shape[1:])}" for name, tensor in leaves(inputs, "inputs"))
+    return "inputs of the shapes " + ", ".join(
+        f"{name} {list(tensor.shape[1:])}" for name, tensor in leaves(inputs, "inputs")
+    )
 
 
 def describe_arguments(error: BaseException, model: nn.Module) -> str | None:
-    """Return what is wrong with the arguments of a model, for a message; None if the error is about something else.
+    """Return what is wrong with the arguments of a model, for a message; None if the error is about
+    something else.
 
     Args:
         error: raised by a call of the model.
@@ -50,7 +57,8 @@ def describe_arguments(error: BaseException, model: nn.Module) -> str | None:
         return None
     parameters = [*inspect.signature(forward).parameters][1:]
     return (
-        f"forward {found['problem']}. Its parameters are {', '.join(parameters) or 'none'}. Inputs that are a dict are passed "
-        "as keywords, model(**inputs), a tuple as model(*inputs), and a tensor as model(inputs): let the dataset or "
-        "collate_fn return the parts that forward takes"
+        f"forward {found['problem']}. Its parameters are {', '.join(parameters) or 'none'}. Inputs "
+        "that are a dict are passed as keywords, model(**inputs), a tuple as model(*inputs), and "
+        "a tensor as model(inputs): let the dataset or collate_fn return the parts that forward "
+        "takes"
     )

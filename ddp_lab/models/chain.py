@@ -15,13 +15,15 @@ class Chain(nn.Sequential):
 
     Args:
         input_shape: shape of one sample, for example (channels, height, width).
-        blocks: the modules by name; each gets the output of the one before it. A module without parameters and buffers may be
-            in several places, each of which gets a copy, as torch lists the children of a module without repetitions.
+        blocks: the modules by name; each gets the output of the one before it. A module without
+            parameters and buffers may be in several places, each of which gets a copy, as torch
+            lists the children of a module without repetitions.
 
     Attributes:
         input_dtype: of the input; None: torch's default, as of the parameters.
-        initializers: draw a block's initial weights in place, one after the other, after `reset_parameters` of its modules.
-            They are used where a block is drawn alone (models/initial_weights.py).
+        initializers: draw a block's initial weights in place, one after the other, after
+            `reset_parameters` of its modules. They are used where a block is drawn alone
+            (models/initial_weights.py).
 
     Raises:
         ConfigError: two blocks are the same module, which has parameters or buffers.
@@ -35,13 +37,17 @@ class Chain(nn.Sequential):
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last block for the images `input`, [b, channels, height, width]."""
+        """Return the output of the last block for the images `input`, [b, channels, height,
+        width].
+        """
         for segment in self if self._executed is None else self._executed:
             input = segment(input)
         return input
 
     def initialize(self, initializer: Callable[[nn.Module], None]) -> None:
-        """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn alone."""
+        """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn
+        alone.
+        """
         initializer(self)
         self.initializers.append(initializer)
 
@@ -49,46 +55,59 @@ class Chain(nn.Sequential):
         """Make `forward` call `pieces` sequentially instead of the blocks.
 
         Args:
-            pieces: the compiled results of `self.pieces(...)`, which share the blocks' parameters. They are kept in a tuple, so
-                that they do not become submodules, which would change the names of the parameters.
+            pieces: the compiled results of `self.pieces(...)`, which share the blocks' parameters.
+                They are kept in a tuple, so that they do not become submodules, which would change
+                the names of the parameters.
         """
         self._executed = tuple(pieces)
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
-        """Group the blocks so that every group's gradients are about as large as a bucket of an all-reduce.
+        """Group the blocks so that every group's gradients are about as large as a bucket of an
+        all-reduce.
 
-        Blocks are added to a group in the order of the backward pass, from the last to the first. A new group begins as soon as
-        the current one has parameters of at least `size` bytes.
+        Blocks are added to a group in the order of the backward pass, from the last to the first. A
+        new group begins as soon as the current one has parameters of at least `size` bytes.
 
         Args:
             size: bytes of parameters per group.
-            last: bytes; when the remaining blocks have at most this many, they become the last group of the backward pass,
-                unless the current group has at most this many bytes, too.
+            last: bytes; when the remaining blocks have at most this many, they become the last
+                group of the backward pass, unless the current group has at most this many bytes,
+                too.
 
         Returns:
             The groups in forward order, which share the blocks' parameters.
         """
         weights = [sum(parameter.nbytes for parameter in block.parameters()) for block in self]
         pieces: list[list[nn.Module]] = [[]]
-        held, left = 0, sum(weights)
+        held = 0
+        left = sum(weights)
         for block, weight in zip(reversed(self), reversed(weights), strict=True):
             if held >= size or held > last >= left > 0:
-                pieces, held = [[], *pieces], 0
+                pieces = [[], *pieces]
+                held = 0
             pieces[0].insert(0, block)
-            held, left = held + weight, left - weight
+            held = held + weight
+            left = left - weight
         return [nn.Sequential(*piece) for piece in pieces]
 
 
 def without_repetitions(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks with copies in place of repeated ones. The arguments and errors are those of `Chain`."""
+    """Return the blocks with copies in place of repeated ones.
+
+    The arguments and errors are those of `Chain`.
+    """
     first: dict[nn.Module, str] = {}
     for name, block in blocks.items():
         if first.setdefault(block, name) != name and block.state_dict():
             raise ConfigError(
-                f"the blocks {first[block]} and {name} of the model are the same {type(block).__name__}: a strategy that cuts "
-                "the model would train two of them. Use a copy, or put all places of it into one block"
+                f"the blocks {first[block]} and {name} of the model are the same "
+                f"{type(block).__name__}: a strategy that cuts the model would train two of them. "
+                "Use a copy, or put all places of it into one block"
             )
-    return {name: block if first[block] == name else copy.deepcopy(block) for name, block in blocks.items()}
+    return {
+        name: block if first[block] == name else copy.deepcopy(block)
+        for name, block in blocks.items()
+    }
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -100,7 +119,9 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def init_normal(model: nn.Module, std: float, zero_biases: bool = True) -> None:
-    """Draw the weights of convolutions and linear layers from N(0, std^2), and set their biases to zero if asked to."""
+    """Draw the weights of convolutions and linear layers from N(0, std^2), and set their biases to
+    zero if asked to.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.normal_(module.weight, std=std)
@@ -112,5 +133,6 @@ def require_image_size(model: str, image_size: int, smallest: int) -> None:
     """Raise a ConfigError if the images have less than `smallest` pixels in height and width."""
     if image_size < smallest:
         raise ConfigError(
-            f"model={model}: needs images of at least {smallest}x{smallest} pixels, got {image_size}x{image_size}"
+            f"model={model}: needs images of at least {smallest}x{smallest} pixels, got "
+            f"{image_size}x{image_size}"
         )

@@ -1,9 +1,12 @@
-"""A GPT (Radford et al. 2019, GPT-2) as a chain: embedding, transformer blocks with causal attention, head.
+"""A GPT (Radford et al.
 
-    tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits [b, n, vocabulary]
+2019, GPT-2) as a chain: embedding, transformer blocks with causal attention, head.
 
-The blocks are those of the Vision Transformer (vit.py) with a mask, and have its plan for tensor parallelism. The head is not
-tied to the embedding: strategies that cut the model would train two.
+    tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits [b,
+    n, vocabulary]
+
+The blocks are those of the Vision Transformer (vit.py) with a mask, and have its plan for tensor
+parallelism. The head is not tied to the embedding: strategies that cut the model would train two.
 """
 
 import math
@@ -29,7 +32,8 @@ class TokenEmbed(nn.Module):
 
     def __init__(self, vocabulary: int, context: int, width: int):
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.empty(1, context, width))
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.empty(1, context, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,7 +52,8 @@ class CausalBlock(Block):
     Args:
         width: size of a token.
         heads: number of heads of the attention.
-        depth: number of blocks of the model, by which the initial weights of the residual branches' ends are scaled.
+        depth: number of blocks of the model, by which the initial weights of the residual branches'
+            ends are scaled.
         name: name of the block.
     """
 
@@ -58,12 +63,16 @@ class CausalBlock(Block):
         self.attn.causal = True
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights as GPT-2: N(0, 0.02^2), and 1 / sqrt(2 depth) of it at the end of a residual branch."""
+        """Draw the initial weights as GPT-2: N(0, 0.02^2), and 1 / sqrt(2 depth) of it at the end
+        of a residual branch.
+        """
         for norm in (self.norm1, self.norm2):
             norm.reset_parameters()
         ends = (self.attn.proj, self.fc2)
         for layer in (self.attn.q, self.attn.k, self.attn.v, self.fc1, *ends):
-            nn.init.normal_(layer.weight, std=STD / math.sqrt(2 * self.depth) if layer in ends else STD)
+            nn.init.normal_(
+                layer.weight, std=STD / math.sqrt(2 * self.depth) if layer in ends else STD
+            )
             nn.init.zeros_(layer.bias)
 
 
@@ -77,7 +86,8 @@ class TokenHead(nn.Module):
 
     def __init__(self, width: int, vocabulary: int):
         super().__init__()
-        self.norm, self.linear = Norm(width, EPS), nn.Linear(width, vocabulary, bias=False)
+        self.norm = Norm(width, EPS)
+        self.linear = nn.Linear(width, vocabulary, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -91,7 +101,9 @@ class TokenHead(nn.Module):
 
 
 def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count) -> Chain:
-    """Return the network, without dropout. With 12 blocks of width 768 and GPT-2's vocabulary it has 163 million parameters.
+    """Return the network, without dropout.
+
+    With 12 blocks of width 768 and GPT-2's vocabulary it has 163 million parameters.
 
     Args:
         vocabulary: number of tokens.
@@ -104,8 +116,11 @@ def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count)
         ConfigError: `heads` does not divide `width`.
     """
     require_divisor("heads", heads, "width", width)
-    blocks: dict[str, nn.Module] = {f"block{i}": CausalBlock(width, heads, depth, f"block{i}") for i in range(depth)}
-    embed, head = TokenEmbed(vocabulary, context, width), TokenHead(width, vocabulary)
+    blocks: dict[str, nn.Module] = {
+        f"block{i}": CausalBlock(width, heads, depth, f"block{i}") for i in range(depth)
+    }
+    embed = TokenEmbed(vocabulary, context, width)
+    head = TokenHead(width, vocabulary)
     model = Chain((context,), embed=embed, **blocks, head=head)
     model.input_dtype = torch.int64
     return model

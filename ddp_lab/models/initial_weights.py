@@ -1,7 +1,9 @@
-"""Initial weights by block name: each block is drawn from a generator of its own, so any rank can draw any block alone.
+"""Initial weights by block name: each block is drawn from a generator of its own, so any rank can
+draw any block alone.
 
-The generator of a block is seeded by the run's seed and the block's name. A rank that holds some of the blocks, or shards of
-them, therefore has exactly the weights that one device would have, and no rank ever needs the complete model.
+The generator of a block is seeded by the run's seed and the block's name. A rank that holds some of
+the blocks, or shards of them, therefore has exactly the weights that one device would have, and no
+rank ever needs the complete model.
 """
 
 import copy
@@ -20,8 +22,13 @@ KEY = "model.init=by_block"
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module by name, also the buffers that are not persistent and so not saved."""
-    return {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    """Return the parameters and buffers of a module by name, also the buffers that are not
+    persistent and so not saved.
+    """
+    return {
+        name: tensor.detach()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
 
 
 class Weights(Protocol):
@@ -44,7 +51,8 @@ class Weights(Protocol):
 
 
 class InitialWeights(Weights):
-    """The initial weights of a chain, one block at a time: drawn by name, or given, for example by a file.
+    """The initial weights of a chain, one block at a time: drawn by name, or given, for example by
+    a file.
 
     Args:
         chain: the model on the meta device, a Chain. It may be changed afterwards.
@@ -57,17 +65,20 @@ class InitialWeights(Weights):
     def __init__(self, chain: nn.Module, seed: int):
         if not isinstance(chain, Chain):
             raise ConfigError(
-                f"{KEY}: needs a model made of blocks, got a {type(chain).__name__}. Use model.init=default, or return an "
-                "nn.Sequential or a Chain of blocks"
+                f"{KEY}: needs a model made of blocks, got a {type(chain).__name__}. Use "
+                "model.init=default, or return an nn.Sequential or a Chain of blocks"
             )
-        self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}  # without memory
-        self.initializers, self.seed = chain.initializers, seed
+        # without memory
+        self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}
+        self.initializers = chain.initializers
+        self.seed = seed
         self.given: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
             list(resettable(block, name))
         for first, other, *_ in tied_parameters(chain):
             raise ConfigError(
-                f"{KEY}: {first} and {other} are the same parameter, but would be allocated separately. Use model.init=default"
+                f"{KEY}: {first} and {other} are the same parameter, but would be allocated "
+                "separately. Use model.init=default"
             )
 
     def set_weights(self, state: dict[str, torch.Tensor]) -> None:
@@ -89,7 +100,8 @@ class InitialWeights(Weights):
                 put(full.pop(key), tensor)
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a block, on the CPU, by their names within the block.
+        """Return the parameters and buffers of a block, on the CPU, by their names within the
+        block.
 
         Raises:
             ConfigError: `reset_parameters` of one of its modules does not set all of them.
@@ -100,11 +112,14 @@ class InitialWeights(Weights):
             return given
         digest = hashlib.sha256(f"init seed={self.seed} block={name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):  # torch's random state is restored
-            torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))  # it uses 32 bits
+            # it uses 32 bits
+            torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))
             return self._draw(name) | given
 
     def _draw(self, name: str) -> dict[str, torch.Tensor]:
-        """Return newly drawn parameters and buffers of a block, from torch's generator for the CPU."""
+        """Return newly drawn parameters and buffers of a block, from torch's generator for the
+        CPU.
+        """
         block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
         for tensor in tensors_of(block).values():
             tensor.fill_(math.nan if is_real(tensor) else 0)
@@ -116,8 +131,9 @@ class InitialWeights(Weights):
         for key, tensor in drawn.items():
             if is_real(tensor) and tensor.isnan().any():
                 raise ConfigError(
-                    f"{KEY}: reset_parameters does not set {name}.{key} completely. It must initialise all parameters and "
-                    "buffers of its module, also those of the modules within; or use model.init=default"
+                    f"{KEY}: reset_parameters does not set {name}.{key} completely. It must "
+                    "initialise all parameters and buffers of its module, also those of the "
+                    "modules within; or use model.init=default"
                 )
         return drawn
 
@@ -128,19 +144,28 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def resettable(module: nn.Module, path: str) -> Iterator[nn.Module]:
-    """Yield the outermost modules with a method `reset_parameters`, which initialises everything in them.
+    """Yield the outermost modules with a method `reset_parameters`, which initialises everything in
+    them.
 
     Raises:
-        ConfigError: neither a module with parameters or buffers of its own nor one that contains it has the method.
+        ConfigError: neither a module with parameters or buffers of its own nor one that contains it
+            has the method.
     """
     if callable(getattr(module, "reset_parameters", None)):
         yield module
         return
-    own = [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+    own = [
+        name
+        for name, _ in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]
+    ]
     if own:
         raise ConfigError(
-            f"{KEY}: {path} ({type(module).__name__}) has {', '.join(own)}, but no method reset_parameters, which would draw "
-            "the initial weights again. Add the method, or use model.init=default"
+            f"{KEY}: {path} ({type(module).__name__}) has {', '.join(own)}, but no method "
+            "reset_parameters, which would draw the initial weights again. Add the method, or use "
+            "model.init=default"
         )
     for name, child in module.named_children():
         yield from resettable(child, f"{path}.{name}")

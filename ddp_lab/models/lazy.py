@@ -24,15 +24,19 @@ def lazy_layers(model: nn.Module) -> list[str]:
 def is_waiting(layer: nn.Module) -> bool:
     """Return whether a layer waits for its first forward pass, which changes its class, too."""
     own = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
-    return any(map(is_lazy, own)) or (isinstance(layer, LazyModuleMixin) and hasattr(layer, "_initialize_hook"))
+    return any(map(is_lazy, own)) or (
+        isinstance(layer, LazyModuleMixin) and hasattr(layer, "_initialize_hook")
+    )
 
 
 @torch.no_grad()
 def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
-    """Give the lazy layers of a model their parameters, in place, by a forward pass of samples in evaluation mode.
+    """Give the lazy layers of a model their parameters, in place, by a forward pass of samples in
+    evaluation mode.
 
-    Dropout then draws nothing, and statistics stay as they are. A second pass, in training mode, finds the layers that are only
-    used in training. The weights are drawn from torch's generator, so they are the same on ranks with the same random state.
+    Dropout then draws nothing, and statistics stay as they are. A second pass, in training mode,
+    finds the layers that are only used in training. The weights are drawn from torch's generator,
+    so they are the same on ranks with the same random state.
 
     Args:
         model: on any device, also on the meta device.
@@ -56,11 +60,15 @@ def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
                 layer.training = layer.training and not isinstance(layer, _NormBase)
             call(model, inputs)
     except Exception as error:
-        on_meta = " on the meta device, which has no values, as model.init=by_block needs (use model.init=default)"
+        on_meta = (
+            " on the meta device, which has no values, as model.init=by_block needs (use "
+            "model.init=default)"
+        )
         where = on_meta if any(tensor.is_meta for _, tensor in leaves(inputs)) else ""
         raise ConfigError(
-            f"{key}: the first forward pass, which gives the lazy layer {lazy[0]} its shape, failed{where} for "
-            f"{describe_shapes(inputs)}: {describe_error(error)}. Correct the model, or use layers that are not lazy"
+            f"{key}: the first forward pass, which gives the lazy layer {lazy[0]} its shape, "
+            f"failed{where} for {describe_shapes(inputs)}: {describe_error(error)}. Correct the "
+            "model, or use layers that are not lazy"
         ) from None
     finally:
         for module, mode in modes:
@@ -69,6 +77,6 @@ def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
             buffer.copy_(before)
     if unused := lazy_layers(model):
         raise ConfigError(
-            f"{key}: {unused[0]} is a lazy layer that the forward pass does not use, so it has no shape. Remove it, or use a "
-            "layer that is not lazy"
+            f"{key}: {unused[0]} is a lazy layer that the forward pass does not use, so it has no "
+            "shape. Remove it, or use a layer that is not lazy"
         )

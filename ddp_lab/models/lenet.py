@@ -15,7 +15,8 @@ def lenet(in_channels: int, image_size: int, num_classes: int, init_std: Positiv
     """Return the network: 129,068 parameters for 1x28x28 images of 10 classes.
 
     Raises:
-        ConfigError: the images are smaller than 14x14 pixels, too small for the two convolutions and poolings.
+        ConfigError: the images are smaller than 14x14 pixels, too small for the two convolutions
+            and poolings.
     """
     require_image_size("lenet", image_size, 14)
     side = ((image_size - 2) // 2 - 4) // 2

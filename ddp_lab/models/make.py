@@ -1,4 +1,6 @@
-"""The complete model of a run, which may be any module of the user's: built, given weights, and tried once."""
+"""The complete model of a run, which may be any module of the user's: built, given weights, and
+tried once.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +30,8 @@ class ModelSpec(NamedTuple):
         input_shape: of a sample, for example [channels, height, width].
         of_tokens: whether inputs are numbers of tokens.
         num_classes: of the data; 0: there are none.
-        weights: file of weights or, of torchvision's models, a name; None: the initial ones are drawn.
+        weights: file of weights or, of torchvision's models, a name; None: the initial ones are
+            drawn.
         by_block: whether the initial weights are drawn for each block by itself.
     """
 
@@ -57,7 +60,8 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         model: on the CPU, the same on every rank; on the meta device with `init=by_block`.
-        initial_weights: of its blocks, with `init=by_block`; else None, because the model has its weights.
+        initial_weights: of its blocks, with `init=by_block`; else None, because the model has its
+            weights.
         notes: lines for the log.
         unused: names of the parameters that the trial has not used.
     """
@@ -68,18 +72,22 @@ class BuiltModel(NamedTuple):
     unused: frozenset[str] = frozenset()
 
 
-def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool = True) -> BuiltModel:
+def make_model(
+    spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool = True
+) -> BuiltModel:
     """Return the model. Collective if weights of torchvision may have to be downloaded.
 
     Args:
         spec: how it is constructed.
         runtime: the ranks.
         seed: the run's seed; torch's random state is set by it.
-        trial: what the model is tried with; None: it is not tried, because it is one of ddp_lab's, for classification.
+        trial: what the model is tried with; None: it is not tried, because it is one of ddp_lab's,
+            for classification.
         with_weights: whether to load `spec.weights`.
 
     Raises:
-        ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on these data.
+        ConfigError: the model cannot be made, the weights do not fit it, or it cannot be trained on
+            these data.
     """
     torch.manual_seed(seed)
     notes = list[str]()
@@ -101,15 +109,26 @@ def make_model(spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | Non
         unused, found = freeze_unused(model, trial, runtime, spec.key)
         notes += found
     given = None if trial is None else trial.inputs
-    if isinstance(model, Chain) and isinstance(given, torch.Tensor) and not given.is_floating_point():
+    if (
+        isinstance(model, Chain)
+        and isinstance(given, torch.Tensor)
+        and not given.is_floating_point()
+    ):
         model.input_dtype = given.dtype
     return BuiltModel(model, initial_weights, notes, unused)
 
 
 def load_weights(
-    spec: ModelSpec, weights: str, model: nn.Module, initial_weights: "InitialWeights | None", runtime: Runtime
+    spec: ModelSpec,
+    weights: str,
+    model: nn.Module,
+    initial_weights: "InitialWeights | None",
+    runtime: Runtime,
 ) -> list[str]:
-    """Give a model, or its initial weights, those of a file; return notes for the log. Arguments as in `make_model`."""
+    """Give a model, or its initial weights, those of a file; return notes for the log.
+
+    Arguments as in `make_model`.
+    """
     from ddp_lab.models.weights import match_weights, read
 
     if spec.name is not None:
@@ -119,7 +138,9 @@ def load_weights(
         state = rename(read(runtime.agree("weights", find, per_node=True)))
     else:
         state = read(weights)
-    given, notes = match_weights(model.state_dict(), state, spec.num_classes, f"model.weights={weights}")
+    given, notes = match_weights(
+        model.state_dict(), state, spec.num_classes, f"model.weights={weights}"
+    )
     if initial_weights is None:
         model.load_state_dict(given, strict=False)
     else:
@@ -130,14 +151,16 @@ def load_weights(
 def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
     """Construct a model. Its lazy layers get their parameters.
 
-    A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it uses a layer twice.
+    A plain nn.Sequential becomes a Chain of its modules, with the same parameter names, unless it
+    uses a layer twice.
 
     Args:
         spec: how it is constructed.
         inputs: samples, for lazy layers; None: those that `spec` describes.
 
     Raises:
-        ConfigError: the constructor fails, or the result is not an nn.Module or cannot process the samples.
+        ConfigError: the constructor fails, or the result is not an nn.Module or cannot process the
+            samples.
     """
     key = f"model._target_={spec.target}"
     try:
@@ -149,8 +172,12 @@ def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
         if isinstance(error, RuntimeError) and torch.get_default_device().type == "meta":
             from ddp_lab.models.initial_weights import KEY
 
-            where = f" on the meta device, which has no values, as {KEY} needs (use model.init=default)"
-        raise ConfigError(f"{key}: cannot be constructed{where}: {describe_error(error)}") from error
+            where = (
+                f" on the meta device, which has no values, as {KEY} needs (use model.init=default)"
+            )
+        raise ConfigError(
+            f"{key}: cannot be constructed{where}: {describe_error(error)}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{key}: must return a torch.nn.Module, got {type(model).__name__}")
     if spec.is_own:  # neither lazy nor expanded
@@ -166,7 +193,8 @@ def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
 
 
 def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any other module as it is.
+    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any
+    other module as it is.
 
     One with hooks stays as it is, too: they would be lost.
     """
@@ -186,7 +214,8 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
 
 
 def require_chain(model: nn.Module, strategy: str, key: str) -> None:
-    """Check that a strategy can cut the model into blocks, and that the model has no hook of its own.
+    """Check that a strategy can cut the model into blocks, and that the model has no hook of its
+    own.
 
     Args:
         strategy: name of the strategy, for the message.
@@ -201,7 +230,8 @@ def require_chain(model: nn.Module, strategy: str, key: str) -> None:
         require_no_hook(model, strategy)
     if not isinstance(model, Chain):
         raise ConfigError(
-            f"strategy={strategy}: needs a model made of blocks, but {key} is a {type(model).__name__}. Use single, scratch, "
-            "dp, ddp, fsdp or tp, a model of ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated "
-            "layers and methods of its own, or a Chain of blocks (docs/your-own.md)"
+            f"strategy={strategy}: needs a model made of blocks, but {key} is a "
+            f"{type(model).__name__}. Use single, scratch, dp, ddp, fsdp or tp, a model of "
+            "ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated layers "
+            "and methods of its own, or a Chain of blocks (docs/your-own.md)"
         )

@@ -24,8 +24,9 @@ def give_own_memory(model: nn.Module, what: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_lazy(parameter) and is_expanded(parameter):
             raise ConfigError(
-                f"{what}: the parameter {name} is expanded: several of its elements share one place in "
-                "memory, so that no optimizer can update it. Make it by nn.Parameter(tensor.expand(...).clone())"
+                f"{what}: the parameter {name} is expanded: several of its elements share one "
+                "place in memory, so that no optimizer can update it. Make it by "
+                "nn.Parameter(tensor.expand(...).clone())"
             )
     contiguous: dict[int, torch.Tensor] = {}  # by the id of the buffer that it replaces
     replaced: list[torch.Tensor] = []  # kept alive, so that their ids stay their own
@@ -47,4 +48,6 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements of a tensor share one place in memory."""
-    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )

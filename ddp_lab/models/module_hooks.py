@@ -16,9 +16,13 @@ REGISTERED_BY = {
 
 
 def hook_of(module: nn.Module) -> str:
-    """Return the name of a method that has registered a hook on a module itself; "" if it has none."""
+    """Return the name of a method that has registered a hook on a module itself; "" if it has
+    none.
+    """
     private: Any = module
-    return next((method for attribute, method in REGISTERED_BY.items() if getattr(private, attribute)), "")
+    return next(
+        (method for attribute, method in REGISTERED_BY.items() if getattr(private, attribute)), ""
+    )
 
 
 def require_no_hook(model: nn.Module, strategy: str) -> None:
@@ -33,6 +37,7 @@ def require_no_hook(model: nn.Module, strategy: str) -> None:
     """
     if method := hook_of(model):
         raise ConfigError(
-            f"strategy={strategy}: calls the blocks of the model and not the model itself, which has a hook ({method}) that "
-            "would never be called. Register it on the first or the last block, or use another strategy, for example ddp"
+            f"strategy={strategy}: calls the blocks of the model and not the model itself, which "
+            f"has a hook ({method}) that would never be called. Register it on the first or the "
+            "last block, or use another strategy, for example ddp"
         )

@@ -1,4 +1,6 @@
-"""What a model returns: a tensor; or a tuple, a dict or an object of tensors, as models of other libraries often do."""
+"""What a model returns: a tensor; or a tuple, a dict or an object of tensors, as models of other
+libraries often do.
+"""
 
 import copy
 import dataclasses
@@ -24,8 +26,8 @@ def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
         return outputs
     content, place = describe_content(outputs)
     raise ConfigError(
-        f"{what} returns {content}, but expected is one tensor [b, ...] for b samples. Wrap it in a module of a few lines, "
-        f"whose forward ends with `return self.model(inputs){place}`"
+        f"{what} returns {content}, but expected is one tensor [b, ...] for b samples. Wrap it in "
+        f"a module of a few lines, whose forward ends with `return self.model(inputs){place}`"
     )
 
 
@@ -41,8 +43,8 @@ def require_samples(shape: tuple[int, ...], samples: int) -> None:
     """
     if shape[:1] != (samples,):
         raise ConfigError(
-            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got {list(shape)}. "
-            "Correct its forward: a mean over the samples belongs into the loss"
+            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got "
+            f"{list(shape)}. Correct its forward: a mean over the samples belongs into the loss"
         )
 
 
@@ -51,8 +53,8 @@ def map_outputs(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) 
 
     Args:
         function: of a tensor.
-        outputs: a tensor, or a tuple, list, dict or object of tensors. Of an object that is no dataclass, only attributes that
-            are tensors are looked at.
+        outputs: a tensor, or a tuple, list, dict or object of tensors. Of an object that is no
+            dataclass, only attributes that are tensors are looked at.
     """
     if isinstance(outputs, torch.Tensor):
         return function(outputs)
@@ -105,7 +107,8 @@ def without_padding(outputs: Any, samples: int, real: int) -> Any:
     Args:
         outputs: of a batch, of which no part is one tensor.
         samples: of the batch.
-        real: number of samples that are no padding; 0: the outputs stay as they are, and must not count.
+        real: number of samples that are no padding; 0: the outputs stay as they are, and must not
+            count.
 
     Raises:
         ConfigError: a tensor has no row for each sample.
@@ -116,9 +119,10 @@ def without_padding(outputs: Any, samples: int, real: int) -> Any:
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[:1] != (samples,):
             raise ConfigError(
-                f"the model returns {describe_content(outputs)[0]}, of which a tensor is {list(tensor.shape)} and not "
-                f"[{samples}, ...]: {samples - real} of the {samples} samples of this first batch are padding, which cannot be "
-                "cut from it. Use a batch_size of at most the size of the dataset"
+                f"the model returns {describe_content(outputs)[0]}, of which a tensor is "
+                f"{list(tensor.shape)} and not [{samples}, ...]: {samples - real} of the {samples} "
+                "samples of this first batch are padding, which cannot be cut from it. Use a "
+                "batch_size of at most the size of the dataset"
             )
         return tensor[:real]
 
@@ -126,16 +130,20 @@ def without_padding(outputs: Any, samples: int, real: int) -> Any:
 
 
 def describe_content(outputs: object) -> tuple[str, str]:
-    """Return what outputs that are no tensor contain, and the code that takes the first tensor out of them."""
+    """Return what outputs that are no tensor contain, and the code that takes the first tensor out
+    of them.
+    """
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
         found = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
         return f"a {kind} of {len(outputs)}", f"[{found[0] if found else 0}]"
     if isinstance(outputs, Mapping):
-        named, place = dict(outputs), '["{}"]'
+        named = dict(outputs)
+        place = '["{}"]'
     else:
         fields = getattr(outputs, "_fields", None) or getattr(outputs, "__dict__", {})
-        named, place = {name: getattr(outputs, name) for name in fields}, ".{}"
+        named = {name: getattr(outputs, name) for name in fields}
+        place = ".{}"
     tensors = [str(name) for name, value in named.items() if isinstance(value, torch.Tensor)]
     content = f" with {', '.join(map(str, named))}" if named else ""
     return f"{kind}{content}", place.format(tensors[0]) if tensors else ""

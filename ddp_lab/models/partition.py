@@ -24,13 +24,14 @@ class Partition:
 
     Args:
         chain: the model.
-        cut_at: number of stages, which are cut by FLOPs; or names of the first block of the second, third, ... stage. Each
-            stage gets at least one block, and its blocks are consecutive.
+        cut_at: number of stages, which are cut by FLOPs; or names of the first block of the second,
+            third, ... stage. Each stage gets at least one block, and its blocks are consecutive.
 
     Attributes:
         names: names of the blocks.
         flops: FLOPs of each block's forward pass for one sample.
-        shapes: shape of one sample's activation before each block and after the last one, without the batch dimension.
+        shapes: shape of one sample's activation before each block and after the last one, without
+            the batch dimension.
         parts: indices of each stage's blocks.
 
     Raises:
@@ -42,8 +43,9 @@ class Partition:
         self.names = [name for name, _ in chain.named_children()]
         if stages > len(self.names):
             raise ConfigError(
-                f"the model cannot be cut into {stages} stages: it has {len(self.names)} blocks ({', '.join(self.names)}) and "
-                f"a stage needs at least one. Use at most {len(self.names)} ranks, strategy.devices or names in strategy.cut"
+                f"the model cannot be cut into {stages} stages: it has {len(self.names)} blocks "
+                f"({', '.join(self.names)}) and a stage needs at least one. Use at most "
+                f"{len(self.names)} ranks, strategy.devices or names in strategy.cut"
             )
         self.flops, self.shapes = trace(chain)
         self.parts = cut(self.flops, cut_at) if isinstance(cut_at, int) else self._cut_at(cut_at)
@@ -51,10 +53,12 @@ class Partition:
     def _cut_at(self, starts: Sequence[str]) -> list[range]:
         """Return the indices of each stage's blocks, for a cut in front of the named blocks."""
         allowed = self.names[1:]
-        if any(name not in allowed for name in starts) or sorted(set(starts), key=allowed.index) != list(starts):
+        if any(name not in allowed for name in starts) or sorted(
+            set(starts), key=allowed.index
+        ) != list(starts):
             raise ConfigError(
-                f"strategy.cut=[{','.join(starts)}]: must be blocks of the model in their order, the first excluded: "
-                f"some of {', '.join(allowed)}"
+                f"strategy.cut=[{','.join(starts)}]: must be blocks of the model in their order, "
+                f"the first excluded: some of {', '.join(allowed)}"
             )
         bounds = [0, *(self.names.index(name) for name in starts), len(self.names)]
         return [range(start, stop) for start, stop in pairwise(bounds)]
@@ -65,7 +69,9 @@ class Partition:
         return [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
 
     def describe(self, places: Sequence[object]) -> str:
-        """Return a line with the blocks of each stage, its place (a device or rank) and its fraction of the FLOPs."""
+        """Return a line with the blocks of each stage, its place (a device or rank) and its
+        fraction of the FLOPs.
+        """
         return ", ".join(
             f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the FLOPs)"
             for part, place, share in zip(self.parts, places, self.shares, strict=True)
@@ -76,11 +82,12 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
     """Trace the forward pass of one sample on the meta device, which computes shapes only.
 
     Returns:
-        The FLOPs of each block; the shape of the activation before each block and after the last one, without the batch
-        dimension.
+        The FLOPs of each block; the shape of the activation before each block and after the last
+        one, without the batch dimension.
     """
     activation = torch.zeros(1, *chain.input_shape, dtype=chain.input_dtype, device="meta")
-    flops, shapes = list[int](), [activation.shape[1:]]
+    flops = list[int]()
+    shapes = [activation.shape[1:]]
     with torch.no_grad():
         for block in chain:
             count, output = trace_block(block, activation)
@@ -93,7 +100,8 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
 def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return the FLOPs of a block for an input on the meta device, and its output there.
 
-    A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the CPU.
+    A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the
+    CPU.
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
     expected = [] if on_meta else [Exception]
@@ -107,9 +115,11 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
 
 
 def cut(costs: list[int], stages: int) -> list[range]:
-    """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage is as low as possible.
+    """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage
+    is as low as possible.
 
-    Of several such cuts, the first stage is the shortest possible, and the stages after it are cut likewise.
+    Of several such cuts, the first stage is the shortest possible, and the stages after it are cut
+    likewise.
 
     Args:
         costs: cost of each block.
@@ -121,11 +131,15 @@ def cut(costs: list[int], stages: int) -> list[range]:
 
     @cache
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """Return the lowest possible cost of the most expensive of `left` stages from block `start` on, and their ends."""
+        """Return the lowest possible cost of the most expensive of `left` stages from block `start`
+        on, and their ends.
+        """
         if left == 1:
             return sum(costs[start:]), (len(costs),)
         ends = range(start + 1, len(costs) - left + 2)
         rests = ((end, *best(end, left - 1)) for end in ends)
-        return min((max(sum(costs[start:end]), cost), (end, *others)) for end, cost, others in rests)
+        return min(
+            (max(sum(costs[start:end]), cost), (end, *others)) for end, cost, others in rests
+        )
 
     return [range(start, stop) for start, stop in pairwise((0, *best(0, stages)[1]))]

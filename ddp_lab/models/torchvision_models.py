@@ -13,12 +13,15 @@ from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.process import default_timeout
 
 
-def torchvision_model(in_channels: int, image_size: int, num_classes: int, name: str, **options: Any) -> nn.Module:
-    """Return a classification model of torchvision, with its own initial weights and parameter names.
+def torchvision_model(
+    in_channels: int, image_size: int, num_classes: int, name: str, **options: Any
+) -> nn.Module:
+    """Return a classification model of torchvision, with its own initial weights and parameter
+    names.
 
-    For grey images the weights of the first convolution are summed over its three channels: the model then computes what it
-    would for three equal channels. GoogLeNet and Inception have no auxiliary classifiers. Vision Transformers and MaxVit are
-    made for images of `image_size`.
+    For grey images the weights of the first convolution are summed over its three channels: the
+    model then computes what it would for three equal channels. GoogLeNet and Inception have no
+    auxiliary classifiers. Vision Transformers and MaxVit are made for images of `image_size`.
 
     Args:
         in_channels, image_size, num_classes: follow from the data; images have 1 or 3 channels.
@@ -26,7 +29,8 @@ def torchvision_model(in_channels: int, image_size: int, num_classes: int, name:
         options: further arguments of the model's constructor.
 
     Raises:
-        ConfigError: torchvision has no such model, or the model does not accept the options, the image size or the channels.
+        ConfigError: torchvision has no such model, or the model does not accept the options, the
+            image size or the channels.
     """
     from torchvision import models  # takes 1.5 s, so only these models import it
 
@@ -34,19 +38,26 @@ def torchvision_model(in_channels: int, image_size: int, num_classes: int, name:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=3) or ["resnet50"]
         raise ConfigError(
-            f"model.name={name}: must be one of torchvision's {len(names)} classification models, for example "
-            f"{', '.join(close)}; torchvision.models.list_models(module=torchvision.models) lists them"
+            f"model.name={name}: must be one of torchvision's {len(names)} classification models, "
+            f"for example {', '.join(close)}; "
+            "torchvision.models.list_models(module=torchvision.models) lists them"
         )
     if in_channels not in (1, 3):
         raise ConfigError(
-            f"model.name={name}: expects images of 3 channels, or of 1 (grey), got {in_channels}. Use such images, or "
-            "model=own with a function that replaces the first convolution"
+            f"model.name={name}: expects images of 3 channels, or of 1 (grey), got {in_channels}. "
+            "Use such images, or model=own with a function that replaces the first convolution"
         )
     try:
-        model = models.get_model(name, weights=None, num_classes=num_classes, **defaults(name, image_size) | options)
+        model = models.get_model(
+            name, weights=None, num_classes=num_classes, **defaults(name, image_size) | options
+        )
     except (TypeError, ValueError, AssertionError) as error:
-        given = f"{image_size}x{image_size} pixels" + "".join(f", {key}={value}" for key, value in options.items())
-        raise ConfigError(f"model.name={name}: does not accept {given}: {' '.join(str(error).split())}") from None
+        given = f"{image_size}x{image_size} pixels" + "".join(
+            f", {key}={value}" for key, value in options.items()
+        )
+        raise ConfigError(
+            f"model.name={name}: does not accept {given}: {' '.join(str(error).split())}"
+        ) from None
     if in_channels == 1:
         conv = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
         conv.in_channels, conv.weight = 1, nn.Parameter(conv.weight.detach().sum(1, keepdim=True))
@@ -54,7 +65,9 @@ def torchvision_model(in_channels: int, image_size: int, num_classes: int, name:
 
 
 def defaults(name: str, image_size: int) -> dict[str, Any]:
-    """Return the arguments of a model's constructor that depend on the image size, or that differ from torchvision's."""
+    """Return the arguments of a model's constructor that depend on the image size, or that differ
+    from torchvision's.
+    """
     if name.startswith("vit_"):
         return {"image_size": image_size}
     if name.startswith("maxvit"):
@@ -65,7 +78,8 @@ def defaults(name: str, image_size: int) -> dict[str, Any]:
 
 
 def find_weights(name: str, weights: str) -> str:
-    """Return the file that `model.weights` names: a path, or torchvision's weights, which are downloaded if they are missing.
+    """Return the file that `model.weights` names: a path, or torchvision's weights, which are
+    downloaded if they are missing.
 
     Args:
         name: name of the model.
@@ -82,14 +96,18 @@ def find_weights(name: str, weights: str) -> str:
     known = get_model_weights(name).__members__
     if weights not in known:
         raise ConfigError(
-            f"model.weights={weights}: must be the path of a file, or one of torchvision's weights for {name}: "
-            f"{', '.join(known)}"
+            f"model.weights={weights}: must be the path of a file, or one of torchvision's weights "
+            f"for {name}: {', '.join(known)}"
         )
-    return download(known[weights].url, Path(torch.hub.get_dir()) / "checkpoints", f"model.weights={weights}")
+    return download(
+        known[weights].url, Path(torch.hub.get_dir()) / "checkpoints", f"model.weights={weights}"
+    )
 
 
 def download(url: str, folder: Path, key: str) -> str:
-    """Return the path of a file whose name ends with the first digits of its SHA-256. It is downloaded if it is missing.
+    """Return the path of a file whose name ends with the first digits of its SHA-256.
+
+    It is downloaded if it is missing.
 
     A file with another hash does not get this name, and is not parsed.
 
@@ -104,18 +122,24 @@ def download(url: str, folder: Path, key: str) -> str:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with default_timeout(60):  # torch.hub sets none: an unresponsive server would stall all ranks
-                torch.hub.download_url_to_file(url, str(path), torch.hub.HASH_REGEX.findall(path.name)[-1], progress=False)
+            # torch.hub sets none: an unresponsive server would stall all ranks
+            with default_timeout(60):
+                torch.hub.download_url_to_file(
+                    url, str(path), torch.hub.HASH_REGEX.findall(path.name)[-1], progress=False
+                )
     except (OSError, RuntimeError) as error:
         raise NodeError(
-            f"{key}: is not on {socket.gethostname()} and could not be downloaded ({' '.join(str(error).split())}). Download "
-            f"{url} elsewhere and copy it to {path}, or set model.weights to a file"
+            f"{key}: is not on {socket.gethostname()} and could not be downloaded "
+            f"({' '.join(str(error).split())}). Download {url} elsewhere and copy it to {path}, or "
+            "set model.weights to a file"
         ) from None
     return str(path)
 
 
 def rename(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapt the names in torchvision's files to its models: those of DenseNet's layers, and auxiliary classifiers, left out."""
+    """Adapt the names in torchvision's files to its models: those of DenseNet's layers, and
+    auxiliary classifiers, left out.
+    """
     return {
         re.sub(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)", r"\1\2", name): tensor
         for name, tensor in state.items()

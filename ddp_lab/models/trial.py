@@ -1,4 +1,6 @@
-"""A trial of the model before the run: two samples pass forward and backward, which finds the parameters that are not used."""
+"""A trial of the model before the run: two samples pass forward and backward, which finds the
+parameters that are not used.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,8 +20,10 @@ from ddp_lab.models.outputs import require_tensor, sum_of
 from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T", bound=Tree)
-DRAWS = 8  # of random inputs, before a parameter counts as unused: a branch may depend on the numbers
-LARGE = 10_000_000  # parameters from which a model is tried on the meta device, whose imports take 1.2 s
+# of random inputs, before a parameter counts as unused: a branch may depend on the numbers
+DRAWS = 8
+# parameters from which a model is tried on the meta device, whose imports take 1.2 s
+LARGE = 10_000_000
 
 
 class LossError(ConfigError):
@@ -44,10 +48,11 @@ class Trial:
 
     Attributes:
         inputs: two samples, on the CPU; those of numbers with a fraction are random.
-        check: raises an exception if the outputs, on any device, are not those that the task needs. Of outputs that are no
-            tensor it returns the number to backpropagate, [].
+        check: raises an exception if the outputs, on any device, are not those that the task needs.
+            Of outputs that are no tensor it returns the number to backpropagate, [].
         of_all: whether ddp_lab's own models are tried, too, which may be made for another task.
-        freezes: whether parameters without a gradient are frozen; False if other steps may use them.
+        freezes: whether parameters without a gradient are frozen; False if other steps may use
+            them.
     """
 
     inputs: Tree
@@ -68,7 +73,9 @@ def random_like(inputs: T, draw: int = 0) -> T:
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         has_fraction = tensor.is_floating_point()
-        return make(tensor.shape, generator=generator, dtype=tensor.dtype) if has_fraction else tensor
+        return (
+            make(tensor.shape, generator=generator, dtype=tensor.dtype) if has_fraction else tensor
+        )
 
     return apply(drawn, inputs)
 
@@ -87,7 +94,8 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         key: key and value of the config that the messages are about.
 
     Raises:
-        ConfigError: the model cannot process these inputs, its outputs are not those of the task, or it has nothing to train.
+        ConfigError: the model cannot process these inputs, its outputs are not those of the task,
+            or it has nothing to train.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [name for name, _ in model.named_parameters() if name not in trained]
@@ -102,12 +110,18 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
             unused = [name for name in unused if name in also_unused]
     if len(unused) == len(trained):
         raise ConfigError(
-            f"{key}: has nothing to train: {'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
-            "Leave requires_grad=True for some of the parameters that `forward` uses, for example for the head"
+            f"{key}: has nothing to train: "
+            f"{'its logits depend on no parameter' if trained else 'all parameters are frozen'}. "
+            "Leave requires_grad=True for some of the parameters that `forward` uses, for example "
+            "for the head"
         )
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
-    what = "not used in training, so they stay as they are" if trial.freezes else "not used by two samples"
+    what = (
+        "not used in training, so they stay as they are"
+        if trial.freezes
+        else "not used by two samples"
+    )
     notes = {"frozen": frozen, what: unused}
     found = {what: names for what, names in notes.items() if names}
     lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in found.items()]
@@ -115,7 +129,10 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
 
 
 def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> list[str]:
-    """Return the names of the trainable parameters that get no gradient in a training step. The arguments are as above."""
+    """Return the names of the trainable parameters that get no gradient in a training step.
+
+    The arguments are as above.
+    """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if not on_meta and sum(parameter.numel() for parameter in model.parameters()) > LARGE:
         # A model that reads values cannot run on the meta device, which computes shapes only.
@@ -137,7 +154,9 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
         if problem := describe_arguments(error, model):
             raise ConfigError(f"{key}: {problem}") from None
         other = (
-            "" if runtime.precision == "float32" else "precision=float32, if a layer does not support bf16 on this device, or "
+            ""
+            if runtime.precision == "float32"
+            else "precision=float32, if a layer does not support bf16 on this device, or "
         )
         small = " (a common cause is that they are too small)" if is_images(trial.inputs) else ""
         raise ConfigError(
@@ -159,9 +178,11 @@ def describe(inputs: Tree) -> str:
 
 
 def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str) -> list[str]:
-    """Run a forward and backward pass; return the names of the trainable parameters that then have no gradient.
+    """Run a forward and backward pass; return the names of the trainable parameters that then have
+    no gradient.
 
-    A forward pass in evaluation mode follows, because a mistake there would otherwise be found after the first epoch.
+    A forward pass in evaluation mode follows, because a mistake there would otherwise be found
+    after the first epoch.
     """
     inputs = to(trial.inputs, device)
     outputs = call(model.train(), inputs)
@@ -180,11 +201,16 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
         except ConfigError as error:
             raise ConfigError(f"in evaluation mode {error}") from None
     model.train()
-    return [name for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.grad is None]
+    return [
+        name
+        for name, tensor in model.named_parameters()
+        if tensor.requires_grad and tensor.grad is None
+    ]
 
 
 def count_flops(model: nn.Module, inputs: Tree) -> float | None:
-    """Return the FLOPs of forward and backward pass for a sample, by torch's formulas; None if the meta device cannot run it.
+    """Return the FLOPs of forward and backward pass for a sample, by torch's formulas; None if the
+    meta device cannot run it.
 
     Args:
         model: the complete model, which stays as it is.
@@ -197,25 +223,40 @@ def count_flops(model: nn.Module, inputs: Tree) -> float | None:
 
 
 def require_batch(outputs: Any, size: int, when: str) -> None:
-    """Raise a TypeError if a model has returned one tensor, but not [size, ...]: outputs of all samples."""
+    """Raise a TypeError if a model has returned one tensor, but not [size, ...]: outputs of all
+    samples.
+    """
     if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
         found = list(outputs.shape)
-        raise TypeError(f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}")
+        raise TypeError(
+            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}"
+        )
 
 
 def check_logits(outputs: Any, classes: int) -> None:
-    """Raise a ConfigError or a TypeError unless a model has returned logits of shape [b, classes]."""
+    """Raise a ConfigError or a TypeError unless a model has returned logits of shape [b,
+    classes].
+    """
     logits = require_tensor(outputs, "it")
     if logits.dim() != 2 or logits.size(1) != classes:
         expected = [len(logits), classes]
-        raise TypeError(f"it must return logits of shape {expected} (batch, classes), got {list(logits.shape)}")
+        raise TypeError(
+            f"it must return logits of shape {expected} (batch, classes), got {list(logits.shape)}"
+        )
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device. No memory is allocated for its parameters and buffers."""
-    memo: dict[int, torch.Tensor] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in model.buffers()}
+    """Return a copy of the model on the meta device.
+
+    No memory is allocated for its parameters and buffers.
+    """
+    memo: dict[int, torch.Tensor] = {
+        id(tensor): torch.empty_like(tensor, device="meta") for tensor in model.buffers()
+    }
     for tensor in model.parameters():
-        memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(
+            torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad
+        )
     return copy.deepcopy(model, memo)
 
 

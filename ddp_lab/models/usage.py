@@ -1,7 +1,9 @@
-"""What a forward pass uses of a model: which modules it calls, and within which of them it uses each parameter.
+"""What a forward pass uses of a model: which modules it calls, and within which of them it uses
+each parameter.
 
-A parameter can be used without the forward pass of the module that has it: `encoder.encode(x)`, or `F.linear(h,
-self.embedding.weight)`. A strategy that does something to a module before its forward pass must know that.
+A parameter can be used without the forward pass of the module that has it: `encoder.encode(x)`, or
+`F.linear(h, self.embedding.weight)`. A strategy that does something to a module before its forward
+pass must know that.
 """
 
 import copy
@@ -23,11 +25,14 @@ from ddp_lab.models.trial import LARGE, meta_copy
 
 @dataclass(frozen=True)
 class Usage:
-    """What a forward pass in training mode and one in evaluation mode used. The model itself has the name "".
+    """What a forward pass in training mode and one in evaluation mode used.
+
+    The model itself has the name "".
 
     Attributes:
         called: names of the modules whose `forward` was called.
-        within: by the name of a parameter that was used, names of the modules whose `forward` was running at all its uses.
+        within: by the name of a parameter that was used, names of the modules whose `forward` was
+            running at all its uses.
         written: by the name of a parameter that a forward pass changed or replaced, the name of the
             innermost module whose `forward` was running then.
     """
@@ -41,7 +46,8 @@ def find_usage(model: nn.Module, example: Tree) -> Usage | None:
     """Return what two samples use of a model; None if a copy of it cannot run here.
 
     Args:
-        model: the complete model, on the CPU or on the meta device. It is copied and stays as it is.
+        model: the complete model, on the CPU or on the meta device. It is copied and stays as it
+            is.
         example: two samples, on the meta device.
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -83,7 +89,8 @@ def record(model: nn.Module, inputs: Tree) -> Usage:
 
 
 class Recorder(TorchDispatchMode):
-    """Record which modules are running at each operation on a parameter, or on a tensor that shares its memory.
+    """Record which modules are running at each operation on a parameter, or on a tensor that shares
+    its memory.
 
     Args:
         model: whose parameters are meant.
@@ -119,7 +126,11 @@ class Recorder(TorchDispatchMode):
                 self.written.setdefault(name, name.rpartition(".")[0])
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         running = frozenset(self._running)
         for tensor in tree_leaves((args, kwargs)):
@@ -149,7 +160,9 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return an identifier of the memory of a tensor, which its views share, also on the meta device; 0 if it has none."""
+    """Return an identifier of the memory of a tensor, which its views share, also on the meta
+    device; 0 if it has none.
+    """
     try:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except NotImplementedError:  # a sparse tensor

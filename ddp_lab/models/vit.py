@@ -1,10 +1,12 @@
-"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
+"""The Vision Transformer (Dosovitskiy et al.
+
+2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
 
     images -> embed: tokens [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits
     a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens)))); drop_path may drop what is added
 
-Query, key and value are separate layers, so that each can be divided by heads. A block whose layers have a part of their units
-computes with the heads it has.
+Query, key and value are separate layers, so that each can be divided by heads. A block whose layers
+have a part of their units computes with the heads it has.
 """
 
 import math
@@ -23,25 +25,32 @@ EPS = 1e-6  # of the layer normalizations, as in torchvision's models
 
 
 class Patches(nn.Conv2d):
-    """The convolution of patches that do not overlap, as one matrix multiplication with the pixels of every patch.
+    """The convolution of patches that do not overlap, as one matrix multiplication with the pixels
+    of every patch.
 
-    cuDNN's outputs would be transposed tokens, and the gradient of its weight took a tenth of ViT-S/16's compiled step (H200).
+    cuDNN's outputs would be transposed tokens, and the gradient of its weight took a tenth of
+    ViT-S/16's compiled step (H200).
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return [b, width, rows, columns], channels last, for images [b, c, height, width]."""
         size = self.weight.shape[-1]
-        pixels = input.unflatten(2, (-1, size)).unflatten(4, (-1, size))  # [b, c, rows, size, columns, size]
-        pixels, weight = pixels.permute(0, 2, 4, 1, 3, 5), self.weight
-        if weight.stride(1) == 1:  # channels last: its gradient must get the same strides, for DDP's buckets
-            pixels, weight = pixels.permute(0, 1, 2, 4, 5, 3), weight.permute(0, 2, 3, 1)
+        # [b, c, rows, size, columns, size]
+        pixels = input.unflatten(2, (-1, size)).unflatten(4, (-1, size))
+        pixels = pixels.permute(0, 2, 4, 1, 3, 5)
+        weight = self.weight
+        # channels last: its gradient must get the same strides, for DDP's buckets
+        if weight.stride(1) == 1:
+            pixels = pixels.permute(0, 1, 2, 4, 5, 3)
+            weight = weight.permute(0, 2, 3, 1)
         return F.linear(pixels.flatten(3), weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 class Norm(nn.LayerNorm):
     """A layer normalization whose outputs have the dtype of the inputs.
 
-    Under autocast it computes in float32, and each layer after it would round the outputs for itself.
+    Under autocast it computes in float32, and each layer after it would round the outputs for
+    itself.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -49,12 +58,15 @@ class Norm(nn.LayerNorm):
 
 
 class Embed(nn.Module):
-    """The patch embedding: one linear map of each of the `patches` of an image, and learned positions.
+    """The patch embedding: one linear map of each of the `patches` of an image, and learned
+    positions.
 
     With `class_token`, a learned token precedes those of the patches.
     """
 
-    def __init__(self, in_channels: int, patches: int, patch_size: int, width: int, class_token: bool):
+    def __init__(
+        self, in_channels: int, patches: int, patch_size: int, width: int, class_token: bool
+    ):
         super().__init__()
         self.patches = Patches(in_channels, width, patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
@@ -63,7 +75,9 @@ class Embed(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the initial weights as torchvision's VisionTransformer does."""
-        nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / self.patches.weight[0].numel()))
+        nn.init.trunc_normal_(
+            self.patches.weight, std=math.sqrt(1 / self.patches.weight[0].numel())
+        )
         nn.init.normal_(self.positions, std=0.02)
         for tensor in (self.patches.bias, self.class_token):
             if tensor is not None:
@@ -71,16 +85,20 @@ class Embed(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the tokens, [b, n, width], of the images, [b, in_channels, height, width]."""
-        # All sums of a block keep the layout and the dtype of these tokens. Under autocast, positions in float32 would make all
-        # of them float32; fully_shard rounds them, too.
+        # All sums of a block keep the layout and the dtype of these tokens. Under autocast,
+        # positions in float32 would make all of them float32; fully_shard rounds them, too.
         tokens = self.patches(images).flatten(2).transpose(1, 2).contiguous()
         if self.class_token is not None:
-            tokens = torch.cat([self.class_token.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)
+            tokens = torch.cat(
+                [self.class_token.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1
+            )
         return tokens + self.positions.to(tokens.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with separate layers for query, key and value. The number of heads divides the width.
+    """Multi-head self-attention with separate layers for query, key and value.
+
+    The number of heads divides the width.
 
     Attributes:
         causal: whether a token sees itself and those before it only.
@@ -88,14 +106,23 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.head_width, self.causal = width // heads, False
+        self.head_width = width // heads
+        self.causal = False
         self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [b, n, width] for [b, n, width]."""
-        # The number of heads follows from the width of q's output, which is smaller where the layers are sharded.
-        q, k, v = (layer(tokens).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        # The number of heads follows from the width of q's output, which is smaller where the
+        # layers are sharded.
+        q, k, v = (
+            layer(tokens).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        return self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -108,7 +135,8 @@ class Block(nn.Module):
         name: name of the block.
 
     Attributes:
-        tensor_parallel: how tensor parallelism divides the layers; the words are those of strategies/tensor_parallel.py.
+        tensor_parallel: how tensor parallelism divides the layers; the words are those of
+            strategies/tensor_parallel.py.
     """
 
     tensor_parallel: ClassVar[dict[str, str]] = {
@@ -128,20 +156,29 @@ class Block(nn.Module):
         self.norm1 = Norm(width, EPS)
         self.attn = Attention(width, heads)
         self.norm2 = Norm(width, EPS)
-        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.drop1, self.drop2 = (DropPath(drop_path, f"{name}.drop{i}") if drop_path > 0 else nn.Identity() for i in (1, 2))
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop1, self.drop2 = (
+            DropPath(drop_path, f"{name}.drop{i}") if drop_path > 0 else nn.Identity()
+            for i in (1, 2)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights as the authors' code does: Xavier's for each layer, biases of the attention at 0.
+        """Draw the initial weights as the authors' code does: Xavier's for each layer, biases of
+        the attention at 0.
 
-        The biases of fc1 and fc2 are drawn from N(0, 1e-12) (github.com/google-research/vision_transformer, models_vit.py).
+        The biases of fc1 and fc2 are drawn from N(0, 1e-12)
+        (github.com/google-research/vision_transformer, models_vit.py).
         """
         for norm in (self.norm1, self.norm2):
             norm.reset_parameters()
         for layer in (self.attn.q, self.attn.k, self.attn.v, self.attn.proj, self.fc1, self.fc2):
             nn.init.xavier_uniform_(layer.weight)
-            nn.init.normal_(layer.bias, std=1e-6) if layer in (self.fc1, self.fc2) else nn.init.zeros_(layer.bias)
+            nn.init.normal_(layer.bias, std=1e-6) if layer in (
+                self.fc1,
+                self.fc2,
+            ) else nn.init.zeros_(layer.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [b, n, width] for [b, n, width]."""
@@ -150,11 +187,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last normalization, the mean of all tokens or the first one, the class token, and a linear layer for the logits."""
+    """The last normalization, the mean of all tokens or the first one, the class token, and a
+    linear layer for the logits.
+    """
 
     def __init__(self, width: int, num_classes: int, pool: Literal["mean", "token"]):
         super().__init__()
-        self.norm, self.linear, self.pool = Norm(width, EPS), nn.Linear(width, num_classes), pool
+        self.norm = Norm(width, EPS)
+        self.linear = nn.Linear(width, num_classes)
+        self.pool = pool
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -172,7 +213,9 @@ class Head(nn.Module):
 def require_divisor(option: str, value: int, what: str, size: int) -> None:
     """Raise a ConfigError unless an option of a model divides a size."""
     if size % value:
-        raise ConfigError(f"model.{option}={value}: must divide the {what}, {size}; use {divisors(size)}")
+        raise ConfigError(
+            f"model.{option}={value}: must divide the {what}, {size}; use {divisors(size)}"
+        )
 
 
 class ViTKeys(TypedDict):
@@ -190,30 +233,37 @@ class ViTKeys(TypedDict):
 def vit(in_channels: int, image_size: int, num_classes: int, **keys: Unpack[ViTKeys]) -> Chain:
     """Return the network. It has no dropout.
 
-    With `pool=token`, `patch_size=16` and the sizes of ViT-B it is torchvision's `vit_b_16`, of 86,567,656 parameters for 1000
-    classes.
+    With `pool=token`, `patch_size=16` and the sizes of ViT-B it is torchvision's `vit_b_16`, of
+    86,567,656 parameters for 1000 classes.
 
     Args:
         in_channels, image_size, num_classes: follow from the data.
         depth: number of blocks.
         width: size of a token.
         heads: number of attention heads; divides `width`.
-        mlp_ratio: units between the two linear layers of a block, as a multiple of `width`, rounded.
+        mlp_ratio: units between the two linear layers of a block, as a multiple of `width`,
+            rounded.
         patch_size: height and width of a patch, in pixels; divides the image size.
         pool: what the logits are computed from: the mean of all tokens, or a class token (token).
-        drop_path: probability with which the last block's residual branches are dropped in a training step; it grows linearly
-            from 0 in the first block (stochastic depth).
+        drop_path: probability with which the last block's residual branches are dropped in a
+            training step; it grows linearly from 0 in the first block (stochastic depth).
 
     Raises:
-        ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio` gives no unit.
+        ConfigError: `heads` does not divide `width`, or `patch_size` the image size; or `mlp_ratio`
+            gives no unit.
     """
-    depth, width, heads, patch_size, pool = keys["depth"], keys["width"], keys["heads"], keys["patch_size"], keys["pool"]
+    depth = keys["depth"]
+    width = keys["width"]
+    heads = keys["heads"]
+    patch_size = keys["patch_size"]
+    pool = keys["pool"]
     require_divisor("heads", heads, "width", width)
     require_divisor("patch_size", patch_size, "image size", image_size)
     units = round(width * keys["mlp_ratio"])
     if units == 0:
         raise ConfigError(
-            f"model.mlp_ratio={keys['mlp_ratio']}: gives blocks without units for width={width}; use at least {1 / width:.3g}"
+            f"model.mlp_ratio={keys['mlp_ratio']}: gives blocks without units for width={width}; "
+            f"use at least {1 / width:.3g}"
         )
     patches = (image_size // patch_size) ** 2
     embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
@@ -221,4 +271,9 @@ def vit(in_channels: int, image_size: int, num_classes: int, **keys: Unpack[ViTK
     for i in range(depth):
         rate = keys["drop_path"] * i / max(1, depth - 1)
         blocks[f"block{i}"] = Block(width, heads, units, rate, f"block{i}")
-    return Chain((in_channels, image_size, image_size), embed=embed, **blocks, head=Head(width, num_classes, pool))
+    return Chain(
+        (in_channels, image_size, image_size),
+        embed=embed,
+        **blocks,
+        head=Head(width, num_classes, pool),
+    )

@@ -1,4 +1,6 @@
-"""Weights from a file, read without executing code and matched by name with those of the model, and to a file."""
+"""Weights from a file, read without executing code and matched by name with those of the model, and
+to a file.
+"""
 
 import json
 import pickle
@@ -13,9 +15,11 @@ import torch
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.models.trial import some
 
-NESTED = ("state_dict", "model_state_dict", "model")  # where checkpoints of other programs, and of ddp_lab, hold the weights
+# where checkpoints of other programs, and of ddp_lab, hold the weights
+NESTED = ("state_dict", "model_state_dict", "model")
 PAIRS = (torch.complex128, torch.complex32)  # which safetensors has not
-COMPLEX = "complex"  # in the metadata: the names of those that are stored as pairs of real numbers, as JSON
+# in the metadata: the names of those that are stored as pairs of real numbers, as JSON
+COMPLEX = "complex"
 PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
 
 
@@ -24,8 +28,9 @@ def match_weights(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return those of the weights in a file that fit the model, by name, and notes for the log.
 
-    A head of another number of classes keeps its initial weights. A first convolution for 3 channels is summed over them if the
-    model's has 1: grey images then give the same activations as three equal channels.
+    A head of another number of classes keeps its initial weights. A first convolution for 3
+    channels is summed over them if the model's has 1: grey images then give the same activations as
+    three equal channels.
 
     Args:
         own: the complete model's tensors by name; only their shapes matter.
@@ -36,7 +41,8 @@ def match_weights(
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    given, notes = dict(state), [f"{key}: loaded"]
+    given = dict(state)
+    notes = [f"{key}: loaded"]
     for name, tensor in state.items():
         if name in own and tensor.dim() == 4 and (tensor.size(1), own[name].size(1)) == (3, 1):
             given[name] = tensor.sum(1, keepdim=True)
@@ -44,30 +50,48 @@ def match_weights(
     differ = [name for name in own if name in given and given[name].shape != own[name].shape]
     heads = [name for name in differ if is_head(given[name], own[name], num_classes)]
     if len({given[name].size(0) for name in heads}) == 1:
-        notes.append(f"{some(heads)}: initialised anew, for {num_classes} classes instead of {given[heads[0]].size(0)}")
+        notes.append(
+            f"{some(heads)}: initialised anew, for {num_classes} classes instead of "
+            f"{given[heads[0]].size(0)}"
+        )
         differ = [name for name in differ if name not in heads]
         given = {name: tensor for name, tensor in given.items() if name not in heads}
     else:
         heads = []
-    # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without a momentum use.
+    # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without
+    # a momentum use.
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     problems = {
-        "missing": [name for name in own if name not in given and name not in counters.union(heads)],
+        "missing": [
+            name for name in own if name not in given and name not in counters.union(heads)
+        ],
         "not in the model": [name for name in given if name not in own],
-        "of another shape": [f"{name} {list(given[name].shape)} instead of {list(own[name].shape)}" for name in differ],
+        "of another shape": [
+            f"{name} {list(given[name].shape)} instead of {list(own[name].shape)}"
+            for name in differ
+        ],
     }
     if any(problems.values()):
-        found = "; ".join(f"{len(names)} {what}: {some(names)}" for what, names in problems.items() if names)
+        found = "; ".join(
+            f"{len(names)} {what}: {some(names)}" for what, names in problems.items() if names
+        )
         raise ConfigError(
-            f"{key}: are not the weights of this model: {found}. Use the model that they were trained with, with "
-            "the same options and image size"
+            f"{key}: are not the weights of this model: {found}. Use the model that they were "
+            "trained with, with the same options and image size"
         )
     return given, notes
 
 
 def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
-    """Return whether two tensors of different shapes can belong to heads of different numbers of classes."""
-    return own.dim() > 0 and own.size(0) == num_classes and given.dim() > 0 and given.shape[1:] == own.shape[1:]
+    """Return whether two tensors of different shapes can belong to heads of different numbers of
+    classes.
+    """
+    return (
+        own.dim() > 0
+        and own.size(0) == num_classes
+        and given.dim() > 0
+        and given.shape[1:] == own.shape[1:]
+    )
 
 
 def read(path: str) -> dict[str, torch.Tensor]:
@@ -85,29 +109,39 @@ def read(path: str) -> dict[str, torch.Tensor]:
         if path.endswith(".safetensors"):
             state: Any = read_safetensors(path)
         else:  # where the format allows, tensors are read when they are used
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
     except OSError as error:
-        where, reason = socket.gethostname(), error.strerror or str(error)
+        where = socket.gethostname()
+        reason = error.strerror or str(error)
         file = "the path of an existing file"
         if isinstance(error, IsADirectoryError):
             file += f"; of a sharded checkpoint `ddp-lab merge RUN --checkpoint {path}` makes one"
         raise NodeError(f"{key}: cannot be read on {where} ({reason}). Use {file}") from None
     except pickle.UnpicklingError:
         raise ConfigError(
-            f"{key}: has other objects than tensors, which could run code when they are loaded, or is damaged. Where you trust "
-            "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
+            f"{key}: has other objects than tensors, which could run code when they are loaded, or "
+            "is damaged. Where you trust the file, save its weights alone: "
+            "torch.save(model.state_dict(), FILE)"
         ) from None
-    except Exception as error:  # the bytes of a file that was not written by torch.save may mean anything to the unpickler
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
+    # the bytes of a file that was not written by torch.save may mean anything to the unpickler
+    except Exception as error:
+        reason = (
+            f"{type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'it is incomplete'}"
+        )
         raise ConfigError(f"{key}: is not a file of weights, or is damaged ({reason})") from None
     return unwrap(state, key)
 
 
-def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_weights(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
     """Write a safetensors file.
 
-    The format has no complex128 and no complex32. Such a tensor becomes real numbers, [..., 2], and the
-    metadata have its name under COMPLEX, from which `read` makes it complex again.
+    The format has no complex128 and no complex32. Such a tensor becomes real numbers, [..., 2], and
+    the metadata have its name under COMPLEX, from which `read` makes it complex again.
 
     Raises:
         ConfigError: the format has no such dtype.
@@ -128,8 +162,8 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         name = next(name for name, tensor in copies.items() if tensor.dtype in error.args)
         dtype = str(copies[name].dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{path}: safetensors cannot store {name}, which is {dtype}. Convert it in the model, for example to float32, "
-            "or save it by a checkpoint"
+            f"{path}: safetensors cannot store {name}, which is {dtype}. Convert it in the model, "
+            "for example to float32, or save it by a checkpoint"
         ) from None
 
 
@@ -144,7 +178,8 @@ def read_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
-    """Return the dict of tensors that a file consists of, or has under one of the names NESTED, without PREFIXES.
+    """Return the dict of tensors that a file consists of, or has under one of the names NESTED,
+    without PREFIXES.
 
     Args:
         key: the start of the message.
@@ -156,10 +191,15 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
     if isinstance(state, dict) and not found:
         found = [state[name] for name in NESTED if is_weights(state.get(name))]
     if len(found) != 1:
-        has = f"has {some([str(name) for name in state], 6)}" if isinstance(state, dict) else f"is a {type(state).__name__}"
+        has = (
+            f"has {some([str(name) for name in state], 6)}"
+            if isinstance(state, dict)
+            else f"is a {type(state).__name__}"
+        )
         raise ConfigError(
-            f"{key}: must be a dict of tensors by name, or have exactly one under {', '.join(NESTED)}; it {has}. Save the "
-            "weights alone: torch.save(model.state_dict(), FILE)"
+            f"{key}: must be a dict of tensors by name, or have exactly one under "
+            f"{', '.join(NESTED)}; it {has}. Save the weights alone: "
+            "torch.save(model.state_dict(), FILE)"
         )
     weights = found[0]
     for prefix in PREFIXES:
@@ -172,4 +212,6 @@ def is_weights(state: Any) -> bool:
     """Return whether `state` is a dict of tensors by name that is not empty."""
     if not isinstance(state, dict) or not state:
         return False
-    return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items())
+    return all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+    )

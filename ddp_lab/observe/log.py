@@ -1,4 +1,7 @@
-"""The log of a run: rank 0 writes to the console and to train.log. Other ranks log only warnings."""
+"""The log of a run: rank 0 writes to the console and to train.log.
+
+Other ranks log only warnings.
+"""
 
 import logging
 import os
@@ -13,12 +16,18 @@ from typing import TextIO
 from ddp_lab.world.process import discard_output
 
 log = logging.getLogger("ddp_lab")
-SLOW, AGAIN = 3.0, 20.0  # seconds after which what takes time is logged, and from there to the next such line
-LOG_FILES = 8  # the most ranks that have a log file of their own: not a file of each of a thousand ranks
+# seconds after which what takes time is logged, and from there to the next such line
+SLOW = 3.0
+AGAIN = 20.0
+# the most ranks that have a log file of their own: not a file of each of a thousand ranks
+LOG_FILES = 8
 
 
 class Console(logging.StreamHandler[TextIO]):
-    """The console of rank 0. When the reader of a pipe has gone, for example `| head`, the run is stopped as by Ctrl-C."""
+    """The console of rank 0.
+
+    When the reader of a pipe has gone, for example `| head`, the run is stopped as by Ctrl-C.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report an error of the console, or stop the run."""
@@ -59,8 +68,9 @@ def telling(what: str, tell: Callable[[str], object] = log.info) -> Generator[No
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Set up the console and the log file of one rank.
 
-    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors, prefixed with the rank, to stderr,
-    and the first LOG_FILES ranks also to train.rank<N>.log, which is created by the first of them.
+    Rank 0 logs INFO and above to stdout and train.log. Other ranks log warnings and errors,
+    prefixed with the rank, to stderr, and the first LOG_FILES ranks also to train.rank<N>.log,
+    which is created by the first of them.
 
     Args:
         run_dir: directory of the log file.
@@ -76,5 +86,6 @@ def setup_logging(run_dir: Path, rank: int) -> None:
         handlers.append(file)
     logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
     log.setLevel(logging.WARNING if rank else logging.INFO)
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # the first picture would warn about matplotlib's font cache
+    # the first picture would warn about matplotlib's font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     logging.captureWarnings(True)

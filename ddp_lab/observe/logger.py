@@ -1,4 +1,6 @@
-"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures and trackers."""
+"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures
+and trackers.
+"""
 
 import math
 from collections.abc import Callable, Generator, Mapping
@@ -30,18 +32,24 @@ if TYPE_CHECKING:
     from ddp_lab.observe.trackers.background import Trackers
     from ddp_lab.observe.trackers.base import Status
 
-BAR, LINE = 1.0, 10.0  # seconds from one set of numbers to the next: of a bar, and of lines in a file
+# seconds from one set of numbers to the next: of a bar, and of lines in a file
+BAR = 1.0
+LINE = 10.0
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
-NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}  # other names that trackers get
+# other names that trackers get
+NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}
 
 
 class Logger:
-    """A logger that writes nothing, for all ranks but 0. As a context manager it is closed as failed by an exception.
+    """A logger that writes nothing, for all ranks but 0.
+
+    As a context manager it is closed as failed by an exception.
 
     Attributes:
         show_every: seconds from one call of `show` to the next.
-        draws_predictions: whether `predictions` does anything, so that a prediction for it is worth its time.
+        draws_predictions: whether `predictions` does anything, so that a prediction for it is worth
+            its time.
     """
 
     show_every = math.inf
@@ -50,12 +58,21 @@ class Logger:
     def __enter__(self) -> "Logger":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if error is not None:
             self.close("failed", {})
 
-    def bar(self, label: str, done: int, total: int) -> AbstractContextManager[Callable[[], object] | None]:
-        """Show a progress bar during the body, on a terminal. The body gets what advances it by a step; None: there is no bar.
+    def bar(
+        self, label: str, done: int, total: int
+    ) -> AbstractContextManager[Callable[[], object] | None]:
+        """Show a progress bar during the body, on a terminal.
+
+        The body gets what advances it by a step; None: there is no bar.
 
         Args:
             label: text in front of the bar.
@@ -65,15 +82,22 @@ class Logger:
         return nullcontext()
 
     def steps(self, row: Mapping[str, Any]) -> None:
-        """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is the last of them."""
+        """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is
+        the last of them.
+        """
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Show such a record, which is not kept, after the progress bar or as a line of the log."""
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        """Write the record of one epoch. `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps."""
+        """Write the record of one epoch.
 
-    def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
+        `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps.
+        """
+
+    def predictions(
+        self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
+    ) -> None:
         """Write a picture of a few images with the model's predictions.
 
         Args:
@@ -84,18 +108,23 @@ class Logger:
         """
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
-        """Keep the confusion matrix of an evaluation. The last one is drawn when the logger is closed.
+        """Keep the confusion matrix of an evaluation.
+
+        The last one is drawn when the logger is closed.
 
         Args:
             epoch: number of the epoch.
-            counts: int64 [classes, classes], a row per true class; None if there are too many classes.
+            counts: int64 [classes, classes], a row per true class; None if there are too many
+                classes.
         """
 
     def text(self, title: str, markdown: str) -> None:
         """Pass a text to the trackers."""
 
     def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
-        """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of `Tracker.finish`."""
+        """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of
+        `Tracker.finish`.
+        """
 
 
 class FileLogger(Logger):
@@ -103,19 +132,30 @@ class FileLogger(Logger):
 
     Args:
         run_dir: directory for metrics.jsonl and the pictures.
-        start: first epoch of this launch, and number of steps before it. Rows after this position, from an interrupted launch,
-            are removed.
+        start: first epoch of this launch, and number of steps before it. Rows after this position,
+            from an interrupted launch, are removed.
         constants: fields to append to every record of metrics.jsonl.
-        trackers: get the metrics and the pictures, and of the rows before `start` those that they lack; None: there is none.
+        trackers: get the metrics and the pictures, and of the rows before `start` those that they
+            lack; None: there is none.
         classes: names of the classes.
     """
 
     def __init__(
-        self, run_dir: Path, start: tuple[int, int], constants: dict[str, Any], trackers: "Trackers | None", classes: list[str]
+        self,
+        run_dir: Path,
+        start: tuple[int, int],
+        constants: dict[str, Any],
+        trackers: "Trackers | None",
+        classes: list[str],
     ):
-        self.constants, self.trackers, self.classes = constants, trackers, classes
-        self.metrics, self.step = run_dir / "metrics.jsonl", start[1]
-        self.pictures: dict[str, Callable[[Path], None]] = {"curves.png": partial(draw_metrics, self.metrics)}
+        self.constants = constants
+        self.trackers = trackers
+        self.classes = classes
+        self.metrics = run_dir / "metrics.jsonl"
+        self.step = start[1]
+        self.pictures: dict[str, Callable[[Path], None]] = {
+            "curves.png": partial(draw_metrics, self.metrics)
+        }
         self._bar: tqdm[Any] | None = None  # on a terminal
         drop_rows(self.metrics, *start)
         self.show_every = LINE
@@ -129,7 +169,9 @@ class FileLogger(Logger):
     @contextmanager
     def bar(self, label: str, done: int, total: int) -> Generator[Callable[[], object] | None]:
         # disable=None shows the bar only on a terminal
-        bar = tqdm(desc=label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT)
+        bar = tqdm(
+            desc=label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT
+        )
         on_terminal = not bar.disable
         self.show_every = BAR if on_terminal else LINE
         self._bar = bar if on_terminal else None
@@ -155,19 +197,28 @@ class FileLogger(Logger):
         self.step = int(row.get("step", 0))  # a row of an earlier version may have none
         if self.trackers is None:
             return
-        self.trackers.log_metrics(scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None)
-
-    def epoch(self, epoch: int, **metrics: float) -> None:
-        self._record({"kind": "epoch", "epoch": epoch, **metrics}, **{"memory/peak_MiB": peak_memory_bytes() / 2**20})
-        log.info(
-            f"epoch {epoch}: {describe_metrics(metrics)} | "
-            f"lr {metrics['lr']:.4g}, {metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
+        self.trackers.log_metrics(
+            scalars(row) | more, self.step, row["epoch"] if is_epoch(row) else None
         )
 
-    def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
+    def epoch(self, epoch: int, **metrics: float) -> None:
+        self._record(
+            {"kind": "epoch", "epoch": epoch, **metrics},
+            **{"memory/peak_MiB": peak_memory_bytes() / 2**20},
+        )
+        log.info(
+            f"epoch {epoch}: {describe_metrics(metrics)} | lr {metrics['lr']:.4g}, "
+            f"{metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
+        )
+
+    def predictions(
+        self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
+    ) -> None:
         if self.trackers is None:
             return
-        grid = prediction_grid(inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes)
+        grid = prediction_grid(
+            inputs.cpu(), targets.tolist(), logits.argmax(1).tolist(), self.classes
+        )
         self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
 
     def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
@@ -190,7 +241,10 @@ class FileLogger(Logger):
             try:
                 draw(picture)
             except Exception as error:  # a picture that fails must not fail the run
-                log.error(f"{picture} could not be drawn ({type(error).__name__}: {error}); the run itself is not affected")
+                log.error(
+                    f"{picture} could not be drawn ({type(error).__name__}: {error}); the run "
+                    "itself is not affected"
+                )
         if self.trackers is not None:
             self.trackers.finish(status, summary)
 

@@ -1,7 +1,8 @@
-"""metrics.jsonl: one JSON object per line, which its key `kind` describes, and what is read and drawn from it.
+"""metrics.jsonl: one JSON object per line, which its key `kind` describes, and what is read and
+drawn from it.
 
-"epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without `kind` and `step`.
-"step": the metrics of a training step.
+"epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without
+`kind` and `step`. "step": the metrics of a training step.
 """
 
 import json
@@ -18,8 +19,19 @@ from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.plot import Curve, Plot, beside, curves
 
-OTHERS = ("epoch", "step", "lr", "samples_per_second", "data_wait", "peak_memory_MiB", "mfu", "eta_epoch", "eta")
-HIDDEN = ("top5_accuracy",)  # of the metrics of a set, those that the log and the curves do not have
+OTHERS = (
+    "epoch",
+    "step",
+    "lr",
+    "samples_per_second",
+    "data_wait",
+    "peak_memory_MiB",
+    "mfu",
+    "eta_epoch",
+    "eta",
+)
+# of the metrics of a set, those that the log and the curves do not have
+HIDDEN = ("top5_accuracy",)
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
@@ -35,12 +47,18 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
                 file.truncate(size)
                 raise OSError(f"only {written} of {len(line)} bytes were written")
     except OSError as error:  # missing records must not end the training
-        log.error(f"{path} could not be written ({error.strerror or error}): its records are incomplete; training continues")
+        log.error(
+            f"{path} could not be written ({error.strerror or error}): its records are incomplete; "
+            "training continues"
+        )
 
 
 def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with None in place of numbers that are not finite, which JSON has not."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
 
 
 def is_epoch(row: Mapping[str, Any]) -> bool:
@@ -49,7 +67,10 @@ def is_epoch(row: Mapping[str, Any]) -> bool:
 
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
-    """Return all rows; none if there is no file. A row that is just being written is left out, as one that a crash damaged."""
+    """Return all rows; none if there is no file.
+
+    A row that is just being written is left out, as one that a crash damaged.
+    """
     rows: list[dict[str, Any]] = []
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         with suppress(ValueError):
@@ -68,7 +89,8 @@ def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
 
 
 def drop_rows(metrics: Path, epoch: int, step: int) -> None:
-    """Remove the rows after the position from which a run resumes, which an interrupted launch wrote.
+    """Remove the rows after the position from which a run resumes, which an interrupted launch
+    wrote.
 
     Args:
         metrics: the file.
@@ -81,17 +103,23 @@ def drop_rows(metrics: Path, epoch: int, step: int) -> None:
 
     if metrics.exists():
         rest = metrics.with_suffix(".tmp")
-        rest.write_text("".join(f"{json.dumps(row)}\n" for row in read_rows(metrics) if is_before(row)))
+        rest.write_text(
+            "".join(f"{json.dumps(row)}\n" for row in read_rows(metrics) if is_before(row))
+        )
         rest.replace(metrics)
 
 
-def objective(metrics: Path, choice: str, lower_is_better: bool = False) -> tuple[str, float | None]:
-    """Return the result of a run for a sweeper: name and value of a metric, the best val_* or the last test_*.
+def objective(
+    metrics: Path, choice: str, lower_is_better: bool = False
+) -> tuple[str, float | None]:
+    """Return the result of a run for a sweeper: name and value of a metric, the best val_* or the
+    last test_*.
 
     Args:
         metrics: the file.
         choice: the config's `optimize`.
-        lower_is_better: whether low values of this metric are good ones, as those of the loss always are.
+        lower_is_better: whether low values of this metric are good ones, as those of the loss
+            always are.
 
     Returns:
         The value is None if no finite one was recorded.
@@ -100,38 +128,63 @@ def objective(metrics: Path, choice: str, lower_is_better: bool = False) -> tupl
     if choice == "auto":
         last = rows[-1] if rows else {"test_accuracy": None}
         choice = next((name for name in ("val_loss", "test_accuracy") if name in last), "test_loss")
-    values = [row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])]
+    values = [
+        row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])
+    ]
     if not values or choice.startswith("test"):
         return choice, values[-1] if values else None
     return choice, min(values) if lower_is_better or choice == "val_loss" else max(values)
 
 
 def kinds_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics that any set has in some rows, for example loss and accuracy."""
+    """Return the names of the metrics that any set has in some rows, for example loss and
+    accuracy.
+    """
     parts = (key.partition("_") for row in rows for key in row)
-    return [kind for kind in dict.fromkeys(kind for name, _, kind in parts if name in SETS) if kind not in HIDDEN]
+    return [
+        kind
+        for kind in dict.fromkeys(kind for name, _, kind in parts if name in SETS)
+        if kind not in HIDDEN
+    ]
 
 
 def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     """Return the metrics in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        found = [f"{kind} {value:.4f}" for kind in kinds_of([row]) if (value := row.get(f"{name}_{kind}")) is not None]
+        found = [
+            f"{kind} {value:.4f}"
+            for kind in kinds_of([row])
+            if (value := row.get(f"{name}_{kind}")) is not None
+        ]
         parts += [f"{name} {' '.join(found)}"] if found else []
     return " | ".join(parts)
 
 
 def describe_steps(row: Mapping[str, Any]) -> str:
-    """Return the metrics of some steps, as "loss 0.1234, accuracy 0.9876, lr 0.05, 1,234 samples/s, ..."."""
-    parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items() if name not in OTHERS]
-    parts += [f"lr {row['lr']:.4g}", f"{row['samples_per_second']:,.0f} samples/s", f"{row['data_wait']:.0%} waiting for data"]
+    """Return the metrics of some steps, as "loss 0.1234, accuracy 0.9876, lr 0.05, 1,234 samples/s,
+    ...".
+    """
+    parts = [
+        f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items() if name not in OTHERS
+    ]
+    parts += [
+        f"lr {row['lr']:.4g}",
+        f"{row['samples_per_second']:,.0f} samples/s",
+        f"{row['data_wait']:.0%} waiting for data",
+    ]
     parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
     epoch, run = (tqdm.format_interval(row[name]) for name in ("eta_epoch", "eta"))
-    return ", ".join([*parts, f"{row['peak_memory_MiB']:,.0f} MiB, left: {epoch} of the epoch, {run} of the run"])
+    return ", ".join(
+        [*parts, f"{row['peak_memory_MiB']:,.0f} MiB, left: {epoch} of the epoch, {run} of the run"]
+    )
 
 
-def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str) -> str:
-    """Return the last line of a run: its result, and the median speed of its epochs on the last number of devices.
+def describe_result(
+    metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str
+) -> str:
+    """Return the last line of a run: its result, and the median speed of its epochs on the last
+    number of devices.
 
     Args:
         metrics: the file.
@@ -142,20 +195,34 @@ def describe_result(metrics: Path, epoch: int, criterion: str | None, weights: P
     """
     rows = read_epochs(metrics)
     row = row_of(metrics, epoch)
-    which, found = f"best {criterion}" if criterion else "last", describe_metrics(row, SETS[1:]) or "no metrics"
+    which = f"best {criterion}" if criterion else "last"
+    found = describe_metrics(row, SETS[1:]) or "no metrics"
     if rows:
         alike = [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]
-        seconds, rate = (statistics.median(row[key] for row in alike) for key in ("seconds", "samples_per_second"))
+        seconds, rate = (
+            statistics.median(row[key] for row in alike)
+            for key in ("seconds", "samples_per_second")
+        )
         found += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
     return f"result: epoch {epoch} ({which}), {found} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
     """Draw the metrics of metrics.jsonl by epoch. Draw nothing if there is no record."""
-    records, plots = read_epochs(metrics), list[Plot]()
+    records = read_epochs(metrics)
+    plots = list[Plot]()
     for kind in kinds_of(records):
-        found = {name: [(r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None] for name in SETS}
+        found = {
+            name: [
+                (r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None
+            ]
+            for name in SETS
+        }
         lines = [Curve(name, points) for name, points in found.items() if points]
-        plots += [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")] if lines else []
+        plots += (
+            [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")]
+            if lines
+            else []
+        )
     if plots:
         beside(plots, picture)

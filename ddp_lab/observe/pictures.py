@@ -14,7 +14,9 @@ SHOWN = 8  # images of a prediction grid
 
 
 def drawable_names(classes: list[str]) -> list[str]:
-    """Return the names of classes that the font can draw, with its number in place of another one."""
+    """Return the names of classes that the font can draw, with its number in place of another
+    one.
+    """
     if all(name.isascii() for name in classes):
         return classes
     from ddp_lab.observe.glyphs import drawable
@@ -24,11 +26,14 @@ def drawable_names(classes: list[str]) -> list[str]:
 
 @house_style()
 def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
-    """Draw a confusion matrix. The darker a cell, the larger its fraction of the samples of its row.
+    """Draw a confusion matrix.
+
+    The darker a cell, the larger its fraction of the samples of its row.
 
     Args:
         counts: int64 [classes, classes], a row per true class and a column per predicted class.
-        classes: the names of the classes; a name that the font cannot draw is replaced by its number.
+        classes: the names of the classes; a name that the font cannot draw is replaced by its
+            number.
     """
     from matplotlib.figure import Figure
 
@@ -46,31 +51,50 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
         axes.set_yticks(range(size), names)
         for row, column in counts.nonzero().tolist():
             colour = "white" if fractions[row, column] > 0.5 else "black"
-            axes.text(column, row, str(int(counts[row, column])), color=colour, size=8, ha="center", va="center")
+            axes.text(
+                column,
+                row,
+                str(int(counts[row, column])),
+                color=colour,
+                size=8,
+                ha="center",
+                va="center",
+            )
     figure.colorbar(image, label="fraction of the true class", shrink=0.8)
     return figure
 
 
 @house_style()
-def prediction_grid(inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str]) -> "Figure":
-    """Draw the first images with the prediction below each: green if correct, else red with the true class below.
+def prediction_grid(
+    inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str]
+) -> "Figure":
+    """Draw the first images with the prediction below each: green if correct, else red with the
+    true class below.
 
     Args:
         inputs: float [n, channels, height, width], in any range.
         targets: the true class of each image.
         predicted: the predicted class of each image.
-        classes: the names of the classes; a name that the font cannot draw is replaced by its number.
+        classes: the names of the classes; a name that the font cannot draw is replaced by its
+            number.
     """
     from matplotlib.figure import Figure
 
     names = [clipped(name, 11) for name in drawable_names(classes)]
-    inputs = inputs[:SHOWN] if inputs.shape[1] == 3 else inputs[:SHOWN, :1]  # not RGB: the first channel in grey
+    # not RGB: the first channel in grey
+    inputs = inputs[:SHOWN] if inputs.shape[1] == 3 else inputs[:SHOWN, :1]
     figure = Figure((SHOWN * 1.6, 2.4), layout="constrained")
     for axes, image, target, guess in zip(
         figure.subplots(1, len(inputs), squeeze=False)[0], inputs, targets, predicted, strict=False
     ):
-        low, high = image.min(), image.max()
-        axes.imshow(((image - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).numpy(), cmap="gray", vmin=0, vmax=1)
+        low = image.min()
+        high = image.max()
+        axes.imshow(
+            ((image - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0).numpy(),
+            cmap="gray",
+            vmin=0,
+            vmax=1,
+        )
         text = names[guess] if guess == target else f"{names[guess]}\n({names[target]})"
         axes.set_xlabel(text, size=9, color="darkgreen" if guess == target else "red")
         axes.set(xticks=[], yticks=[])

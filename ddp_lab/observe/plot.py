@@ -1,7 +1,8 @@
 """Curves, bars and timelines as PNG files, drawn by matplotlib in the house style (house.mplstyle).
 
-`curves`, `stacked` and `timeline` describe a panel; `beside` draws panels and writes them as one picture. Importing matplotlib
-takes about half a second, so it is imported when the first picture is drawn and not with this module.
+`curves`, `stacked` and `timeline` describe a panel; `beside` draws panels and writes them as one
+picture. Importing matplotlib takes about half a second, so it is imported when the first picture is
+drawn and not with this module.
 """
 
 import math
@@ -21,13 +22,22 @@ if TYPE_CHECKING:
 
 STYLE = Path(__file__).with_name("house.mplstyle")
 GREY = "#595959"
-WIDTH, HEIGHT, ROW = 6.4, 4.0, 0.27  # inches: of a panel, and the height of a row, a bar or a legend entry
-TITLE, LABEL = 50, 24  # maximum number of characters of a line of a title, and of a label
-Box = tuple[float, float, str, str]  # of a timeline: start, end, the label that its colour stands for, and the text in it
+# inches: of a panel, and the height of a row, a bar or a legend entry
+WIDTH = 6.4
+HEIGHT = 4.0
+ROW = 0.27
+# maximum number of characters of a line of a title, and of a label
+TITLE = 50
+LABEL = 24
+# of a timeline: start, end, the label that its colour stands for, and the text in it
+Box = tuple[float, float, str, str]
 
 
 class Curve(NamedTuple):
-    """The points of one line. A dashed line is grey: it was not measured, but shows an ideal or a formula."""
+    """The points of one line.
+
+    A dashed line is grey: it was not measured, but shows an ideal or a formula.
+    """
 
     label: str
     points: list[tuple[float, float]]
@@ -35,7 +45,9 @@ class Curve(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """One panel of a picture: the text above it, the number of its rows or legend entries, and what draws into empty axes."""
+    """One panel of a picture: the text above it, the number of its rows or legend entries, and what
+    draws into empty axes.
+    """
 
     title: str
     rows: int
@@ -64,7 +76,14 @@ def clipped(label: str, longest: int = LABEL) -> str:
     return label if len(label) <= longest else label[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: bool = False, zero: bool = False) -> Plot:
+def curves(
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Sequence[Curve],
+    log: bool = False,
+    zero: bool = False,
+) -> Plot:
     """Return a plot of lines over x. The legend has the order of the lines' last values.
 
     Args:
@@ -79,7 +98,9 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
         from matplotlib.ticker import MaxNLocator
 
         for line in lines:
-            look: dict[str, Any] = {"color": GREY, "linestyle": "--", "marker": ""} if line.dashed else {}
+            look: dict[str, Any] = (
+                {"color": GREY, "linestyle": "--", "marker": ""} if line.dashed else {}
+            )
             look |= {"markevery": max(1, len(line.points) // 10)}
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
         if log:
@@ -97,8 +118,11 @@ def curves(title: str, x_label: str, y_label: str, lines: Sequence[Curve], log: 
     return Plot(title, len(lines), draw)
 
 
-def stacked(title: str, label: str, values: dict[str, dict[str, float]], limit: float = math.inf) -> Plot:
-    """Return a plot of horizontal stacked bars that start at zero, one per name, each with the sum of its parts at the end.
+def stacked(
+    title: str, label: str, values: dict[str, dict[str, float]], limit: float = math.inf
+) -> Plot:
+    """Return a plot of horizontal stacked bars that start at zero, one per name, each with the sum
+    of its parts at the end.
 
     Args:
         title: title of the plot.
@@ -137,15 +161,35 @@ def timeline(title: str, x_label: str, rows: Mapping[str, Sequence[Box]]) -> Plo
     """
     boxes = [box for row in rows.values() for box in row]
     span = max(end for _, end, _, _ in boxes) - min(start for start, _, _, _ in boxes)
-    colours = {label: f"C{number}" for number, label in enumerate(dict.fromkeys(label for _, _, label, _ in boxes))}
+    colours = {
+        label: f"C{number}"
+        for number, label in enumerate(dict.fromkeys(label for _, _, label, _ in boxes))
+    }
 
     def draw(axes: "Axes") -> None:
         for number, row in enumerate(rows.values()):
             for start, end, label, text in row:
                 width = max(end - start, span / 250)  # wide enough to be seen
-                edge = "white" if width > span / 100 else "none"  # with an edge, adjacent boxes can be counted
-                axes.barh(number, width, left=start, height=0.76, color=colours[label], edgecolor=edge, linewidth=0.7)
-                axes.text(start + width / 2, number, text, ha="center", va="center", color="white", fontsize=7)
+                # with an edge, adjacent boxes can be counted
+                edge = "white" if width > span / 100 else "none"
+                axes.barh(
+                    number,
+                    width,
+                    left=start,
+                    height=0.76,
+                    color=colours[label],
+                    edgecolor=edge,
+                    linewidth=0.7,
+                )
+                axes.text(
+                    start + width / 2,
+                    number,
+                    text,
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=7,
+                )
         label_rows(axes, rows, colours)
         axes.set_xlabel(x_label)
 
@@ -153,7 +197,9 @@ def timeline(title: str, x_label: str, rows: Mapping[str, Sequence[Box]]) -> Plo
 
 
 def label_rows(axes: "Axes", names: Iterable[str], colours: dict[str, str]) -> None:
-    """Label the rows at y = 0, 1, ..., from top to bottom, and add a legend of the colours, by label."""
+    """Label the rows at y = 0, 1, ..., from top to bottom, and add a legend of the colours, by
+    label.
+    """
     from matplotlib.patches import Patch
 
     names = [clipped(name) for name in names]
@@ -190,7 +236,9 @@ def write(drawn: "Figure", path: Path) -> NDArray[np.uint8]:
     from matplotlib.image import imsave
 
     fast = {"compress_level": 1}  # a third of the time for a third more bytes than zlib's default
-    imsave(path, image := pixels(drawn), format="png", origin="upper", dpi=drawn.dpi, pil_kwargs=fast)
+    imsave(
+        path, image := pixels(drawn), format="png", origin="upper", dpi=drawn.dpi, pil_kwargs=fast
+    )
     return image
 
 
@@ -206,7 +254,9 @@ def pixels(drawn: "Figure") -> NDArray[np.uint8]:
 
 @contextmanager
 def without_glyph_warnings() -> Generator[None]:
-    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a run."""
+    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a
+    run.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield

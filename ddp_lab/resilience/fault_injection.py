@@ -11,7 +11,8 @@
 | sigterm | it receives SIGTERM, as from a scheduler that preempts the job |
 | disk_full | from then on, checkpoints are written to a full disk |
 
-Each fault is injected once in a run: the file `.injected` in the run directory records it across restarts.
+Each fault is injected once in a run: the file `.injected` in the run directory records it across
+restarts.
 """
 
 import os
@@ -58,7 +59,8 @@ class Fault(Hook):
         return self._inject(batch)
 
     def before_write(self, path: Path) -> None:
-        """Fail as any writing of a checkpoint does on a full disk, if the disk was full when it was saved.
+        """Fail as any writing of a checkpoint does on a full disk, if the disk was full when it was
+        saved.
 
         A checkpoint of an earlier step is written, however late its writer thread starts.
         """
@@ -82,7 +84,9 @@ class Fault(Hook):
                 from ddp_lab.data.trees import apply
 
                 gathered = self.run.step.gather(batch)
-                return gathered._replace(inputs=apply(lambda tensor: tensor * float("nan"), gathered.inputs))
+                return gathered._replace(
+                    inputs=apply(lambda tensor: tensor * float("nan"), gathered.inputs)
+                )
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
             case _:

@@ -1,7 +1,8 @@
 """The collectives in which ranks wait, as torch's Flight Recorder has them.
 
-torch keeps the last 2,000 calls of each rank, or TORCH_FR_BUFFER_SIZE. Each rank numbers its calls of a group's collectives. A
-rank whose last number is smaller than that of a call in which others wait has not made that call.
+torch keeps the last 2,000 calls of each rank, or TORCH_FR_BUFFER_SIZE. Each rank numbers its calls
+of a group's collectives. A rank whose last number is smaller than that of a call in which others
+wait has not made that call.
 """
 
 import pickle
@@ -11,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d  # the recorder has no public functions in torch 2.11 to 2.15
+
+# the recorder has no public functions in torch 2.11 to 2.15
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 FOLDER = "flight_recorder"  # in the run directory
 SHOWN = 8  # the most ranks, tensors and dimensions that a text lists
 UNKNOWN = (
-    "The collective in which ranks wait is unknown: torch's Flight Recorder has no calls of rank {}. Either it is off "
-    "(TORCH_FR_BUFFER_SIZE=0), or it does not support the process group"
+    "The collective in which ranks wait is unknown: torch's Flight Recorder has no calls of rank "
+    "{}. Either it is off (TORCH_FR_BUFFER_SIZE=0), or it does not support the process group"
 )
 ALL_CALLED = (
-    "No rank lacks a collective in which others wait, by torch's Flight Recorder. It does not record sends and receives over "
-    "gloo, nor calls in CUDA graphs"
+    "No rank lacks a collective in which others wait, by torch's Flight Recorder. It does not "
+    "record sends and receives over gloo, nor calls in CUDA graphs"
 )
 
 
@@ -35,7 +38,8 @@ def dump(stacks: bool) -> dict[str, Any]:
     if not dist.is_initialized():
         return {"entries": [], "pg_config": {}}
     take = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace")
-    record = pickle.loads(take(includeStackTraces=stacks))  # no file, but what torch has just pickled
+    # no file, but what torch has just pickled
+    record = pickle.loads(take(includeStackTraces=stacks))
     groups = distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage]  # no public function lists the groups
     record["pg_config"] = {  # that of gloo has no names in torch 2.15, nor ranks in 2.11
         group.group_name: {
@@ -65,8 +69,9 @@ def last_calls() -> dict[str, Any]:
     """Return the part of this rank's heartbeat that is about collectives.
 
     Returns:
-        `called`: the number of the last call by the name of its group, 0 if there was none; empty if nothing is recorded.
-        `call`: the first call that has not ended, with its group, the group's size, its number and a text; None if all have.
+        `called`: the number of the last call by the name of its group, 0 if there was none; empty
+        if nothing is recorded. `call`: the first call that has not ended, with its group, the
+        group's size, its number and a text; None if all have.
     """
     record = dump(stacks=False)
     calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
@@ -77,21 +82,24 @@ def last_calls() -> dict[str, Any]:
 
 
 def describe_last(rank: int, gone: int) -> str:
-    """Return what this rank, `rank`, called last, and where to look if the rank `gone` called something else; "" if unknown."""
+    """Return what this rank, `rank`, called last, and where to look if the rank `gone` called
+    something else; "" if unknown.
+    """
     record = dump(stacks=False)
     calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
     if not calls:
         return ""
     text = describe_call(calls[-1], record["pg_config"])["text"]
     return (
-        f".\nThe last collective of rank {rank} is {text}. If rank {gone} called another one or gave it another shape, the "
-        "backend has ended it; its reason is then in the output above"
+        f".\nThe last collective of rank {rank} is {text}. If rank {gone} called another one or "
+        "gave it another shape, the backend has ended it; its reason is then in the output above"
     )
 
 
 def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
     """Return the field `call` of a heartbeat for an entry of the recorder."""
-    name, number = entry["process_group"][0], entry["collective_seq_id"]
+    name = entry["process_group"][0]
+    number = entry["collective_seq_id"]
     ranks = [int(rank) for rank in groups[name]["ranks"].strip("[]").split(",")]
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     shapes = ", ".join(f"{kind} {size[:SHOWN]}" for kind, size in list(tensors)[:SHOWN])
@@ -100,12 +108,15 @@ def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, An
 
 
 def lacks(beat: dict[str, Any], call: dict[str, Any] | None) -> bool:
-    """Return whether the rank with this heartbeat has not made a call that another rank has made."""
+    """Return whether the rank with this heartbeat has not made a call that another rank has
+    made.
+    """
     return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
 
 
 def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], folder: Path) -> str:
-    """Return the collectives in which ranks wait, one in a line, with the ranks that have called it and those that have not.
+    """Return the collectives in which ranks wait, one in a line, with the ranks that have called it
+    and those that have not.
 
     Args:
         reporter: the heartbeat of this rank.
@@ -116,10 +127,15 @@ def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], fol
         return UNKNOWN.format(reporter["rank"])
     lines = {}
     for call in filter(None, (beat["call"] for beat in everyone)):
-        group, number = call["group"], call["number"]
+        group = call["group"]
+        number = call["number"]
         members = [beat for beat in everyone if group in beat["called"]]
         missing = [beat["rank"] for beat in members if lacks(beat, call)]
-        other = [b["rank"] for b in members if (c := b["call"]) and (c["group"], c["number"]) == (group, number) and c != call]
+        other = [
+            b["rank"]
+            for b in members
+            if (c := b["call"]) and (c["group"], c["number"]) == (group, number) and c != call
+        ]
         inside = [beat["rank"] for beat in members if beat["rank"] not in missing + other]
         unknown = call["size"] - len(members)
         if missing or other or unknown:
@@ -128,11 +144,15 @@ def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], fol
                 + (f", not by {name_ranks(missing)}" if missing else "")
                 + (f"; {unknown} more not known" if unknown else "")
             )
-    return "\n".join([*(lines.values() or [ALL_CALLED]), f"The calls of each rank, for torchfrtrace: {folder}"])
+    return "\n".join(
+        [*(lines.values() or [ALL_CALLED]), f"The calls of each rank, for torchfrtrace: {folder}"]
+    )
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0-7" or "ranks 0, 4, 8"; of many ranks in no range, the first ones."""
+    """Return "rank 3", "ranks 0-7" or "ranks 0, 4, 8"; of many ranks in no range, the first
+    ones.
+    """
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

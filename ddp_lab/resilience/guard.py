@@ -41,12 +41,16 @@ class Requests:
         self.interrupted = False
 
     def listen(self) -> None:
-        """Treat SIGTERM, SIGUSR1 and Ctrl-C as a request to save a checkpoint and exit. Call it in the main thread."""
+        """Treat SIGTERM, SIGUSR1 and Ctrl-C as a request to save a checkpoint and exit.
+
+        Call it in the main thread.
+        """
         for number in REQUESTS:
             signal.signal(number, self._preempt)
 
     def _preempt(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:  # torchrun repeats the signal itself
+        # torchrun repeats the signal itself
+        if number == signal.SIGINT and self.preempted and not self.runtime.under_torchrun:
             raise KeyboardInterrupt  # the second Ctrl-C exits immediately
         self.preempted = True
         self.interrupted = self.interrupted or number == signal.SIGINT
@@ -56,9 +60,10 @@ class Requests:
 class Guard(Hook):
     """The hook that saves checkpoints, compares replicas and stops the run.
 
-    All ranks make the same decision to stop. The methods then raise Preempted on all ranks if a rank received a signal to stop,
-    while a checkpoint of this step is being written, or TrainingError if a loss or a weight is not finite, the replicas differ,
-    or a checkpoint could not be written..
+    All ranks make the same decision to stop. The methods then raise Preempted on all ranks if a
+    rank received a signal to stop, while a checkpoint of this step is being written, or
+    TrainingError if a loss or a weight is not finite, the replicas differ, or a checkpoint could
+    not be written..
 
     Attributes:
         checkpoints: where and how checkpoints are written.
@@ -82,7 +87,9 @@ class Guard(Hook):
     run: Run = field(init=False)
 
     def flags(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether it failed to write the last checkpoint."""
+        """Return whether this rank was asked to stop, and whether it failed to write the last
+        checkpoint.
+        """
         return self.requests.preempted, self.checkpoints.problem is not None
 
     def on_start(self, run: Run) -> None:
@@ -98,7 +105,10 @@ class Guard(Hook):
         return batch
 
     def on_step_end(self, position: Progress) -> None:
-        """Stop the run, compare the replicas and save a checkpoint, if it is due after this step. Collective."""
+        """Stop the run, compare the replicas and save a checkpoint, if it is due after this step.
+
+        Collective.
+        """
         step = position.step
         if step >= self.sync.next:
             if self.sync.is_due(step):
@@ -118,7 +128,10 @@ class Guard(Hook):
         self.heartbeat.at("evaluating", position.epoch, step + 1)
 
     def on_evaluation_batch(self, position: Progress, number: int) -> None:
-        """Stop the run if it is preempted, which therefore does not wait for the end of a long evaluation. Collective.
+        """Stop the run if it is preempted, which therefore does not wait for the end of a long
+        evaluation.
+
+        Collective.
 
         The next launch repeats the evaluation.
         """
@@ -152,7 +165,9 @@ class Guard(Hook):
             position: the one in the checkpoint.
         """
         # Weights that are not finite must not be saved.
-        weights = [local(tensor) for tensor in self.checkpoints.state.strategy.module.state_dict().values()]
+        weights = [
+            local(tensor) for tensor in self.checkpoints.state.strategy.module.state_dict().values()
+        ]
         leave = self._decide(position.step, position, weights)
         self.saved = position
         self.heartbeat.at("saving")
@@ -167,14 +182,20 @@ class Guard(Hook):
         if difference := first_difference(state.strategy, state.ema.averages if state.ema else {}):
             name, replica = difference
             raise TrainingError(
-                f"the replicas have drifted apart: after step {step} {name} differs between replicas 0 and {replica} "
-                f"(check_replicas={self.check_replicas}). Look for code that changes it on one rank only, or for a "
-                "faulty device. The last checkpoint contains the values of replica 0",
+                f"the replicas have drifted apart: after step {step} {name} differs between "
+                f"replicas 0 and {replica} (check_replicas={self.check_replicas}). Look for code "
+                "that changes it on one rank only, or for a faulty device. The last checkpoint "
+                "contains the values of replica 0",
                 "replicas_drifted",
             )
 
-    def _decide(self, step: int, position: Progress, weights: Collection[torch.Tensor] = ()) -> bool:
-        """Exchange now, as `Sync.exchange`, and return whether the run is preempted. Collective; waits for the device."""
+    def _decide(
+        self, step: int, position: Progress, weights: Collection[torch.Tensor] = ()
+    ) -> bool:
+        """Exchange now, as `Sync.exchange`, and return whether the run is preempted.
+
+        Collective; waits for the device.
+        """
         self.heartbeat.at("deciding")
         return self._must_leave(self.sync.exchange(step, position, weights))
 
@@ -188,11 +209,15 @@ class Guard(Hook):
         preempted, save_failed = exchanged.flags
         if exchanged.not_finite:
             bad, rank = exchanged.not_finite
-            what = f"the loss of step {bad} (epoch {position.epoch}) is not finite, on rank {rank} first"
+            what = (
+                f"the loss of step {bad} (epoch {position.epoch}) is not finite, on rank {rank} "
+                "first"
+            )
             if self.on_nan == "stop":
                 raise TrainingError(
-                    f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set max_grad_norm, or use "
-                    "on_nan=skip, with which the gradient of such a batch counts as zero",
+                    f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set "
+                    "max_grad_norm, or use on_nan=skip, with which the gradient of such a batch "
+                    "counts as zero",
                     "not_finite",
                     rank,
                 )
@@ -200,14 +225,13 @@ class Guard(Hook):
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
         if exchanged.weights_not_finite:
             raise TrainingError(
-                f"after step {position.step} some weights are not finite; they are not saved. Lower "
-                "optimizer.lr or set max_grad_norm",
+                f"after step {position.step} some weights are not finite; they are not saved. "
+                "Lower optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
         if save_failed and self.on_error == "stop":
             raise TrainingError(
-                f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. "
-                "With checkpoint.on_error=continue training continues after such a failure",
+                f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. With checkpoint.on_error=continue training continues after such a failure",
                 "checkpoint",
             )
         return preempted

@@ -6,12 +6,14 @@ rank 0   rank 1 ... rank 7                  rank 8   rank 9 ... rank 15
   |                                           |
   '---- overview of the node, every second ----'       through torchrun's store
 
-Within a node each rank has a row of a file in memory. Between nodes, a thread of one rank of each node copies rows:
+Within a node each rank has a row of a file in memory. Between nodes, a thread of one rank of each
+node copies rows:
 
 node N   every second   set node/N = overview of its ranks                  get overview, failure
 node 0   every second   multi_get node/0 ... node/127 -> merge -> set overview
 
-In all, two operations per node and second, and two more on node 0. Nothing of this is on a disk that nodes share.
+In all, two operations per node and second, and two more on node 0. Nothing of this is on a disk
+that nodes share.
 """
 
 import json
@@ -34,32 +36,55 @@ from ddp_lab.world.ranks import DECISION_TIMEOUT
 from ddp_lab.world.runtime import Runtime
 
 ROW = 8192  # bytes
-SHARED = ["failure", "overview"]  # the first rows, the same on all nodes: the first failure, and the slowest of all ranks
+# the first rows, the same on all nodes: the first failure, and the slowest of all ranks
+SHARED = ["failure", "overview"]
 PERIOD = 1.0  # seconds between two heartbeats of a node
 VANISHED = 7.0  # seconds without a heartbeat after which a node counts as vanished
 STOP = 3.0  # seconds that the last exchange with the store may take
 LISTED = 8  # the most ranks that a message lists one by one
 STARTING = "starting"  # the phase in which the process group opens
-PHASES = [STARTING, "preparing", "compiling", "loading", "training", "finishing", "deciding", "saving", "evaluating", "done"]
-GONE = f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its processes are killed or suspended"
+PHASES = [
+    STARTING,
+    "preparing",
+    "compiling",
+    "loading",
+    "training",
+    "finishing",
+    "deciding",
+    "saving",
+    "evaluating",
+    "done",
+]
+GONE = (
+    f"its node has sent no heartbeat for {VANISHED:g} s: it is down or cut off, or all its "
+    "processes are killed or suspended"
+)
 
-Heartbeat = dict[str, Any]  # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
+# of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
+Heartbeat = dict[str, Any]
 Found = tuple[Heartbeat, FailureKind, str]  # the rank that failed, and what happened to it
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
-    """Return the sort key of a rank in a hang: the other ranks wait for the rank with the smallest key.
+    """Return the sort key of a rank in a hang: the other ranks wait for the rank with the smallest
+    key.
 
-    That is the rank with the least progress. In the same step, ranks that wait in a collective are sorted last: a rank can hang
-    after a collective in which the others still wait for its data.
+    That is the rank with the least progress. In the same step, ranks that wait in a collective are
+    sorted last: a rank can hang after a collective in which the others still wait for its data.
     """
-    return heartbeat["step"], heartbeat["waits"], PHASES.index(heartbeat["doing"]), heartbeat["since"]
+    return (
+        heartbeat["step"],
+        heartbeat["waits"],
+        PHASES.index(heartbeat["doing"]),
+        heartbeat["since"],
+    )
 
 
 class Unchanged(dict[Any, tuple[Any, int]]):
     """Counts how many looks in succession have found the same value.
 
-    Time is counted in looks and not read from a clock: while the process that looks is suspended, nothing is counted.
+    Time is counted in looks and not read from a clock: while the process that looks is suspended,
+    nothing is counted.
     """
 
     def count(self, key: Any, value: Any) -> int:
@@ -70,21 +95,24 @@ class Unchanged(dict[Any, tuple[Any, int]]):
 
 
 def least(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
-    """Return the heartbeats of at most LISTED ranks with the least progress, the least first, and of that with the most.
+    """Return the heartbeats of at most LISTED ranks with the least progress, the least first, and
+    of that with the most.
 
-    The rank with the most progress may have skipped a collective in which all others wait. This overview of ranks has the same
-    size for any number of them.
+    The rank with the most progress may have skipped a collective in which all others wait. This
+    overview of ranks has the same size for any number of them.
     """
     ranks = sorted(heartbeats, key=suspicion)
     return ranks[:LISTED] + ranks[LISTED:][-1:]
 
 
 class Table:
-    """The table of this node, a file in its memory. Collective: the first rank of each node creates it.
+    """The table of this node, a file in its memory.
 
-    The file has a name only until all ranks have opened it, so nothing remains of a launch that is killed later. The keys that
-    NodeLink reads from the store are set then, so that no read waits for a node.
-    A row is one of SHARED, or the number of a rank on this node.
+    Collective: the first rank of each node creates it.
+
+    The file has a name only until all ranks have opened it, so nothing remains of a launch that is
+    killed later. The keys that NodeLink reads from the store are set then, so that no read waits
+    for a node. A row is one of SHARED, or the number of a rank on this node.
 
     Attributes:
         path: under which this user's processes find it while this rank runs, on Linux.
@@ -99,7 +127,11 @@ class Table:
         self._file = os.open(made, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         runtime.collect("heartbeats opened", "")  # on rank 0 it waits for the others
-        keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))] if runtime.nodes > 1 else []
+        keys = (
+            [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
+            if runtime.nodes > 1
+            else []
+        )
         if keys and runtime.rank == 0:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
@@ -111,11 +143,14 @@ class Table:
     def _create(self) -> str:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         try:
-            with tempfile.NamedTemporaryFile(prefix="ddp_lab-", dir=folder, delete=False) as file:  # mode 0600, a random name
-                file.write(bytes(ROW * (len(SHARED) + self.size)))  # now, so that no write fails later for lack of memory
+            # mode 0600, a random name
+            with tempfile.NamedTemporaryFile(prefix="ddp_lab-", dir=folder, delete=False) as file:
+                # now, so that no write fails later for lack of memory
+                file.write(bytes(ROW * (len(SHARED) + self.size)))
         except OSError as error:
             raise ConfigError(
-                f"{folder}: cannot create the file of the heartbeats there ({error.strerror}); free space in it"
+                f"{folder}: cannot create the file of the heartbeats there ({error.strerror}); "
+                "free space in it"
             ) from None
         return file.name
 
@@ -131,17 +166,23 @@ class Table:
         return None
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the heartbeats of the node's ranks that have written one, in order of local rank."""
+        """Return the heartbeats of the node's ranks that have written one, in order of local
+        rank.
+        """
         return [beat for beat in map(self.read, range(self.size)) if beat]
 
     def everyone(self) -> list[Heartbeat]:
-        """Return those with the `least` progress of all ranks; what ranks of other nodes did is up to two seconds old."""
+        """Return those with the `least` progress of all ranks; what ranks of other nodes did is up
+        to two seconds old.
+        """
         record = self.read("overview")
         return record["ranks"] if record else least(self.heartbeats())
 
 
 class OwnHeartbeat:
-    """The heartbeat of this rank, in its row of the table. The watchdog's thread and the main thread write it.
+    """The heartbeat of this rank, in its row of the table.
+
+    The watchdog's thread and the main thread write it.
 
     Attributes:
         record: what is written.
@@ -154,10 +195,12 @@ class OwnHeartbeat:
         self._lock = threading.Lock()
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch and step.
+        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch
+        and step.
 
-        This costs a few microseconds per step. If the rank is killed, the table has its last phase; only the phase "loading",
-        with which every step begins, is written up to half a second late, by the watchdog's thread.
+        This costs a few microseconds per step. If the rank is killed, the table has its last phase;
+        only the phase "loading", with which every step begins, is written up to half a second late,
+        by the watchdog's thread.
         """
         if epoch is not None:
             self.record["epoch"] = epoch
@@ -180,21 +223,27 @@ def start_of(row: str | int) -> int:
 
 
 class NodeLink(threading.Thread):
-    """A thread that copies rows between this node's table and the store, over a connection of its own.
+    """A thread that copies rows between this node's table and the store, over a connection of its
+    own.
 
     Attributes:
-        vanished: on node 0, the rank with the least progress on a node that has vanished; None if none has.
+        vanished: on node 0, the rank with the least progress on a node that has vanished; None if
+            none has.
     """
 
     def __init__(self, runtime: Runtime, table: Table):
         super().__init__(name="nodes", daemon=True)
-        self.runtime, self.table = runtime, table
+        self.runtime = runtime
+        self.table = table
         self.vanished: Heartbeat | None = None
-        self._nodes, self._looks = Unchanged(), Unchanged()
+        self._nodes = Unchanged()
+        self._looks = Unchanged()
         self._last = threading.Event()  # the next exchange is the last one
 
     def stop(self) -> None:
-        """Stop the thread after one more exchange, by which the others learn of a failure, or that this rank is done."""
+        """Stop the thread after one more exchange, by which the others learn of a failure, or that
+        this rank is done.
+        """
         self._last.set()
         self.join(STOP)
         if self.is_alive():
@@ -203,7 +252,8 @@ class NodeLink(threading.Thread):
     def run(self) -> None:
         """Exchange rows every PERIOD seconds, until the store does not answer any more."""
         with suppress(RuntimeError):  # torch's errors of a store are subclasses
-            store, last = self.runtime.connect("nodes"), False
+            store = self.runtime.connect("nodes")
+            last = False
             while not last:
                 last = self._last.is_set()
                 self.exchange(store)
@@ -231,20 +281,30 @@ class NodeLink(threading.Thread):
         values = store.multi_get([str(node) for node in range(self.runtime.nodes)])
         nodes = {node: json.loads(value) for node, value in enumerate(values) if value}
         for node, record in nodes.items():
-            if starting:  # the process group opens, which may keep the store of many ranks busy for longer than VANISHED
+            # the process group opens, which may keep the store of many ranks busy for longer than
+            # VANISHED
+            if starting:
                 self._nodes.clear()
             elif self._nodes.count(node, values[node]) * PERIOD >= VANISHED and not record["done"]:
                 self.vanished = record["ranks"][0]
         ranks = least(chain.from_iterable(record["ranks"] for record in nodes.values()))
-        return {"ranks": ranks, "done": any(record["done"] for record in nodes.values()), "first": nodes[0]["ranks"][0]}
+        return {
+            "ranks": ranks,
+            "done": any(record["done"] for record in nodes.values()),
+            "first": nodes[0]["ranks"][0],
+        }
 
     def find_lost(self, looks: float) -> Found | None:
-        """Return a rank of the node that has vanished, if one has, and what is known. Call it `looks` times per second.
+        """Return a rank of the node that has vanished, if one has, and what is known.
 
-        Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no overview.
+        Call it `looks` times per second.
+
+        Node 0 notices that another node sends no heartbeats; the others notice that node 0 sends no
+        overview.
         """
         overview = self.table.read("overview")
-        if overview is None or any(beat["doing"] == STARTING for beat in self.table.heartbeats()):  # as in `_merge`
+        # as in `_merge`
+        if overview is None or any(beat["doing"] == STARTING for beat in self.table.heartbeats()):
             self._looks.clear()
             return None
         if self.vanished:
@@ -252,4 +312,8 @@ class NodeLink(threading.Thread):
         if self._looks.count("overview", overview["sent"]) / looks < VANISHED or overview["done"]:
             return None
         host, port = self.runtime.master
-        return overview["first"], "lost_node", f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}"
+        return (
+            overview["first"],
+            "lost_node",
+            f"{GONE}; or this node is cut off from the ranks' store at {host}:{port}",
+        )

@@ -13,22 +13,29 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a checksum of the tensor's bits, [], int64. A single flipped bit changes it."""
     flat = local(tensor).detach().contiguous().flatten()
     bits = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8).long()
-    places = torch.arange(len(bits), device=bits.device) % 65521 + 1  # weights, so that two swapped values change the sum
+    # weights, so that two swapped values change the sum
+    places = torch.arange(len(bits), device=bits.device) % 65521 + 1
     return (bits * places).sum()
 
 
-def first_difference(strategy: Strategy, averages: Mapping[str, torch.Tensor]) -> tuple[str, int] | None:
-    """Compare the model's tensors and their averages over all replicas. Collective; waits for the device.
+def first_difference(
+    strategy: Strategy, averages: Mapping[str, torch.Tensor]
+) -> tuple[str, int] | None:
+    """Compare the model's tensors and their averages over all replicas.
 
-    Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise each replica has its own
-    statistics during training.
+    Collective; waits for the device.
+
+    Parameters are always compared. Buffers are compared only with synchronised BatchNorm: otherwise
+    each replica has its own statistics during training.
 
     Args:
-        averages: averages of tensors of the model by their names (`training.ema`); empty if there are none.
+        averages: averages of tensors of the model by their names (`training.ema`); empty if there
+            are none.
 
     Returns:
-        The name of the first tensor that is not the same on all replicas, and the first replica whose tensor differs from that
-        of replica 0. None if all are equal, or if nothing is compared: with one replica or with sharded parameters.
+        The name of the first tensor that is not the same on all replicas, and the first replica
+        whose tensor differs from that of replica 0. None if all are equal, or if nothing is
+        compared: with one replica or with sharded parameters.
     """
     if strategy.dp_size == 1 or strategy.sharded:
         return None

@@ -14,14 +14,17 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.world.process import run_id
 
-if TYPE_CHECKING:  # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
+# the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
+if TYPE_CHECKING:
     from ddp_lab.training.progress import Progress
     from ddp_lab.world.runtime import Runtime
 
-LAUNCH_FILE = ".launch"  # contains the identifiers of the launch, by which a restart finds its directory
+# contains the identifiers of the launch, by which a restart finds its directory
+LAUNCH_FILE = ".launch"
 LOCK_FILE = ".lock"
 LOCK_WAIT = 2.0  # seconds that a launch waits for the lock
-RESTART_WAIT = 15.0  # the same after a restart: enough for the ranks that torchrun has just terminated to exit
+# the same after a restart: enough for the ranks that torchrun has just terminated to exit
+RESTART_WAIT = 15.0
 
 
 class RunDir:
@@ -29,7 +32,8 @@ class RunDir:
 
     Args:
         root: the config's `runs_dir`, which contains the run directories.
-        name: the directory's name; None: the name that this launch used before a restart, or else `label` and the time.
+        name: the directory's name; None: the name that this launch used before a restart, or else
+            `label` and the time.
         resume: the config's `resume`: auto, never or a path.
         label: the beginning of a generated name.
 
@@ -38,17 +42,23 @@ class RunDir:
         failure: the first line of the previous attempt's error message; None if it did not fail.
 
     Raises:
-        ConfigError: the directory cannot be made, resume=never would overwrite a run, or another launch writes in it.
+        ConfigError: the directory cannot be made, resume=never would overwrite a run, or another
+            launch writes in it.
     """
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
         _ = runtime.launch  # all ranks take part
-        chosen, self.failure = runtime.agree("run_dir", lambda: self._decide(runtime, root, name, resume, label))
+        chosen, self.failure = runtime.agree(
+            "run_dir", lambda: self._decide(runtime, root, name, resume, label)
+        )
         self.path = root / chosen
         if runtime.local_rank == 0:
-            self.path.mkdir(parents=True, exist_ok=True)  # for a node that does not share rank 0's disk
+            # for a node that does not share rank 0's disk
+            self.path.mkdir(parents=True, exist_ok=True)
 
-    def _decide(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str) -> list[Any]:
+    def _decide(
+        self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str
+    ) -> list[Any]:
         launch = runtime.launch
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -59,30 +69,36 @@ class RunDir:
             self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)
             if resume == "never" and name != restarted and (path / "config.yaml").exists():
                 raise ConfigError(
-                    f"resume=never: {path} already contains a run. Choose another name, remove that directory, "
-                    "or use resume=auto to resume the run"
+                    f"resume=never: {path} already contains a run. Choose another name, remove "
+                    "that directory, or use resume=auto to resume the run"
                 )
             failure = read_json(path / "failure.json")  # of an earlier attempt
             (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
             raise ConfigError(
-                f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose a directory that you can "
-                "write to"
+                f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose "
+                "a directory that you can write to"
             ) from None
         return [name, failure and failure["message"].splitlines()[0]]
 
-    def end(self, status: Literal["finished", "preempted", "interrupted"], progress: "Progress") -> None:
+    def end(
+        self, status: Literal["finished", "preempted", "interrupted"], progress: "Progress"
+    ) -> None:
         """Write the outcome of the launch. Call it on rank 0.
 
         Args:
             status: the outcome.
-            progress: the progress at which training ended or, after a preemption, that of the last checkpoint.
+            progress: the progress at which training ended or, after a preemption, that of the last
+                checkpoint.
         """
         done = status == "finished"  # `progress` is then at the beginning of the next epoch
         write_status(self.path, status, progress.epoch - done, progress.step)
         if not done:
-            log.info(f"{status} at {progress}; to resume, run the same command with name={self.path.name} resume=auto")
+            log.info(
+                f"{status} at {progress}; to resume, run the same command with "
+                f"name={self.path.name} resume=auto"
+            )
 
 
 def lock(path: Path, wait: float) -> TextIO:
@@ -93,7 +109,8 @@ def lock(path: Path, wait: float) -> TextIO:
         wait: seconds to wait for a process that holds the lock.
 
     Returns:
-        The open lock file. The kernel releases the lock when the process ends, however it ends, or when the file is closed.
+        The open lock file. The kernel releases the lock when the process ends, however it ends, or
+        when the file is closed.
 
     Raises:
         ConfigError: another process still holds the lock after `wait` seconds.
@@ -102,28 +119,33 @@ def lock(path: Path, wait: float) -> TextIO:
     deadline = time.monotonic() + wait
     while True:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by the data loader's workers
+            # unlike flock, not inherited by the data loader's workers
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except (BlockingIOError, PermissionError):  # POSIX allows either
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise ConfigError(
-                    f"name={path.name}: another launch is writing in {path} ({file.read().strip()}). Wait until it "
-                    "ends, stop it, or choose another name"
+                    f"name={path.name}: another launch is writing in {path} "
+                    f"({file.read().strip()}). Wait until it ends, stop it, or choose another name"
                 ) from None
             time.sleep(0.2)
     file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}")
+    file.write(
+        f"pid {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"
+    )
     file.flush()
     return file
 
 
 def find_launch(root: Path, launch: str) -> str | None:
-    """Return the name of the run directory that a launch used before a restart; None if there is none.
+    """Return the name of the run directory that a launch used before a restart; None if there is
+    none.
 
     Args:
         root: the config's `runs_dir`.
-        launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the launch, or joined it.
+        launch: `Runtime.launch`. One identifier in common is enough: nodes may have left the
+            launch, or joined it.
     """
     agents = set(launch.splitlines())
     found: list[tuple[float, str]] = []
@@ -138,7 +160,8 @@ def find_launch(root: Path, launch: str) -> str | None:
 
 def make_unused(root: Path, label: str) -> str:
     """Create a new directory named after `label` and the time; return its name."""
-    base, attempt = f"{label}-{datetime.now():%Y%m%d-%H%M%S}", 0
+    base = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
+    attempt = 0
     while True:
         attempt += 1
         name = base if attempt == 1 else f"{base}-{attempt}"
@@ -155,7 +178,9 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if it does not exist or cannot be parsed (it may just be being written)."""
+    """Return the content of a JSON file; None if it does not exist or cannot be parsed (it may just
+    be being written).
+    """
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -169,7 +194,8 @@ def write_status(
     step: int,
     heartbeats: Path | None = None,
 ) -> None:
-    """Write `status.json` for scripts, because torchrun's exit code does not distinguish these outcomes.
+    """Write `status.json` for scripts, because torchrun's exit code does not distinguish these
+    outcomes.
 
     Args:
         path: the run directory. The file's key `launch` is torchrun's run id.
@@ -180,4 +206,6 @@ def write_status(
     """
     record: dict[str, Any] = {"status": status, "epoch": epoch, "step": step, "launch": run_id()}
     record["time"] = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    write_json(path / "status.json", record | ({"heartbeats": str(heartbeats)} if heartbeats else {}))
+    write_json(
+        path / "status.json", record | ({"heartbeats": str(heartbeats)} if heartbeats else {})
+    )

@@ -1,8 +1,9 @@
-"""The watchdog: a thread of each rank that finds lost and hanging ranks and nodes, and the report of the first failure.
+"""The watchdog: a thread of each rank that finds lost and hanging ranks and nodes, and the report
+of the first failure.
 
-It looks at the table of heartbeats (heartbeats.py) twice a second, even while the main thread waits in a collective for a rank
-that never arrives. Only the first failure is reported: on the screen, in failure.json and in status.json, by one rank. Errors
-that it causes go to log files.
+It looks at the table of heartbeats (heartbeats.py) twice a second, even while the main thread waits
+in a collective for a rank that never arrives. Only the first failure is reported: on the screen, in
+failure.json and in status.json, by one rank. Errors that it causes go to log files.
 """
 
 import json
@@ -17,7 +18,17 @@ from typing import Any
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
 from ddp_lab.observe.log import LOG_FILES, log
-from ddp_lab.resilience.heartbeats import LISTED, STARTING, VANISHED, Found, Heartbeat, NodeLink, OwnHeartbeat, Table, Unchanged
+from ddp_lab.resilience.heartbeats import (
+    LISTED,
+    STARTING,
+    VANISHED,
+    Found,
+    Heartbeat,
+    NodeLink,
+    OwnHeartbeat,
+    Table,
+    Unchanged,
+)
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.world.process import is_alive, show
 from ddp_lab.world.runtime import Runtime
@@ -26,8 +37,10 @@ BEAT = 0.5  # seconds between two looks
 SILENT = 20.0  # seconds in one phase after which, again and again, rank 0 logs it
 FROZEN = 6  # looks without a heartbeat after which the next rank of the node leads it
 GRACE = 5.0  # seconds for which a rank whose collective failed waits for another rank's report
-NODE_GRACE = VANISHED + GRACE  # the same on several nodes, where the cause may be a node that has vanished
-COLLECTIVE_GRACE = 30.0  # seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
+# the same on several nodes, where the cause may be a node that has vanished
+NODE_GRACE = VANISHED + GRACE
+# seconds by which a collective's timeout exceeds the watchdog's, which can report the rank
+COLLECTIVE_GRACE = 30.0
 BUSY: Heartbeat = {"waits": False, "called": {}, "call": None}
 SHOWN = ("rank", "host", "epoch", "step", "doing")  # what is reported of the other ranks
 KILLED = "exited without reporting an error: killed, crashed or left early"
@@ -36,30 +49,53 @@ KILLED = "exited without reporting an error: killed, crashed or left early"
 class Watchdog:
     """A watchdog that writes this rank's heartbeat and reads those of other ranks. Collective.
 
-    Use it as a context manager around training. If an exception leaves the context, the failure is reported and the process
-    exits.
+    Use it as a context manager around training. If an exception leaves the context, the failure is
+    reported and the process exits.
 
     Args:
         run_dir: where failure.json and status.json are written.
         runtime: rank and world size.
-        timeout: seconds without progress after which the launch is ended and the rank with the least progress is reported.
+        timeout: seconds without progress after which the launch is ended and the rank with the
+            least progress is reported.
         before_exit: called by the watchdog's thread before it ends this process.
 
     Attributes:
-        own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat` the number of looks, `waits`
-            whether the main thread is most likely in a collective, `called` and `call` what `last_calls` returns. These three
-            are only found out if the launch may hang.
+        own: the heartbeat of this rank. `since` is the Unix time at which its phase began, `beat`
+            the number of looks, `waits` whether the main thread is most likely in a collective,
+            `called` and `call` what `last_calls` returns. These three are only found out if the
+            launch may hang.
         heartbeat: writes it, once the context is entered.
     """
 
-    def __init__(self, run_dir: RunDir, runtime: Runtime, timeout: float, before_exit: Callable[[], object] = lambda: None):
-        self.run_dir, self.runtime, self.timeout, self.rank = run_dir.path, runtime, timeout, runtime.rank
+    def __init__(
+        self,
+        run_dir: RunDir,
+        runtime: Runtime,
+        timeout: float,
+        before_exit: Callable[[], object] = lambda: None,
+    ):
+        self.run_dir = run_dir.path
+        self.runtime = runtime
+        self.timeout = timeout
+        self.rank = runtime.rank
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
-        self.own: Heartbeat = {"rank": runtime.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        self.own |= {"epoch": 0, "step": 0, "doing": STARTING, "since": time.time(), "beat": 0, **BUSY}
+        self.own: Heartbeat = {
+            "rank": runtime.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        self.own |= {
+            "epoch": 0,
+            "step": 0,
+            "doing": STARTING,
+            "since": time.time(),
+            "beat": 0,
+            **BUSY,
+        }
         self.before_exit = before_exit
-        self.link: NodeLink | None = None  # on the rank that leads its node, if there are several nodes
+        # on the rank that leads its node, if there are several nodes
+        self.link: NodeLink | None = None
         self._main = threading.get_ident()
         self._unchanged = Unchanged()
         self._stop = threading.Event()
@@ -69,7 +105,8 @@ class Watchdog:
         self.table = Table(self.runtime)
         self.heartbeat = OwnHeartbeat(self.table, self.runtime.local_rank, self.own)
         self.heartbeat.write()
-        self._leads()  # sends the node's first heartbeat: a node that has never sent one cannot be missed
+        # sends the node's first heartbeat: a node that has never sent one cannot be missed
+        self._leads()
         self._thread.start()
         if self.rank == 0:
             write_status(self.run_dir, "running", 0, 0, heartbeats=self.table.path)
@@ -101,15 +138,23 @@ class Watchdog:
             pass
 
     def look(self) -> bool:
-        """Write the heartbeat, and look at those of others. Return whether a failure is known, after this rank has left."""
+        """Write the heartbeat, and look at those of others.
+
+        Return whether a failure is known, after this rank has left.
+        """
         self.own["beat"] += 1
         self.heartbeat.write()
         leads = self._leads()
         if self.table.read("failure"):
-            # Exit later than the rank that reported the failure, so that torchrun's summary contains that rank's message.
+            # Exit later than the rank that reported the failure, so that torchrun's summary
+            # contains that rank's message.
             self.leave(GRACE + 4 * BEAT)
             return True
-        found = self._dead_neighbour() or (self.link and self.link.find_lost(1 / BEAT)) or self._hang(leads)
+        found = (
+            self._dead_neighbour()
+            or (self.link and self.link.find_lost(1 / BEAT))
+            or self._hang(leads)
+        )
         if found:
             who, kind, what = found
             if kind == "lost_rank":
@@ -121,10 +166,16 @@ class Watchdog:
         return found is not None
 
     def _leads(self) -> bool:
-        """Return whether this rank leads its node, because no rank before it is awake. If it does, link it with the others."""
+        """Return whether this rank leads its node, because no rank before it is awake.
+
+        If it does, link it with the others.
+        """
         before = {local: self.table.read(local) for local in range(self.runtime.local_rank)}
-        still = [self._unchanged.count(local, beat and beat["beat"]) for local, beat in before.items()]
-        leads = all(looks >= FROZEN for looks in still)  # a rank that is suspended is not a lost node
+        still = [
+            self._unchanged.count(local, beat and beat["beat"]) for local, beat in before.items()
+        ]
+        # a rank that is suspended is not a lost node
+        leads = all(looks >= FROZEN for looks in still)
         if leads and self.runtime.nodes > 1 and self.link is None:
             self.link = NodeLink(self.runtime, self.table)
             self.link.start()
@@ -133,8 +184,8 @@ class Watchdog:
     def _dead_neighbour(self) -> Found | None:
         """Return the next rank of this node that has not left normally, if its process has exited.
 
-        Each rank watches only one other, so the cost of a look does not depend on the number of ranks. If some ranks of a node
-        are dead, the one before them still finds the first of them.
+        Each rank watches only one other, so the cost of a look does not depend on the number of
+        ranks. If some ranks of a node are dead, the one before them still finds the first of them.
         """
         for distance in range(1, self.table.size):
             beat = self.table.read((self.runtime.local_rank + distance) % self.table.size)
@@ -143,15 +194,21 @@ class Watchdog:
         return None
 
     def _hang(self, leads: bool) -> Found | None:
-        """Return the rank for which the others wait, if none makes progress and this rank has to report it.
+        """Return the rank for which the others wait, if none makes progress and this rank has to
+        report it.
 
-        The time is counted in looks: while this process is suspended, nothing is counted. Reported is the rank with the least
-        progress, or one that lacks the collective in which that rank waits. If it can report its stack, it reports itself.
+        The time is counted in looks: while this process is suspended, nothing is counted. Reported
+        is the rank with the least progress, or one that lacks the collective in which that rank
+        waits. If it can report its stack, it reports itself.
         """
         still = self._unchanged.count("own", self.own["since"]) * BEAT
         if self.rank == 0 and still and still % SILENT == 0:
-            log.info(f"{self.own['doing']} for {still:.0f} s (epoch {self.own['epoch']}, step {self.own['step']})")
-        if still < self.timeout / 4:  # early, because on a busy machine this rank may count late what others need to judge
+            log.info(
+                f"{self.own['doing']} for {still:.0f} s (epoch {self.own['epoch']}, step "
+                f"{self.own['step']})"
+            )
+        # early, because on a busy machine this rank may count late what others need to judge
+        if still < self.timeout / 4:
             self.own |= BUSY
             return None
         from ddp_lab.resilience import flight_recorder
@@ -163,14 +220,23 @@ class Watchdog:
         if still < self.settled:
             return None
         everyone = self.table.everyone()
-        suspect = next((beat for beat in everyone if flight_recorder.lacks(beat, everyone[0]["call"])), everyone[0])
+        suspect = next(
+            (beat for beat in everyone if flight_recorder.lacks(beat, everyone[0]["call"])),
+            everyone[0],
+        )
         if suspect["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
             what = f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
         elif leads and still > self.settled + 4 * BEAT:  # the hanging rank reports first
-            what = f"stalls the other ranks, which have waited for {still:.0f} s (timeout={self.timeout:g})"
-            what += ". Its own watchdog reports nothing: the process is suspended, or its node is down\n"
+            what = (
+                f"stalls the other ranks, which have waited for {still:.0f} s "
+                f"(timeout={self.timeout:g})"
+            )
+            what += (
+                ". Its own watchdog reports nothing: the process is suspended, or its node is "
+                "down\n"
+            )
         else:
             return None
         if self.runtime.world_size > 1:
@@ -179,7 +245,9 @@ class Watchdog:
         return suspect, "hang", what
 
     def failed(self, error: BaseException) -> None:
-        """Report an exception of the main thread if it is the first failure; otherwise append it to this rank's log only."""
+        """Report an exception of the main thread if it is the first failure; otherwise append it to
+        this rank's log only.
+        """
         from ddp_lab.config.causes import is_secondary
         from ddp_lab.data.lost_worker import find_lost_worker
 
@@ -194,22 +262,36 @@ class Watchdog:
         else:
             shown = f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
             what = str(error) if isinstance(error, SampleError) else shown
-            first = self._report(self.own, "exception", describe(self.own, what, self.table.everyone()))
+            first = self._report(
+                self.own, "exception", describe(self.own, what, self.table.everyone())
+            )
         if not first:
-            text = f"Error on rank {self.rank} after another rank's failure, which is in failure.json:\n{text}"
+            text = (
+                f"Error on rank {self.rank} after another rank's failure, which is in "
+                f"failure.json:\n{text}"
+            )
         if first or self.rank < LOG_FILES:
-            with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open("a") as file:
+            with (self.run_dir / (f"train.rank{self.rank}.log" if self.rank else "train.log")).open(
+                "a"
+            ) as file:
                 file.write(text)
         if not first and self.runtime.world_size > 1:
-            time.sleep(4 * BEAT)  # the rank that reported the failure must exit first: torchrun's summary has its message
+            # the rank that reported the failure must exit first: torchrun's summary has its message
+            time.sleep(4 * BEAT)
         self._stop.set()
 
     def _report(self, who: Heartbeat, kind: FailureKind, message: str) -> bool:
-        """Write and print a failure if it is the launch's first, and make it known to all ranks. Return whether it is."""
+        """Write and print a failure if it is the launch's first, and make it known to all ranks.
+
+        Return whether it is.
+        """
         if self.table.read("failure"):
             return False
-        path, first = self.run_dir / "failure.json", True
-        listed = [{key: beat[key] for key in SHOWN} for beat in others(who["rank"], self.table.everyone())]
+        path = self.run_dir / "failure.json"
+        first = True
+        listed = [
+            {key: beat[key] for key in SHOWN} for beat in others(who["rank"], self.table.everyone())
+        ]
         record: dict[str, Any] = {**who, "kind": kind, "message": message, "others": listed}
         try:
             with path.open("x") as file:  # fails if another rank was first
@@ -227,7 +309,9 @@ class Watchdog:
         return first
 
     def leave(self, grace: float) -> None:
-        """Exit with code 1 unless the main thread, which may hang, stops the watchdog within `grace` seconds."""
+        """Exit with code 1 unless the main thread, which may hang, stops the watchdog within
+        `grace` seconds.
+        """
         if self.own["called"] and (failure := self.table.read("failure")):
             from ddp_lab.resilience import flight_recorder
 
@@ -240,14 +324,25 @@ class Watchdog:
 
 def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:
     """Return at most LISTED of the heartbeats other than that of the rank `failed`, by rank."""
-    return sorted([beat for beat in everyone if beat["rank"] != failed][:LISTED], key=lambda beat: beat["rank"])
+    return sorted(
+        [beat for beat in everyone if beat["rank"] != failed][:LISTED],
+        key=lambda beat: beat["rank"],
+    )
 
 
 def describe(who: Heartbeat, what: str, everyone: list[Heartbeat]) -> str:
-    """Return the message about a failure of the rank with the heartbeat `who`. `everyone`: as `Table.everyone`."""
-    place = f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step {who['step']}"
+    """Return the message about a failure of the rank with the heartbeat `who`.
+
+    `everyone`: as `Table.everyone`.
+    """
+    place = (
+        f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step "
+        f"{who['step']}"
+    )
     message = f"error: {place}, {who['doing']}: {what.rstrip()}"
     if listed := others(who["rank"], everyone):
         message += "\nThe other ranks at that time: "
-        message += "; ".join(f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in listed)
+        message += "; ".join(
+            f"rank {beat['rank']} {beat['doing']}, step {beat['step']}" for beat in listed
+        )
     return message

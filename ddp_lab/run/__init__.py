@@ -1,1 +1,3 @@
-"""The construction of a run from its config (build.py), its execution (train.py), and what is done with a trained run."""
+"""The construction of a run from its config (build.py), its execution (train.py), and what is done
+with a trained run.
+"""

@@ -1,9 +1,12 @@
-"""The construction of a run from its config: what the config names is built here, and everything else gets values.
+"""The construction of a run from its config: what the config names is built here, and everything
+else gets values.
 
-    cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders -> settings
+    cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders
+    -> settings
 
-`prepare` is this path, with the checks of everything that can be refused before a directory is created; the planner and the
-doctor use its parts, in the same order. Below this file nothing knows the config.
+`prepare` is this path, with the checks of everything that can be refused before a directory is
+created; the planner and the doctor use its parts, in the same order. Below this file nothing knows
+the config.
 """
 
 import inspect
@@ -59,19 +62,25 @@ TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
 GROUPS = ("data", "model", "strategy", "optimizer", "scheduler")  # that distinguish runs in a table
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
 OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
-EVALUATED = 8  # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a step
+# batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a
+# step
+EVALUATED = 8
 
 
 def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
-    """Construct a run. Collective. It does not open the process group and writes nothing but missing downloads.
+    """Construct a run.
+
+    Collective. It does not open the process group and writes nothing but missing downloads.
 
     Args:
         cfg: the config, checked.
         runtime: the ranks.
-        with_weights: whether to load the file `model.weights`, which a run that resumes from a checkpoint does not need.
+        with_weights: whether to load the file `model.weights`, which a run that resumes from a
+            checkpoint does not need.
 
     Raises:
-        ConfigError: a value of the config is not allowed with this model, dataset, strategy, device or number of ranks.
+        ConfigError: a value of the config is not allowed with this model, dataset, strategy, device
+            or number of ranks.
     """
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
@@ -93,13 +102,18 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
         group = "task" if task.loss is None else "loss"
         key = f"{group}._target_={cfg[group]['_target_']}"
         division = Division(strategy, plan.global_batch_size, cfg.accumulate)
-        built.notes.extend(check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key))
+        built.notes.extend(
+            check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
+        )
     job = arrange(cfg, strategy, dataset, plan, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 
 
 def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
-    """Return the dataset in host memory. Collective: the first rank of each machine loads it first, and may download it."""
+    """Return the dataset in host memory.
+
+    Collective: the first rank of each machine loads it first, and may download it.
+    """
     data = cfg.data
     loaded: list[Dataset] = []
     source = make_source(plain(data), cfg.seed)
@@ -127,12 +141,14 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
     target = get_object(node["_target_"])
     images = image_options(data)
     if hasattr(target, "load") and not hasattr(target, "__getitem__"):
-        # By position, because instantiate would turn a dataclass that is passed by name into a DictConfig.
+        # By position, because instantiate would turn a dataclass that is passed by name into a
+        # DictConfig.
         arguments = [images] if "images" in inspect.signature(target).parameters else []
         return construct("data.dataset", node, *arguments)
     if images is None or "val_split" not in data:
         raise ConfigError(
-            f"data.dataset._target_={node['_target_']}: must have the method load; a map-style dataset needs data=own"
+            f"data.dataset._target_={node['_target_']}: must have the method load; a map-style "
+            "dataset needs data=own"
         )
     from ddp_lab.data.sources import Own
 
@@ -143,7 +159,9 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
 
 
 def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
-    """Return how images are transformed according to the config group `data`; None if it holds a dataset in memory."""
+    """Return how images are transformed according to the config group `data`; None if it holds a
+    dataset in memory.
+    """
     if "image_size" not in data:
         return None
     from ddp_lab.data.images import ImageOptions
@@ -165,34 +183,45 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
     task = get_object(cfg.task["_target_"])
     if not issubclass(task, Classification):
         if mixed:
-            raise ConfigError(f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use mixup=0 cutmix=0")
+            raise ConfigError(
+                f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use "
+                "mixup=0 cutmix=0"
+            )
         loss = build_loss(cfg.loss)
         if isinstance(loss, CrossEntropy):
             raise ConfigError(
-                f"loss=cross_entropy: is for task=classification, got task._target_={cfg.task['_target_']}. Use loss=default, "
-                "the task's own loss, or loss=own"
+                "loss=cross_entropy: is for task=classification, got "
+                f"task._target_={cfg.task['_target_']}. Use loss=default, the task's own loss, or "
+                "loss=own"
             )
         return construct("task", cfg.task, loss=loss)
     is_tokens = "vocabulary" in dataset.model_shape()
     if is_tokens or not dataset.classes:
         advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
-        raise ConfigError(f"task=classification: needs a dataset with a class for each sample; {advice}")
+        raise ConfigError(
+            f"task=classification: needs a dataset with a class for each sample; {advice}"
+        )
     loss = build_loss(cfg.loss, len(dataset.classes), mixed)
     return construct("task", cfg.task, loss=loss)
 
 
-def build_loss(node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False) -> LossFunction | None:
-    """Construct the loss that `_target_` names: a class, which is called once, or a function, which is the loss itself.
+def build_loss(
+    node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False
+) -> LossFunction | None:
+    """Construct the loss that `_target_` names: a class, which is called once, or a function, which
+    is the loss itself.
 
     Either is given reduction="none" if it has a parameter of that name.
 
     Args:
         node: the config group `loss`.
-        num_classes: number of classes of the dataset; None: the task is not classification, and the loss is not tried.
+        num_classes: number of classes of the dataset; None: the task is not classification, and the
+            loss is not tried.
         mixed: whether it gets mixed targets.
 
     Raises:
-        ConfigError: the constructor fails, or the loss is not one for these data (`check_loss_function`).
+        ConfigError: the constructor fails, or the loss is not one for these data
+            (`check_loss_function`).
     """
     if node["_target_"] == OWN_LOSS:
         return None
@@ -211,7 +240,8 @@ def build_loss(node: DictConfig | dict[str, Any], num_classes: int | None = None
 
 
 def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
-    """Construct the shape of a schedule that `_target_` names, and try it over the epochs of the run.
+    """Construct the shape of a schedule that `_target_` names, and try it over the epochs of the
+    run.
 
     Args:
         node: the config group `scheduler`.
@@ -230,8 +260,9 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
 
     Args:
         node: the config group `model`; `weights` and `init` are not passed to the constructor.
-        shape: the arguments that follow from the data, for example in_channels and num_classes (`Dataset.model_shape`). Only
-            those are passed that are parameters of the class or function.
+        shape: the arguments that follow from the data, for example in_channels and num_classes
+            (`Dataset.model_shape`). Only those are passed that are parameters of the class or
+            function.
 
     Raises:
         ConfigError: an option follows from the data.
@@ -242,7 +273,10 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     options = {key: value for key, value in plain(node).items() if key not in ("weights", "init")}
     passed = {name: value for name, value in shape.items() if name in accepted}
     for name in passed.keys() & options.keys():
-        raise ConfigError(f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; leave it out")
+        raise ConfigError(
+            f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; "
+            "leave it out"
+        )
     return ModelSpec(
         make=partial(instantiate, options, **passed),
         target=target,
@@ -255,8 +289,13 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     )
 
 
-def build_model(node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: "Tree" = None) -> nn.Module:
-    """Construct the model that `_target_` names, as `models.make.build_model`. Other arguments are those of `model_spec`."""
+def build_model(
+    node: DictConfig | dict[str, Any], shape: Mapping[str, Any], inputs: "Tree" = None
+) -> nn.Module:
+    """Construct the model that `_target_` names, as `models.make.build_model`.
+
+    Other arguments are those of `model_spec`.
+    """
     return models.build_model(model_spec(node, shape), inputs)
 
 
@@ -268,12 +307,18 @@ def make_model(
     trial: "Trial | None",
     with_weights: bool = True,
 ) -> BuiltModel:
-    """Construct and try a model, as `models.make.make_model`. The first two arguments are those of `model_spec`."""
+    """Construct and try a model, as `models.make.make_model`.
+
+    The first two arguments are those of `model_spec`.
+    """
     return models.make_model(model_spec(node, shape), runtime, seed, trial, with_weights)
 
 
 def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> "Trial":
-    """Return what the model is tried with: two samples in the form of the dataset's. `freezes` is that of a Trial."""
+    """Return what the model is tried with: two samples in the form of the dataset's.
+
+    `freezes` is that of a Trial.
+    """
     from ddp_lab.models.trial import Trial, check_logits, random_like
     from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
@@ -304,8 +349,9 @@ def require_classes(dataset: Dataset) -> None:
         if not isinstance(targets, torch.Tensor):
             kind = "none" if targets is None else f"a {type(targets).__name__}"
             raise ConfigError(
-                f"task=classification: the targets of the {name} set are {kind}; expected a class for each sample, int64 of "
-                "shape []. Choose it by data.targets, or choose another task"
+                f"task=classification: the targets of the {name} set are {kind}; expected a class "
+                "for each sample, int64 of shape []. Choose it by data.targets, or choose another "
+                "task"
             )
         require_class_targets(name, tuple(targets.shape[1:]), targets.dtype)
 
@@ -319,15 +365,22 @@ def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype)
     if shape or dtype != torch.int64:
         kind = str(dtype).removeprefix("torch.")
         raise ConfigError(
-            f"task=classification: the targets of the {name} set are {kind} of shape {list(shape)}; expected a class for "
-            "each sample, int64 of shape []. Return it by int(target), or choose another task"
+            f"task=classification: the targets of the {name} set are {kind} of shape "
+            f"{list(shape)}; expected a class for each sample, int64 of shape []. Return it by "
+            "int(target), or choose another task"
         )
 
 
-def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task) -> Job:
-    """Let the strategy decide who holds which part of the model, and return the job without loaders. Collective on GPUs.
+def arrange(
+    cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task
+) -> Job:
+    """Let the strategy decide who holds which part of the model, and return the job without
+    loaders.
 
-    The arguments are constructed as in `build`; the planner has another model and only the sizes of the dataset.
+    Collective on GPUs.
+
+    The arguments are constructed as in `build`; the planner has another model and only the sizes of
+    the dataset.
 
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
@@ -368,7 +421,9 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
         plan=plan,
         model=model,
         task=task,
-        recipe=Recipe(batch_size, optimizer, scheduler, step, cfg.ema, cfg.ema_warmup, decay, options),
+        recipe=Recipe(
+            batch_size, optimizer, scheduler, step, cfg.ema, cfg.ema_warmup, decay, options
+        ),
         fit_settings=FitSettings(
             cfg.epochs,
             cfg.patience,
@@ -382,8 +437,13 @@ def arrange(cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, b
     )
 
 
-def find_performance(cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
-    """Return the performance options of a run. Collective with speed=auto on GPUs. Arguments as in `find_options`."""
+def find_performance(
+    cfg: DictConfig, strategy: Strategy, dataset: Dataset, model: nn.Module
+) -> PerformanceOptions:
+    """Return the performance options of a run.
+
+    Collective with speed=auto on GPUs. Arguments as in `find_options`.
+    """
     wanted = what_is_wanted(cfg)
     is_automatic = wanted.speed == AUTO and strategy.device.type == "cuda"
     if wanted.is_plain and not is_automatic:
@@ -402,19 +462,27 @@ def what_is_wanted(cfg: DictConfig) -> Wanted:
 
 
 def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
-    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the optimizer's state.
+    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the
+    optimizer's state.
 
     Args:
         optimizer: constructs the optimizer of a list of parameters.
         model: the unsharded model.
         ema: whether the weights are averaged.
     """
-    parameters = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(optimizer) * parameters
+    parameters = sum(
+        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+    )
+    return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(
+        optimizer
+    ) * parameters
 
 
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
-    """Return the loaders of the sets of the dataset, by name. That of the training set is shuffled and augmented."""
+    """Return the loaders of the sets of the dataset, by name.
+
+    That of the training set is shuffled and augmented.
+    """
     data = cfg.data
     strategy = job.strategy
     make = loader_class(job.options.loader)
@@ -434,8 +502,13 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
-    evaluated = replace(training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False)
-    return {name: make(found, training if name == "train" else evaluated) for name, found in job.dataset.sets.items()}
+    evaluated = replace(
+        training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
+    )
+    return {
+        name: make(found, training if name == "train" else evaluated)
+        for name, found in job.dataset.sets.items()
+    }
 
 
 def loader_class(name: str) -> type[Loader]:
@@ -455,7 +528,9 @@ def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
-    """Return the metric of the validation set that chooses the best checkpoint; None: the last weights are the result."""
+    """Return the metric of the validation set that chooses the best checkpoint; None: the last
+    weights are the result.
+    """
     best = cfg.checkpoint.best
     return ("val_loss" if dataset.val is not None else None) if best == "auto" else best
 
@@ -468,7 +543,8 @@ def open_run(folder: Path, choice: str) -> "TrainedRun":
         choice: its checkpoint, as in `find_checkpoint`.
 
     Raises:
-        ConfigError: the directory is not that of a run, or the file is not a checkpoint of its model.
+        ConfigError: the directory is not that of a run, or the file is not a checkpoint of its
+            model.
     """
     from ddp_lab.launchers.recorded_config import read_config
     from ddp_lab.run.trained import InputFormat, TrainedRun, checkpoint_of, load_trained
@@ -482,7 +558,9 @@ def open_run(folder: Path, choice: str) -> "TrainedRun":
     return TrainedRun(data, path, model, task, inputs, cfg.precision, cfg.float32_matmul)
 
 
-def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None) -> dict[str, Any]:
+def evaluate_run(
+    cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: str, split: str | None = None
+) -> dict[str, Any]:
     """Evaluate a checkpoint on a set of the config's data. Collective.
 
     Args:
@@ -509,7 +587,9 @@ def evaluate_run(cfg: DictConfig, runtime: Runtime, folder: Path, checkpoint: st
 
 
 def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job:
-    """Construct a run and check everything that can be checked before its directory is created. Collective.
+    """Construct a run and check everything that can be checked before its directory is created.
+
+    Collective.
 
     Args:
         cfg: the config, in which no value is left to be chosen by memory.
@@ -527,7 +607,9 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     source = find_resumed(cfg, runtime)
     job = build(cfg, runtime, with_weights=source is None)
     job.notes[:0] = notes
-    checks.check_selection({key: OmegaConf.select(cfg, key) for key in checks.SELECTING}, job.dataset, job.task)
+    checks.check_selection(
+        {key: OmegaConf.select(cfg, key) for key in checks.SELECTING}, job.dataset, job.task
+    )
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
@@ -538,30 +620,50 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
 
 
 def find_resumed(cfg: DictConfig, runtime: Runtime) -> Path | None:
-    """Return what the run resumes from, as from `find_source`. A mirror first restores what this disk has lost. Collective."""
+    """Return what the run resumes from, as from `find_source`.
+
+    A mirror first restores what this disk has lost. Collective.
+    """
     runs_dir = Path(cfg.runs_dir)
     if cfg.checkpoint.mirror:
         checks.restore_lost(cfg.checkpoint.mirror, runs_dir, cfg.name, cfg.resume, runtime)
     return checks.agree_on_source(runs_dir, cfg.name, cfg.resume, runtime)
 
 
-def make_settings(cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]") -> RunSettings:
+def make_settings(
+    cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]"
+) -> RunSettings:
     """Return where the run is recorded, and what protects it."""
-    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else dict.fromkeys(GROUPS, "")
+    choices = (
+        HydraConfig.get().runtime.choices
+        if HydraConfig.initialized()
+        else dict.fromkeys(GROUPS, "")
+    )
     config = plain(cfg)
-    hparams = {group: choices[group] for group in GROUPS} | {key: cfg[key] for key in ("epochs", "precision", "seed")}
+    hparams = {group: choices[group] for group in GROUPS} | {
+        key: cfg[key] for key in ("epochs", "precision", "seed")
+    }
     plan = job.plan
-    hparams |= {"lr": plan.lr, "global_batch_size": plan.global_batch_size, "devices": job.strategy.num_devices}
+    hparams |= {
+        "lr": plan.lr,
+        "global_batch_size": plan.global_batch_size,
+        "devices": job.strategy.num_devices,
+    }
     keys = ("every_epochs", "every_steps", "keep", "on_error", "format", "mirror")
     checkpoint = {key: cfg.checkpoint[key] for key in keys}
-    kept = {key: cfg[key] for key in ("name", "resume", "on_nan", "check_replicas", "inject", "profile", "timeout")}
+    kept = {
+        key: cfg[key]
+        for key in ("name", "resume", "on_nan", "check_replicas", "inject", "profile", "timeout")
+    }
     return RunSettings(
         runs_dir=Path(cfg.runs_dir),
         label=f"{choices['model']}-{choices['data']}-{choices['strategy']}",
         title=f"{choices['model']} on {choices['data']}, {cfg.precision}",
         source=source,
         findings=findings,
-        checkpoint=CheckpointSettings(**checkpoint, at_steps=list(cfg.checkpoint.at_steps), best=criterion(cfg, job.dataset)),
+        checkpoint=CheckpointSettings(
+            **checkpoint, at_steps=list(cfg.checkpoint.at_steps), best=criterion(cfg, job.dataset)
+        ),
         float32_matmul=cfg.float32_matmul,
         config=to_record(cfg),
         tracked=without_secrets(config),

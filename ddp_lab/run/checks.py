@@ -1,4 +1,6 @@
-"""The checks of a run before its directory is created: everything that can be refused is refused here."""
+"""The checks of a run before its directory is created: everything that can be refused is refused
+here.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -27,29 +29,43 @@ SELECTING = ("checkpoint.best", "optimize", "patience")
 
 
 def check_job(job: Job, settings: RunSettings) -> None:
-    """Check that a run may begin, or resume from its source. Collective. Findings are added to those of its settings.
+    """Check that a run may begin, or resume from its source.
+
+    Collective. Findings are added to those of its settings.
 
     Raises:
         ConfigError: it may not, or a machine cannot take part in it.
     """
     runtime = job.runtime
     source = settings.source
-    if source and (other := runtime.agree("data", partial(compare_data, run_of(source), job.dataset, resumes=True))):
+    if source and (
+        other := runtime.agree(
+            "data", partial(compare_data, run_of(source), job.dataset, resumes=True)
+        )
+    ):
         settings.findings.append(warning("dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
-        text = f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for example, `{line}`"
+        text = (
+            f"strategy={job.strategy.name}: has one rank, so nothing is distributed. Use, for "
+            f"example, `{line}`"
+        )
         settings.findings.append(warning("strategy", text))
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         from ddp_lab.launchers.preflight import check_shared_memory
 
-        loaders, ranks = job.loaders.values(), runtime.local_world_size
+        loaders = job.loaders.values()
+        ranks = runtime.local_world_size
         runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         from ddp_lab.launchers.preflight import check_shared
 
         settings.findings.append(check_shared(settings.runs_dir, runtime))
-    if source and source != run_of(source) / "checkpoints" and (path := find_checkpoint(source.parent, str(source), runtime)):
+    if (
+        source
+        and source != run_of(source) / "checkpoints"
+        and (path := find_checkpoint(source.parent, str(source), runtime))
+    ):
         runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
 
 
@@ -61,7 +77,8 @@ def warning(name: str, text: str) -> "Finding":
 
 
 def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> None:
-    """Check that the sets and metrics exist that choose the best checkpoint, the result of a sweep, and the last epoch.
+    """Check that the sets and metrics exist that choose the best checkpoint, the result of a sweep,
+    and the last epoch.
 
     Args:
         wanted: the values of the keys SELECTING.
@@ -72,19 +89,26 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
         ConfigError: one does not.
     """
     for key, value in wanted.items():
-        name, _, metric = ("val", "", "") if key == "patience" and value else str(value).partition("_")
+        name, _, metric = (
+            ("val", "", "") if key == "patience" and value else str(value).partition("_")
+        )
         known = task.choosing(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(
                 f"{key}={value}: {type(task).__name__} has no such metric for these data; allowed: "
-                f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others in its attribute `better`"
+                f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others "
+                "in its attribute `better`"
             )
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
-            raise ConfigError(f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}")
+            raise ConfigError(
+                f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}"
+            )
 
 
-def restore_lost(mirror: str, runs_dir: Path, name: str | None, resume: str, runtime: Runtime) -> None:
+def restore_lost(
+    mirror: str, runs_dir: Path, name: str | None, resume: str, runtime: Runtime
+) -> None:
     """Download the checkpoints of a named run that this disk has not from its mirror. Collective.
 
     Args:
@@ -107,7 +131,10 @@ def restore_lost(mirror: str, runs_dir: Path, name: str | None, resume: str, run
 
 
 def agree_on_source(runs_dir: Path, name: str | None, resume: str, runtime: Runtime) -> Path | None:
-    """Return what the run resumes from, as from `find_source`. Collective. Arguments as in `restore_lost`."""
+    """Return what the run resumes from, as from `find_source`.
+
+    Collective. Arguments as in `restore_lost`.
+    """
     launch = runtime.launch
 
     def find() -> str | None:

@@ -1,4 +1,6 @@
-"""What a run records of its data, in data.json of the run directory, for launches and commands that continue it."""
+"""What a run records of its data, in data.json of the run directory, for launches and commands that
+continue it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,14 +18,18 @@ DATA = "data.json"
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a model needs to know of the data that it was trained on, from data.json. The data themselves may be elsewhere.
+    """What a model needs to know of the data that it was trained on, from data.json.
+
+    The data themselves may be elsewhere.
 
     Attributes:
         shape: the arguments of the model that follow from the data, as `Dataset.model_shape`.
         classes: the names of the classes, in the order of the logits.
         digest: that of the dataset, as `Dataset.digest`.
-        held_out: how the validation set was chosen among the training samples, as `Dataset.held_out`.
-        criterion: the metric of the validation set by which the best checkpoint is chosen; None: the last one is the result.
+        held_out: how the validation set was chosen among the training samples, as
+            `Dataset.held_out`.
+        criterion: the metric of the validation set by which the best checkpoint is chosen; None:
+            the last one is the result.
     """
 
     shape: dict[str, Any]
@@ -35,7 +41,9 @@ class DataRecord:
 
 def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> None:
     """Write data.json to a run directory. `criterion` is as in `DataRecord`."""
-    record = DataRecord(dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, criterion)
+    record = DataRecord(
+        dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, criterion
+    )
     write_json(folder / DATA, asdict(record))
 
 
@@ -48,8 +56,8 @@ def read_data(folder: Path) -> DataRecord:
     record = find_data(folder)
     if record is None:
         raise ConfigError(
-            f"{folder}: {DATA} is missing or damaged; start the run again with name={folder.name}, which writes the "
-            "file, also if it is finished"
+            f"{folder}: {DATA} is missing or damaged; start the run again with name={folder.name}, "
+            "which writes the file, also if it is finished"
         )
     return record
 
@@ -57,7 +65,11 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    return DataRecord(**record) if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys() else None
+    return (
+        DataRecord(**record)
+        if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys()
+        else None
+    )
 
 
 def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
@@ -66,46 +78,60 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
     Args:
         folder: the run directory.
         dataset: the dataset of this launch or command.
-        resumes: whether the launch continues the training, and so would choose by samples that it has trained on.
+        resumes: whether the launch continues the training, and so would choose by samples that it
+            has trained on.
 
     Returns:
-        A warning if the dataset consists of other files, or holds out samples that may have been trained on.
+        A warning if the dataset consists of other files, or holds out samples that may have been
+        trained on.
 
     Raises:
-        ConfigError: its classes are others, or have another order, so that its labels are not those of the model; or
-            `resumes`, and it holds out other samples.
+        ConfigError: its classes are others, or have another order, so that its labels are not those
+            of the model; or `resumes`, and it holds out other samples.
     """
     record = find_data(folder)
     if record is None:
         return None
     pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
-    if different := [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]:
+    if different := [
+        (number, then, now) for number, (then, now) in enumerate(pairs) if then != now
+    ]:
         number, then, now = different[0]
         raise ConfigError(
-            f"{folder}: was trained with other classes: number {number} of {len(record.classes)} was {then}, in these data it "
-            f"is {now}. Use data with the same classes in the same order; to train on others, begin a run with another name"
+            f"{folder}: was trained with other classes: number {number} of {len(record.classes)} "
+            f"was {then}, in these data it is {now}. Use data with the same classes in the same "
+            "order; to train on others, begin a run with another name"
         )
     warnings: list[str] = []
     if record.digest and dataset.digest and record.digest != dataset.digest:
-        warnings.append(f"{folder}: was trained on other files or samples than these data, so the order of samples is another")
+        warnings.append(
+            f"{folder}: was trained on other files or samples than these data, so the order of "
+            "samples is another"
+        )
     if record.held_out != dataset.held_out:
-        given, recorded = (text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out))
+        given, recorded = (
+            text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out)
+        )
         if resumes:
             raise ConfigError(
-                f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with another validation set. Use "
-                "the recorded values, or start a new run with name=NEW resume=never, from these weights with "
-                "model.weights=CHECKPOINT"
+                f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with "
+                "another validation set. Use the recorded values, or start a new run with "
+                "name=NEW resume=never, from these weights with model.weights=CHECKPOINT"
             )
         if dataset.held_out:
             warnings.append(
-                f"{given}: {folder} was trained with {recorded}, so its weights may have been trained on samples that now "
-                "validate them"
+                f"{given}: {folder} was trained with {recorded}, so its weights may have been "
+                "trained on samples that now validate them"
             )
     return "; ".join(warnings) or None
 
 
 def input_shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a sample's input, by default that of an image; () if it consists of several tensors."""
+    """Return the shape of a sample's input, by default that of an image; () if it consists of
+    several tensors.
+    """
     if "input_shape" not in shape and "in_channels" not in shape:
         return ()
-    return tuple(shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"]))
+    return tuple(
+        shape.get("input_shape") or (shape["in_channels"], shape["image_size"], shape["image_size"])
+    )

@@ -1,4 +1,6 @@
-"""The command `ddp-lab doctor`, below its arguments: what a report of a bug needs, and the checks of train.py before a run."""
+"""The command `ddp-lab doctor`, below its arguments: what a report of a bug needs, and the checks
+of train.py before a run.
+"""
 
 import os
 import platform
@@ -25,29 +27,50 @@ from ddp_lab.world.runtime import Runtime
 PACKAGES = ("ddp_lab", "torch", "torchvision", "numpy", "hydra-core", "omegaconf", "pydantic")
 # Environment variables that change what a launch does. Of Slurm's many, those of its shape.
 VARIABLES = re.compile(
-    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|PET|DDP_LAB|MASTER|WANDB|MLFLOW|HF|AWS)_\w+|TORCHELASTIC\w+|RANK|"
-    r"WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|NPROC_PER_NODE|SLURM_(JOB_NUM_NODES|GPUS_ON_NODE|CPUS_PER_TASK)|PYTHONPATH|"
-    r"LD_LIBRARY_PATH|LD_PRELOAD"
+    r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|PET|DDP_LAB|MASTER|WANDB|MLFLOW|HF|AWS)_\w+|TORCHELASTIC\w+|RANK|WORLD_SIZE|(LOCAL|GROUP)_(RANK|WORLD_SIZE)|NPROC_PER_NODE|SLURM_(JOB_NUM_NODES|GPUS_ON_NODE|CPUS_PER_TASK)|PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD"
 )
 SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|headers", re.IGNORECASE)
-IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")  # user and password, and parameters
+# user and password, and parameters
+IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")
 
 
 def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Finding]:
-    """Return what a report of a bug needs before the findings: versions, environment variables and config, without secrets.
+    """Return what a report of a bug needs before the findings: versions, environment variables and
+    config, without secrets.
 
     Args:
         usual: the default values, by key.
         given: those of this launch.
     """
-    root, source = Path(__file__).parents[2], "from a wheel"
+    root = Path(__file__).parents[2]
+    source = "from a wheel"
     if (root / ".git").exists() and shutil.which("git"):
-        described = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        described = subprocess.run(
+            ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True
+        )
         source = f"commit {described.stdout.strip() or 'unknown'}"
-    cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else "torch without CUDA"
-    versions = [*map(installed, PACKAGES), source, f"Python {platform.python_version()}", cuda, platform.platform()]
-    environment = [f"{key}={shown(key, value)}" for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)]
-    changed = [f"{key}={shown(key, value)}" for key, value in given.items() if key not in usual or usual[key] != value]
+    cuda = (
+        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        if torch.version.cuda
+        else "torch without CUDA"
+    )
+    versions = [
+        *map(installed, PACKAGES),
+        source,
+        f"Python {platform.python_version()}",
+        cuda,
+        platform.platform(),
+    ]
+    environment = [
+        f"{key}={shown(key, value)}"
+        for key, value in sorted(os.environ.items())
+        if VARIABLES.fullmatch(key)
+    ]
+    changed = [
+        f"{key}={shown(key, value)}"
+        for key, value in given.items()
+        if key not in usual or usual[key] != value
+    ]
     return [
         Finding("ok", "versions", ", ".join(versions)),
         Finding("ok", "environment", " ".join(environment) or "no variable that matters"),
@@ -56,11 +79,15 @@ def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Findin
 
 
 def shown(key: str, value: object) -> str:
-    """Return a value for a report that strangers read: without secrets, by the name of its key or its place in a URL."""
+    """Return a value for a report that strangers read: without secrets, by the name of its key or
+    its place in a URL.
+    """
     return "(hidden)" if SECRET.search(key) and value else IN_URL.sub("(hidden)", str(value))
 
 
-def diagnose(runtime: Runtime, prepare: Callable[[], Job], mirror: Callable[[], Mirror] | None) -> None:
+def diagnose(
+    runtime: Runtime, prepare: Callable[[], Job], mirror: Callable[[], Mirror] | None
+) -> None:
     """Print one line per finding about the machines and the run. Collective.
 
     The first rank of each machine prints what concerns its machine, and rank 0 everything else.
@@ -85,7 +112,10 @@ def diagnose(runtime: Runtime, prepare: Callable[[], Job], mirror: Callable[[], 
         runtime.agree("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []
     show([*findings, *writable, *describe(job)], runtime.rank == 0)
-    show([finding for finding in findings if finding.level == "warning"], runtime.local_rank == 0 < runtime.rank)
+    show(
+        [finding for finding in findings if finding.level == "warning"],
+        runtime.local_rank == 0 < runtime.rank,
+    )
 
 
 def show(findings: list[Finding], here: bool) -> None:
@@ -99,9 +129,13 @@ def describe_devices() -> Finding:
     listed = f"{socket.gethostname()}: {list_devices()}"
     if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
         remedy = (
-            "this torch is a CPU build; install one for CUDA" if torch.version.cuda is None else "check CUDA_VISIBLE_DEVICES"
+            "this torch is a CPU build; install one for CUDA"
+            if torch.version.cuda is None
+            else "check CUDA_VISIBLE_DEVICES"
         )
-        return Finding("warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {remedy}")
+        return Finding(
+            "warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {remedy}"
+        )
     return Finding("ok", "devices", listed)
 
 
@@ -112,16 +146,25 @@ def describe_backend(runtime: Runtime) -> Finding:
         NodeError: This build of torch has no backend for the chosen device.
     """
     cuda = runtime.device.type == "cuda"
-    name, available = ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
+    name, available = (
+        ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
+    )
     if not available:
-        raise NodeError(f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install one that has it")
+        raise NodeError(
+            f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install "
+            "one that has it"
+        )
     version = " " + ".".join(map(str, nccl.version())) if cuda else ""
     return Finding("ok", "backend", f"{name}{version} of torch {torch.__version__}")
 
 
 def describe(job: Job) -> list[Finding]:
-    """Return findings with the sizes of the run's parts; a warning if the batch is larger than the training set."""
-    dataset, strategy, plan = job.dataset, job.strategy, job.plan
+    """Return findings with the sizes of the run's parts; a warning if the batch is larger than the
+    training set.
+    """
+    dataset = job.dataset
+    strategy = job.strategy
+    plan = job.plan
     sizes = ", ".join(f"{name} {found.size:,}" for name, found in dataset.sets.items())
     images = f"images of {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
     parameters = sum(parameter.numel() for parameter in job.model.parameters())

@@ -1,4 +1,6 @@
-"""A trained model as a file for other programs: its weights, or its computation with a batch of any size."""
+"""A trained model as a file for other programs: its weights, or its computation with a batch of any
+size.
+"""
 
 import json
 import warnings
@@ -14,7 +16,8 @@ from ddp_lab.models.weights import write_weights
 from ddp_lab.run.data_record import DataRecord, input_shape_of
 from ddp_lab.run.trained import TrainedRun
 
-INPUT, OUTPUT = "images", "logits"
+INPUT = "images"
+OUTPUT = "logits"
 BATCH = ({0: torch.export.Dim("batch")},)  # dimension 0 of the input may have any size
 Writer = Callable[[TrainedRun, Path], None]
 
@@ -26,9 +29,15 @@ def find_writer(path: Path) -> Writer:
         ConfigError: the suffix is unknown, or packages are missing.
     """
     if path.suffix not in WRITERS:
-        raise ConfigError(f"--output {path}: the name must end in {', '.join(WRITERS)}, which is the format")
-    if path.suffix == ".onnx" and (missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]):
-        raise ConfigError(f"--output {path}: needs the package {missing[0]}: pip install 'ddp_lab[export]'")
+        raise ConfigError(
+            f"--output {path}: the name must end in {', '.join(WRITERS)}, which is the format"
+        )
+    if path.suffix == ".onnx" and (
+        missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    ):
+        raise ConfigError(
+            f"--output {path}: needs the package {missing[0]}: pip install 'ddp_lab[export]'"
+        )
     return WRITERS[path.suffix]
 
 
@@ -44,9 +53,13 @@ def describe_input(run: TrainedRun) -> str:
 
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
-    """Write parameters and buffers by name; the metadata have the classes and the normalisation as JSON."""
+    """Write parameters and buffers by name; the metadata have the classes and the normalisation as
+    JSON.
+    """
     values = {"classes": run.data.classes, "mean": run.inputs.mean, "std": run.inputs.std}
-    write_weights(path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()})
+    write_weights(
+        path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()}
+    )
 
 
 def write_onnx(run: TrainedRun, path: Path) -> None:
@@ -68,12 +81,16 @@ def write_onnx(run: TrainedRun, path: Path) -> None:
 def write_pt2(run: TrainedRun, path: Path) -> None:
     """Write the model as a program of torch.export."""
     with exporting(path):
-        torch.export.save(torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path)
+        torch.export.save(
+            torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path
+        )
 
 
 @contextmanager
 def exporting(path: Path) -> Generator[None]:
-    """Report what torch cannot export as a ConfigError, without warnings that are about torch's own code."""
+    """Report what torch cannot export as a ConfigError, without warnings that are about torch's own
+    code.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -82,14 +99,23 @@ def exporting(path: Path) -> Generator[None]:
     except Exception as error:  # torch.export raises many kinds of errors
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"--output: torch cannot export this model as {path.suffix} ({type(error).__name__}: {reason}). Its forward must "
-            "not depend on the values or the number of its inputs; .safetensors works for any model"
+            f"--output: torch cannot export this model as {path.suffix} ({type(error).__name__}: "
+            f"{reason}). Its forward must not depend on the values or the number of its inputs; "
+            ".safetensors works for any model"
         ) from None
 
 
 def example(data: DataRecord) -> torch.Tensor:
-    """Return two inputs in the shape that the model expects: from one, torch.export would conclude that there is always one."""
-    return torch.zeros(2, *input_shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None)
+    """Return two inputs in the shape that the model expects: from one, torch.export would conclude
+    that there is always one.
+    """
+    return torch.zeros(
+        2, *input_shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None
+    )
 
 
-WRITERS: dict[str, Writer] = {".safetensors": write_safetensors, ".onnx": write_onnx, ".pt2": write_pt2}
+WRITERS: dict[str, Writer] = {
+    ".safetensors": write_safetensors,
+    ".onnx": write_onnx,
+    ".pt2": write_pt2,
+}

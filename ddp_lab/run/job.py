@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The values of the config group `checkpoint`; `best` is None if the last weights are the result."""
+    """The values of the config group `checkpoint`; `best` is None if the last weights are the
+    result.
+    """
 
     every_epochs: int
     every_steps: int | None
@@ -41,7 +43,8 @@ class RunSettings:
     """Where a run is recorded, and what protects it: what concerns neither its model nor its steps.
 
     Attributes:
-        runs_dir, name, resume, on_nan, check_replicas, inject, profile, timeout, float32_matmul: the keys of the config.
+        runs_dir, name, resume, on_nan, check_replicas, inject, profile, timeout, float32_matmul:
+            the keys of the config.
         label: the beginning of the name of a run without one.
         title: of the log.
         source: what the run resumes from, as from `find_source`; None: it begins.
@@ -81,7 +84,8 @@ class Job:
         strategy: after `partition`, before `setup`.
         dataset: the sets of samples; of a planned run only their sizes.
         plan: batch sizes, steps per epoch and learning rate.
-        model: the complete model on the CPU, the same on every rank; on the meta device with model.init=by_block.
+        model: the complete model on the CPU, the same on every rank; on the meta device with
+            model.init=by_block.
         task: what the model is trained for, with its loss, on the CPU.
         recipe: how the weights are updated, and how a step is executed.
         fit_settings: when training ends, and when the test set is evaluated.
@@ -112,11 +116,14 @@ class Job:
 
     @property
     def options(self) -> PerformanceOptions:
-        """The performance options: of the config, as far as they are supported, and of speed=auto."""
+        """The performance options: of the config, as far as they are supported, and of
+        speed=auto.
+        """
         return self.recipe.performance
 
     def full_rate(self) -> float | None:
-        """Return the samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
+        """Return the samples per second at which the devices compute with the FLOP/s of their data
+        sheet; None: unknown.
 
         Call it before `trainer`, which cuts the model.
         """
@@ -129,5 +136,8 @@ class Job:
         return self.strategy.num_devices * peak / flops if flops else None
 
     def trainer(self) -> Trainer:
-        """Connect the ranks, and place the model on its devices with optimizer, schedule and step. Collective, once."""
+        """Connect the ranks, and place the model on its devices with optimizer, schedule and step.
+
+        Collective, once.
+        """
         return Trainer(self.strategy, self.model, self.task, self.recipe)

@@ -1,4 +1,6 @@
-"""The check of a run's loss before the ranks are connected: whether the run divides a loss over the batch."""
+"""The check of a run's loss before the ranks are connected: whether the run divides a loss over the
+batch.
+"""
 
 from functools import partial
 
@@ -16,7 +18,8 @@ from ddp_lab.training.divided_loss import Division, Samples, check_loss, outputs
 def check_divided_loss(
     over_batch: bool, division: Division, dataset: Dataset, model: nn.Module, task: Task, key: str
 ) -> list[str]:
-    """Check that the run does not divide a loss over the batch, unless loss_over_batch=true; return notes for the log.
+    """Check that the run does not divide a loss over the batch, unless loss_over_batch=true; return
+    notes for the log.
 
     Args:
         over_batch: whether loss_over_batch=true allows it.
@@ -27,7 +30,8 @@ def check_divided_loss(
         key: key and value that chose the loss, for the message.
 
     Raises:
-        ConfigError: the loss is over the batch, and the strategy, accumulation or micro-batches divide the batch.
+        ConfigError: the loss is over the batch, and the strategy, accumulation or micro-batches
+            divide the batch.
     """
     if over_batch:
         note = division.describe()
@@ -37,7 +41,9 @@ def check_divided_loss(
 
 
 def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:
-    """Return outputs of the model for random inputs, and the targets of the first samples of the training set."""
+    """Return outputs of the model for random inputs, and the targets of the first samples of the
+    training set.
+    """
     train = dataset.train
     inputs, _ = train.example(2)
     targets = [train.sample(0, index)[1] for index in range(min(SAMPLES, train.size))]

@@ -19,7 +19,9 @@ from ddp_lab.world.runtime import Runtime
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of an image, with their probabilities, the most probable one first."""
+    """The most probable classes of an image, with their probabilities, the most probable one
+    first.
+    """
 
     path: str
     classes: list[str]
@@ -27,7 +29,8 @@ class Prediction(NamedTuple):
 
 
 def find_images(names: Sequence[str]) -> list[str]:
-    """Return the image files that files, folders (with subfolders) and globs stand for, without duplicates.
+    """Return the image files that files, folders (with subfolders) and globs stand for, without
+    duplicates.
 
     Raises:
         ConfigError: a name stands for no image.
@@ -39,7 +42,10 @@ def find_images(names: Sequence[str]) -> list[str]:
         else:
             paths = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
         if not paths:
-            raise ConfigError(f"{name}: no such image; expected a file, a glob, or a folder with {', '.join(SUFFIXES)} files")
+            raise ConfigError(
+                f"{name}: no such image; expected a file, a glob, or a folder with "
+                f"{', '.join(SUFFIXES)} files"
+            )
         found += paths
     return list(dict.fromkeys(found))
 
@@ -57,7 +63,8 @@ class Predictor:
         shape = run.data.shape
         inputs = run.inputs
         self.classes = run.data.classes
-        self.model, self.runtime = run.model.to(runtime.device), runtime
+        self.model = run.model.to(runtime.device)
+        self.runtime = runtime
         self.top = min(top, len(self.classes))
         self.transform = transform(inputs.images, shape["in_channels"], shape["image_size"])
         self.scale, self.offset = scale_and_offset(inputs.mean, inputs.std, runtime.device)
@@ -71,7 +78,9 @@ class Predictor:
                 names = paths[first : first + batch_size]
                 views = dict(zip(names, pool.map(self._view, names), strict=True))
                 corrupt += [str(error) for error in views.values() if isinstance(error, ImageError)]
-                good = {name: view for name, view in views.items() if isinstance(view, torch.Tensor)}
+                good = {
+                    name: view for name, view in views.items() if isinstance(view, torch.Tensor)
+                }
                 if good:
                     predictions += self._predict(good)
         return predictions, corrupt
@@ -89,13 +98,19 @@ class Predictor:
             logits = self.model(images * self.scale - self.offset)
         found = logits.float().softmax(1).topk(self.top)
         rows = zip(views, found.indices.tolist(), found.values.tolist(), strict=True)
-        return [Prediction(path, [self.classes[i] for i in numbers], values) for path, numbers, values in rows]
+        return [
+            Prediction(path, [self.classes[i] for i in numbers], values)
+            for path, numbers, values in rows
+        ]
 
 
-def transform(images: ImageOptions | None, channels: int, image_size: int) -> Callable[[Image.Image], torch.Tensor]:
+def transform(
+    images: ImageOptions | None, channels: int, image_size: int
+) -> Callable[[Image.Image], torch.Tensor]:
     """Return the transform of images to samples of the size that the model was trained with.
 
-    Where a dataset consists of tensors, which have that size already, the shorter side of other images is resized to it.
+    Where a dataset consists of tensors, which have that size already, the shorter side of other
+    images is resized to it.
     """
     if images is None or (images.channels, images.image_size) != (channels, image_size):
         images = ImageOptions(channels, image_size, resize=image_size)
@@ -106,14 +121,18 @@ def write_table(file: TextIO, predictions: list[Prediction]) -> None:
     """Write predictions as CSV: the file, then pairs of a class and its probability."""
     writer = csv.writer(file, lineterminator="\n")
     top = len(predictions[0].classes) if predictions else 0
-    writer.writerow(["file", *(f"{what}_{i}" for i in range(1, top + 1) for what in ("class", "probability"))])
+    writer.writerow(
+        ["file", *(f"{what}_{i}" for i in range(1, top + 1) for what in ("class", "probability"))]
+    )
     for path, classes, probabilities in predictions:
         pairs = zip(classes, probabilities, strict=True)
         writer.writerow([path, *(text for name, p in pairs for text in (name, f"{p:.6f}"))])
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, runtime: Runtime, context: int) -> bytes:
+def generate(
+    model: nn.Module, prompt: bytes, tokens: int, temperature: float, runtime: Runtime, context: int
+) -> bytes:
     """Return the bytes that follow a prompt, according to a model whose tokens are bytes.
 
     Nothing is cached: each token costs a forward pass of at most `context` tokens.

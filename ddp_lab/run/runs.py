@@ -1,4 +1,7 @@
-"""The runs in runs_dir as their files describe them, and the removal of those that have nothing. It does not import torch."""
+"""The runs in runs_dir as their files describe them, and the removal of those that have nothing.
+
+It does not import torch.
+"""
 
 import fcntl
 import os
@@ -15,7 +18,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.metrics_file import objective, read_epochs
 from ddp_lab.resilience.run_directory import LAUNCH_FILE, LOCK_FILE, read_json
 
-DAY = 86_400  # seconds that a launch on another machine counts as possibly running: some file systems do not share locks
+# seconds that a launch on another machine counts as possibly running: some file systems do not
+# share locks
+DAY = 86_400
 
 
 class Run:
@@ -26,8 +31,8 @@ class Run:
         path: the run directory, in `root` or in the directory of a sweep there.
 
     Attributes:
-        state: running, preempted, interrupted, finished or failed; killed: it recorded none of these, and no launch writes in
-            it; not started: it ended before its first step.
+        state: running, preempted, interrupted, finished or failed; killed: it recorded none of
+            these, and no launch writes in it; not started: it ended before its first step.
         rows: the rows of its epochs.
         epochs: number of epochs that its config asks for; None if it has recorded no config.
         changed: when a file in it last changed, in seconds as time.time() counts them.
@@ -35,35 +40,56 @@ class Run:
     """
 
     def __init__(self, root: Path, path: Path):
-        self.path, self.name = path, str(path.relative_to(root))
+        self.path = path
+        self.name = str(path.relative_to(root))
         self.rows = read_epochs(path / "metrics.jsonl")
         config = path / "config.yaml"
-        found = re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE) if config.exists() else None
-        self.epochs = int(found[1]) if found else None  # of a hundred runs, YAML's parser would take seconds
+        found = (
+            re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
+            if config.exists()
+            else None
+        )
+        # of a hundred runs, YAML's parser would take seconds
+        self.epochs = int(found[1]) if found else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
         status = (read_json(path / "status.json") or {}).get("status", "not started")
         with reserved(path) as free:
             self.state = status if free and status != "running" else "killed" if free else "running"
-        here = self.state != "running" and f" on {socket.gethostname()} " in (path / LOCK_FILE).read_text()
+        here = (
+            self.state != "running"
+            and f" on {socket.gethostname()} " in (path / LOCK_FILE).read_text()
+        )
         self.over = self.state != "running" and (here or time.time() - self.changed > DAY)
 
     def best(self) -> tuple[str, float | None]:
-        """Return name and value of the metric that chose the best checkpoint, in its epoch; without one, as `objective`."""
+        """Return name and value of the metric that chose the best checkpoint, in its epoch; without
+        one, as `objective`.
+        """
         criterion = (read_json(self.path / "data.json") or {}).get("criterion")
-        links = (link.resolve().stem for link in self.path.glob("checkpoints/best.*") if link.suffix != ".sha256")
-        chosen: list[dict[str, Any]] = [row for link in links for row in self.rows if f"step_{row.get('step', 0):08}" == link]
+        links = (
+            link.resolve().stem
+            for link in self.path.glob("checkpoints/best.*")
+            if link.suffix != ".sha256"
+        )
+        chosen: list[dict[str, Any]] = [
+            row for link in links for row in self.rows if f"step_{row.get('step', 0):08}" == link
+        ]
         if criterion and chosen and criterion in chosen[0]:
             return criterion, chosen[0][criterion]
         return objective(self.path / "metrics.jsonl", "auto")
 
     def is_removable(self) -> bool:
-        """Return whether it is over, is in `root` itself, and has neither a finished epoch nor a checkpoint now."""
+        """Return whether it is over, is in `root` itself, and has neither a finished epoch nor a
+        checkpoint now.
+        """
         linked = self.path.is_symlink() or (self.path.parent.is_symlink() and "/" in self.name)
         results = read_epochs(self.path / "metrics.jsonl") or any(self.path.glob("checkpoints/*"))
         return self.over and not linked and not results
 
     def remove(self) -> bool:
-        """Remove the directory, unless a launch writes in it, or has since it was read. Return whether it is removed.
+        """Remove the directory, unless a launch writes in it, or has since it was read.
+
+        Return whether it is removed.
 
         Raises:
             ConfigError: it cannot be removed.
@@ -81,21 +107,30 @@ class Run:
 
 
 def find_runs(root: Path) -> list[Run]:
-    """Return the runs in runs_dir and in the directories of sweeps there, the one that changed last at the end.
+    """Return the runs in runs_dir and in the directories of sweeps there, the one that changed last
+    at the end.
 
     Raises:
-        ConfigError: it is no directory, or it is not readable. If nothing is there, there are no runs.
+        ConfigError: it is no directory, or it is not readable. If nothing is there, there are no
+            runs.
     """
     if root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
-        raise ConfigError(f"--runs-dir {root}: is not a directory that can be read. Use the runs_dir of your runs")
-    folders = [file.parent for depth in ("*", "*/*") for file in root.glob(f"{depth}/{LAUNCH_FILE}")]
+        raise ConfigError(
+            f"--runs-dir {root}: is not a directory that can be read. Use the runs_dir of your runs"
+        )
+    folders = [
+        file.parent for depth in ("*", "*/*") for file in root.glob(f"{depth}/{LAUNCH_FILE}")
+    ]
     readable = [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
     return sorted((Run(root, folder) for folder in readable), key=lambda run: run.changed)
 
 
 @contextmanager
 def reserved(path: Path) -> Generator[bool]:
-    """Keep launches from writing in a run directory during the body, if none does now. Yield whether that worked."""
+    """Keep launches from writing in a run directory during the body, if none does now.
+
+    Yield whether that worked.
+    """
     try:
         descriptor = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

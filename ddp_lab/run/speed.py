@@ -9,7 +9,9 @@ from ddp_lab.training.optimizer import ELEMENTWISE
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, choose
 
 
-def find_options(wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn.Module) -> PerformanceOptions:
+def find_options(
+    wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn.Module
+) -> PerformanceOptions:
     """Return the performance options of a run. Collective with speed=auto on GPUs.
 
     Args:
@@ -26,7 +28,9 @@ def find_options(wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn
         return choose(False, options, reasons)
     from ddp_lab.models.vit import Patches
 
-    if not any(isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()):
+    if not any(
+        isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()
+    ):
         reasons.setdefault("channels_last", "the model has no convolutions")
     if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
         reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
@@ -36,26 +40,34 @@ def find_options(wanted: Wanted, strategy: Strategy, dataset: Dataset, model: nn
 
 
 def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
-    """Return why an option is not supported by the strategy, the model or the device, by name; no entry if it is.
+    """Return why an option is not supported by the strategy, the model or the device, by name; no
+    entry if it is.
 
     Args:
         strategy: after `Strategy.partition`.
         model: the complete model.
     """
-    device, reasons = strategy.device.type, dict(strategy.refusals)
+    device = strategy.device.type
+    reasons = dict(strategy.refusals)
     if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
-        reasons["compile"] = f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+        reasons["compile"] = (
+            f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
+        )
     if strategy.batch_norm == "sync":
         reasons["cuda_graph"] = (
-            "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
+            "not supported by strategy.batch_norm=sync: capturing collectives inside forward and "
+            "backward was never tested"
         )
     if device == "mps":
         reasons["compile"] = "not supported on mps, where torch.compile is a prototype"
         reasons["channels_last"] = (
-            "torch computes wrong gradients in that format on mps (github.com/pytorch/pytorch/issues/107214)"
+            "torch computes wrong gradients in that format on mps "
+            "(github.com/pytorch/pytorch/issues/107214)"
         )
     if device != "cuda":
-        reasons["cuda_graph"] = "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
+        reasons["cuda_graph"] = (
+            "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
+        )
     unsupported = f"not supported by strategy={strategy.name}"
     for name in KEYS:
         if name != "loader" and name not in strategy.performance_options:

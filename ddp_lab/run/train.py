@@ -1,4 +1,6 @@
-"""Execution of a run: create its directory, train under the guard and the watchdog, record the outcome."""
+"""Execution of a run: create its directory, train under the guard and the watchdog, record the
+outcome.
+"""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,7 +34,8 @@ from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.process import keep_freed_memory
 
 Outcome = Literal["finished", "preempted", "interrupted"]
-SHARDED_FROM = 4 * 2**30  # size in bytes of a checkpoint from which checkpoint.format=auto shards it
+# size in bytes of a checkpoint from which checkpoint.format=auto shards it
+SHARDED_FROM = 4 * 2**30
 
 
 def train(job: Job) -> tuple[Outcome, Path]:
@@ -118,13 +121,16 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         hooks.append(fault)
         before_write = fault.before_write
     folder = run_dir.path / "checkpoints"
-    checkpoints = Checkpoints(folder, State.of(trainer, job.shapes), kept.keep, kept.best, sharded, before_write)
+    checkpoints = Checkpoints(
+        folder, State.of(trainer, job.shapes), kept.keep, kept.best, sharded, before_write
+    )
     progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, kept.best)
     if reasons := why_over(progress, job.fit_settings):
         if runtime.rank == 0:
-            why, raised = " and ".join(reasons.values()), " and ".join(reasons)
+            why = " and ".join(reasons.values())
+            raised = " and ".join(reasons)
             log.info(f"nothing to do: {why}; raise {raised} to continue, or use another name")
             log_result(job, run_dir, progress, checkpoints)
             run_dir.end("finished", progress)
@@ -165,7 +171,9 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             from ddp_lab.training.profiler import Profiled
 
             folder = run_dir.path / "profile"
-            profiled = Profiled(runtime, logger, folder, step is not trainer.eager_step, job.strategy.bubble)
+            profiled = Profiled(
+                runtime, logger, folder, step is not trainer.eager_step, job.strategy.bubble
+            )
             hooks = [profiled, *hooks, profiled.loading]
         sums = trainer.eager_step.running_sums
         run = Run(
@@ -201,22 +209,32 @@ def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
-    """Return the step to train with: in eager mode, or compiled and captured as the job's options say. Collective."""
+    """Return the step to train with: in eager mode, or compiled and captured as the job's options
+    say.
+
+    Collective.
+    """
     if job.options.is_plain:
         job.options.log_choices()
         return trainer.eager_step
 
     from ddp_lab.speed.fastest import build_step
 
-    steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(progress)
+    steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(
+        progress
+    )
     with telling("preparing the training step: capturing or warming it up"):
         built = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
-    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any other loader.
+    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
+    # other loader.
     return cast("TrainStep", built)
 
 
 def fit_and_close(run: Run, requests: Requests) -> Outcome:
-    """Train until the end, a request to stop, or an error that ends the training. Return how it has ended."""
+    """Train until the end, a request to stop, or an error that ends the training.
+
+    Return how it has ended.
+    """
     try:
         try:
             fit(run)
@@ -225,7 +243,8 @@ def fit_and_close(run: Run, requests: Requests) -> Outcome:
             status = "interrupted" if requests.interrupted else "preempted"
         close_all(run.hooks, status)
     except TrainingError:
-        close_all(run.hooks, "failed")  # the last valid checkpoint may still be in the writer thread, or not uploaded
+        # the last valid checkpoint may still be in the writer thread, or not uploaded
+        close_all(run.hooks, "failed")
         raise
     return status
 
@@ -241,8 +260,11 @@ def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
     return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
 
 
-def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints) -> dict[str, Any]:
-    """Log, and return for the trackers, the epoch whose weights are the result, its metrics, and the checkpoint.
+def log_result(
+    job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints
+) -> dict[str, Any]:
+    """Log, and return for the trackers, the epoch whose weights are the result, its metrics, and
+    the checkpoint.
 
     Args:
         job: of the run.
@@ -252,10 +274,12 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
     """
     if found := result_in(checkpoints.folder, checkpoints.best):
         path, best = found
-        epoch, criterion = best.epoch - 1, checkpoints.best
+        epoch = best.epoch - 1
+        criterion = checkpoints.best
     else:
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
-        epoch, criterion = progress.epoch - 1, None
+        epoch = progress.epoch - 1
+        criterion = None
     metrics = run_dir.path / "metrics.jsonl"
     values = [row[checkpoints.best] for row in read_epochs(metrics) if checkpoints.best in row]
     if values and not any(value is not None for value in values):
@@ -263,7 +287,9 @@ def log_result(job: Job, run_dir: RunDir, progress: Progress, checkpoints: Check
         log.info(f"{never}, so that none is the best: the last weights are the result")
     log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))
     row = row_of(metrics, epoch)
-    return {"epoch": epoch, "checkpoint": str(path)} | {key: row[key] for key in row if key.partition("_")[0] in SETS}
+    return {"epoch": epoch, "checkpoint": str(path)} | {
+        key: row[key] for key in row if key.partition("_")[0] in SETS
+    }
 
 
 def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:

@@ -1,4 +1,6 @@
-"""A trained run: one of its checkpoints, opened in one process without data, or evaluated under any strategy."""
+"""A trained run: one of its checkpoints, opened in one process without data, or evaluated under any
+strategy.
+"""
 
 import sys
 from contextlib import nullcontext
@@ -68,13 +70,19 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
         ConfigError: there is no such checkpoint, or it is damaged.
     """
     if choice not in ("auto", "last", "best") and not Path(choice).exists():
-        raise ConfigError(f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there is no such file")
+        raise ConfigError(
+            f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there "
+            "is no such file"
+        )
     record = find_data(folder)
     criterion = record.criterion if record else None
     found = find_checkpoint(folder / "checkpoints", choice, runtime, criterion, key="--checkpoint ")
     if found is None:
         name = "best" if choice == "best" else "step_*"
-        raise ConfigError(f"--checkpoint {choice}: {folder}/checkpoints contains no {name}.pt and no {name}.sharded")
+        raise ConfigError(
+            f"--checkpoint {choice}: {folder}/checkpoints contains no {name}.pt and no "
+            f"{name}.sharded"
+        )
     return found
 
 
@@ -100,8 +108,8 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         split: val or test; None: test or, if there is no test set, val.
 
     Returns:
-        The metrics under the names that they have in metrics.jsonl, the checkpoint with its epoch and step, the number of
-        samples, and the devices (where).
+        The metrics under the names that they have in metrics.jsonl, the checkpoint with its epoch
+        and step, the number of samples, and the devices (where).
 
     Raises:
         ConfigError: the checkpoint, the data or the strategy cannot be used.
@@ -111,18 +119,31 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
     if split not in sets:
-        raise ConfigError(f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate with")
+        raise ConfigError(
+            f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate "
+            "with"
+        )
     if other and split == "val" and runtime.rank == 0:
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
     place(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
-    slow = telling("evaluating", partial(print, file=sys.stderr)) if runtime.rank == 0 else nullcontext()
+    slow = (
+        telling("evaluating", partial(print, file=sys.stderr))
+        if runtime.rank == 0
+        else nullcontext()
+    )
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     NotFiniteNotes(runtime.rank == 0).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
-    epoch = progress.epoch - (progress.samples == 0)  # the last one that it has been trained in, at least in part
-    found = {"checkpoint": str(path), "epoch": epoch, "step": progress.step, "samples": metrics.samples}
+    # the last one that it has been trained in, at least in part
+    epoch = progress.epoch - (progress.samples == 0)
+    found = {
+        "checkpoint": str(path),
+        "epoch": epoch,
+        "step": progress.step,
+        "samples": metrics.samples,
+    }
     return found | metrics.metrics(split) | {"where": job.strategy.where}

@@ -1,9 +1,11 @@
-"""torch.compile of a training step, for the shape of its full batches. Other batches and evaluation run in eager mode.
+"""torch.compile of a training step, for the shape of its full batches.
 
-torch.compile keeps what it has compiled with the code of a function, and uses it again where the types, shapes and attributes
-are the same. The blocks of a Vision Transformer are equal, so all of them are compiled in the time of one. The complete model
-would be one graph of all blocks. Only a block's call is compiled: hooks of fully_shard run outside of it, and state dicts keep
-their names.
+Other batches and evaluation run in eager mode.
+
+torch.compile keeps what it has compiled with the code of a function, and uses it again where the
+types, shapes and attributes are the same. The blocks of a Vision Transformer are equal, so all of
+them are compiled in the time of one. The complete model would be one graph of all blocks. Only a
+block's call is compiled: hooks of fully_shard run outside of it, and state dicts keep their names.
 """
 
 import signal
@@ -26,21 +28,26 @@ from ddp_lab.tasks.base import measure
 from ddp_lab.training.step import Step
 from ddp_lab.world.process import REQUESTS
 
-# Inductor's combo kernels: independent small kernels run as one, for example the casts of the weights to bf16.
-# Reductions are excluded, because with them a step took 3 % longer (docs/log/benchmarks.md).
+# Inductor's combo kernels: independent small kernels run as one, for example the casts of the
+# weights to bf16. Reductions are excluded, because with them a step took 3 % longer
+# (docs/log/benchmarks.md).
 COMBO = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
-# Without this option Inductor returns to channels first if all convolutions that it compiles have at most 64 channels (LeNet,
-# or ResNet's first blocks), and copies the gradients of the largest activations.
+# Without this option Inductor returns to channels first if all convolutions that it compiles have
+# at most 64 channels (LeNet, or ResNet's first blocks), and copies the gradients of the largest
+# activations.
 CHANNELS_LAST = {"force_layout_optimization": True}
-RECOMPILE_LIMIT = 64  # torch's default is 8; the pieces of a model (`compile_passes`) count as one function with other shapes
+# torch's default is 8; the pieces of a model (`compile_passes`) count as one function with other
+# shapes
+RECOMPILE_LIMIT = 64
 
 
 def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
     """Compile forward, loss and backward, in place. Called after `Strategy.setup`.
 
-    Where gradients are sent during the backward pass, the model is compiled in pieces: the gradients of a piece are complete
-    when its own backward pass ends, so a bucket can be sent while the next piece computes. Kernels are not fused across a cut,
-    which costs some time (docs/log/benchmarks.md).
+    Where gradients are sent during the backward pass, the model is compiled in pieces: the
+    gradients of a piece are complete when its own backward pass ends, so a bucket can be sent while
+    the next piece computes. Kernels are not fused across a cut, which costs some time
+    (docs/log/benchmarks.md).
 
     Returns:
         What of the model is compiled, for the log.
@@ -52,7 +59,9 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
         for block in blocks:
             block.compile(**compile_fn.keywords)
         where = f" on rank {strategy.runtime.rank}" if strategy.axes.get("pp", 1) > 1 else ""
-        return f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
+        return (
+            f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
+        )
     if strategy.bucket_sizes:
         assert isinstance(model, Chain)  # `refusals_of`
         pieces = model.pieces(*strategy.bucket_sizes)
@@ -71,7 +80,8 @@ def kind(block: nn.Module) -> Hashable:
 def repeats(model: nn.Module) -> bool:
     """Return whether at least half of the model's blocks, and at least two, are of one kind.
 
-    This is the case for a Vision Transformer, but not for ResNet-18, whose complete model compiles in seconds and is faster.
+    This is the case for a Vision Transformer, but not for ResNet-18, whose complete model compiles
+    in seconds and is faster.
     """
     if not isinstance(model, Chain):
         return False
@@ -86,23 +96,29 @@ def count(number: int, noun: str) -> str:
 
 @contextmanager
 def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> Generator[None]:
-    """Let torch.compile compile a step, except its collectives, in the body; shapes that come later run in eager mode.
+    """Let torch.compile compile a step, except its collectives, in the body; shapes that come later
+    run in eager mode.
 
-    On a GPU convolutions are padded, and cuDNN times all its kernels for every new convolution and uses the fastest. The
-    compilers, processes that this thread starts, do not receive the signals that a scheduler or a terminal sends to a whole
-    launch: without one, this process would fail or wait forever instead of saving a checkpoint.
+    On a GPU convolutions are padded, and cuDNN times all its kernels for every new convolution and
+    uses the fastest. The compilers, processes that this thread starts, do not receive the signals
+    that a scheduler or a terminal sends to a whole launch: without one, this process would fail or
+    wait forever instead of saving a checkpoint.
 
     Args:
-        step: the step to compile, in place. The body takes its first steps, which takes seconds to minutes.
-        loader: loader of a step that will be captured. It is compiled, too, and so are the optimizer and the running sums
-            (`Step.compile`). None: the step will be called with batches, and these three remain in eager mode.
+        step: the step to compile, in place. The body takes its first steps, which takes seconds to
+            minutes.
+        loader: loader of a step that will be captured. It is compiled, too, and so are the
+            optimizer and the running sums (`Step.compile`). None: the step will be called with
+            batches, and these three remain in eager mode.
         channels_last: whether the model is in the channels-last memory format.
     """
-    # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with two parameter groups
-    # ("SpeculationLog diverged").
+    # With what earlier jobs of this process left, torch 2.11 failed to compile an optimizer with
+    # two parameter groups ("SpeculationLog diverged").
     torch.compiler.reset()
     options = COMBO | (CHANNELS_LAST if channels_last else {})
-    compile_fn: partial[Any] = partial(torch.compile, dynamic=False, options=cast("dict[str, Any]", options))
+    compile_fn: partial[Any] = partial(
+        torch.compile, dynamic=False, options=cast("dict[str, Any]", options)
+    )
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
     what = f"compiling the training step: {compile_passes(step.strategy, compile_fn)}"
@@ -110,10 +126,12 @@ def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> G
         loader.compile(compile_fn)
         step.compile(compile_fn)
     log.info(f"{what} ...")
-    start, masked = time.perf_counter(), signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+    start = time.perf_counter()
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.benchmark_limit = True, 0
+    cudnn.benchmark = True
+    cudnn.benchmark_limit = 0
     try:
         # torch has no public form of the recompile limit.
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,8 @@
 """A complete training step as one CUDA graph: gather, forward, backward, all-reduce, optimizer.
 
-In eager mode a step of LeNet takes the host ten times as long as the GPU. A graph is captured once and replayed by one call.
-The values that change from step to step, the batch and the learning rate, are read from fixed addresses in memory.
+In eager mode a step of LeNet takes the host ten times as long as the GPU. A graph is captured once
+and replayed by one call. The values that change from step to step, the batch and the learning rate,
+are read from fixed addresses in memory.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -25,8 +26,8 @@ class GraphStep:
     """A `Step` captured as CUDA graphs, one for each batch size of a DeviceLoader.
 
     Args:
-        step: the step to capture. All its work must be queued on the current stream, which must not be the default stream
-            (`Runtime.side_stream`).
+        step: the step to capture. All its work must be queued on the current stream, which must not
+            be the default stream (`Runtime.side_stream`).
         loader: gathers the batches, as a part of each graph.
 
     Attributes:
@@ -35,16 +36,21 @@ class GraphStep:
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
-        self.step, self.loader = step, loader
-        fused = any(group.get("fused") for group in step.optimizer.param_groups)  # its kernels read the rate in float32
-        self.rate = torch.zeros((), device=step.strategy.device, dtype=torch.float32 if fused else None)
+        self.step = step
+        self.loader = loader
+        # its kernels read the rate in float32
+        fused = any(group.get("fused") for group in step.optimizer.param_groups)
+        self.rate = torch.zeros(
+            (), device=step.strategy.device, dtype=torch.float32 if fused else None
+        )
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, first_steps: AbstractContextManager[object]) -> None:
         """Warm up, then capture a graph for each batch size. Collective.
 
         Args:
-            first_steps: context of the first steps, of the largest batch size, which compile and choose kernels.
+            first_steps: context of the first steps, of the largest batch size, which compile and
+                choose kernels.
 
         Raises:
             RuntimeError: the step makes the host wait for the GPU, which no graph can.
@@ -60,16 +66,21 @@ class GraphStep:
             self._require_no_wait(self._first_batch(largest))
             pool = torch.cuda.graph_pool_handle()
             for count in (largest, *others):
-                self.graphs[count] = captured(lambda count=count: self.step.compute(self.gather(count)), pool)
+                self.graphs[count] = captured(
+                    lambda count=count: self.step.compute(self.gather(count)), pool
+                )
 
     def _require_no_wait(self, batch: Batch) -> None:
-        """Compute a step, undo it, and check that the host does not wait for the GPU in it. Collective.
+        """Compute a step, undo it, and check that the host does not wait for the GPU in it.
 
-        Such a step would fail in the capture, too, but with a message about the capture, and it would
-        leave torch's generators in it.
+        Collective.
+
+        Such a step would fail in the capture, too, but with a message about the capture, and it
+        would leave torch's generators in it.
 
         Raises:
-            RuntimeError: a rank waits; on all ranks, because none may capture what the others do not.
+            RuntimeError: a rank waits; on all ranks, because none may capture what the others do
+                not.
         """
         with unchanged(self.step), waits_for_gpu() as places:
             self.step.compute(batch)
@@ -92,13 +103,18 @@ class GraphStep:
                 group["lr"] = rate
 
     def batches(self, loader: Loader) -> Iterator[int]:
-        """Yield the number of samples of the remaining batches of the epoch, then draw the next epoch's sample order."""
+        """Yield the number of samples of the remaining batches of the epoch, then draw the next
+        epoch's sample order.
+        """
         loader.start_epoch()
         yield from loader.counts()
         loader.prefetch_epoch()
 
     def __call__(self, batch: int | Batch) -> None:
-        """Replay the graph for a number of samples. Compute a batch, which a hook has already gathered, in eager mode."""
+        """Replay the graph for a number of samples.
+
+        Compute a batch, which a hook has already gathered, in eager mode.
+        """
         if isinstance(batch, Batch):
             self.step(batch)
         elif batch in self.graphs:
@@ -106,7 +122,8 @@ class GraphStep:
             self.step.prepare()
             self.compute(batch)
             self.step.advance()
-        else:  # a batch size that only occurs after resuming from a checkpoint with another batch size
+        # a batch size that only occurs after resuming from a checkpoint with another batch size
+        else:
             self.step(self.gather(batch))
 
     def compute(self, count: int) -> None:
@@ -127,30 +144,38 @@ def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
     Args:
         work: called once; what it queues is captured and not executed.
-        pool: memory of the graph, from torch.cuda.graph_pool_handle (torch does not export its type).
+        pool: memory of the graph, from torch.cuda.graph_pool_handle (torch does not export its
+            type).
     """
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as NCCL's, may call CUDA meanwhile.
-    with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(
+        graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"
+    ):
         work()
     return graph
 
 
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
-    """Run steps that compile, choose kernels and allocate everything, and restore the state after them. Collective.
+    """Run steps that compile, choose kernels and allocate everything, and restore the state after
+    them.
+
+    Collective.
 
     Args:
         batch: returns a batch, of the same size at every call.
         times: number of steps.
     """
     with unchanged(step):
-        # Kernels are timed in one micro-batch without collectives, which would occupy a part of the GPU meanwhile.
+        # Kernels are timed in one micro-batch without collectives, which would occupy a part of the
+        # GPU meanwhile.
         inputs, targets, count = step.mixed(batch())
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
             first = chunk((inputs, targets), accumulate)[0]
             real = min(step.strategy.real_samples(count), size(first))
-            step.strategy.add_gradient(*first, real, float(count))  # another divisor would compile the loss again
+            # another divisor would compile the loss again
+            step.strategy.add_gradient(*first, real, float(count))
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())
@@ -158,15 +183,19 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
 
 @contextmanager
 def unchanged(step: Step) -> Generator[None]:
-    """Restore weights, buffers, their averages, the optimizer's state and the running sums, in place, when the body ends.
+    """Restore weights, buffers, their averages, the optimizer's state and the running sums, in
+    place, when the body ends.
 
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
-    module, optimizer = step.strategy.module, step.optimizer
+    module = step.strategy.module
+    optimizer = step.optimizer
     averages = step.ema.state if step.ema else ()
     held = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
     before = [tensor.detach().clone() for tensor in held]
-    moments = {(parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)}
+    moments = {
+        (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)
+    }
     try:
         yield
     finally:  # an option that speed=auto has chosen may fail in the body

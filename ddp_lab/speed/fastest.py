@@ -1,4 +1,6 @@
-"""The fastest step that works: the options that speed=auto has chosen are tried and measured, and what fails is given up."""
+"""The fastest step that works: the options that speed=auto has chosen are tried and measured, and
+what fails is given up.
+"""
 
 import gc
 import time
@@ -21,22 +23,32 @@ from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T")
 TIMED = 5  # steps
-# Seconds that the rest of a run must take without compiling, and more for each layer for which code is generated. Rounded up
-# from where compiling paid on an H200: other cards may profit earlier, and lose some seconds of a minute or more at worst.
-WORTH_FROM, WORTH_EACH = 60.0, 1.0
+# Seconds that the rest of a run must take without compiling, and more for each layer for which code
+# is generated. Rounded up from where compiling paid on an H200: other cards may profit earlier, and
+# lose some seconds of a minute or more at worst.
+WORTH_FROM = 60.0
+WORTH_EACH = 1.0
 
 
-def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_left: int) -> Step | GraphStep:
-    """Return the step to train with, compiled and captured according to the options, and log what was chosen. Collective.
+def build_step(
+    options: PerformanceOptions, step: Step, loader: Loader, steps_left: int
+) -> Step | GraphStep:
+    """Return the step to train with, compiled and captured according to the options, and log what
+    was chosen.
+
+    Collective.
 
     Args:
-        options: what speed=auto has chosen is off if it fails; what the config has set must not fail.
+        options: what speed=auto has chosen is off if it fails; what the config has set must not
+            fail.
         step: the step in eager mode.
         loader: of the training set.
         steps_left: steps until the end of the run.
     """
     decide = options.compile == AUTO
-    options, built = build_what_works(options._replace(compile=False) if decide else options, step, loader)
+    options, built = build_what_works(
+        options._replace(compile=False) if decide else options, step, loader
+    )
     if decide:
         pays, why = compile_pays_off(step, measure(step, built, loader), steps_left)
         options = options._replace(compile=pays, reasons={**options.reasons, "compile": why})
@@ -48,8 +60,13 @@ def build_step(options: PerformanceOptions, step: Step, loader: Loader, steps_le
     return built
 
 
-def build_what_works(options: PerformanceOptions, step: Step, loader: Loader) -> tuple[PerformanceOptions, Step | GraphStep]:
-    """Return the step, and the options without those that speed=auto has chosen and that fail. Collective."""
+def build_what_works(
+    options: PerformanceOptions, step: Step, loader: Loader
+) -> tuple[PerformanceOptions, Step | GraphStep]:
+    """Return the step, and the options without those that speed=auto has chosen and that fail.
+
+    Collective.
+    """
     for name, failed in (("compile", "compiled"), ("cuda_graph", "captured")):
         if getattr(options, name) and name in options.reasons:
             built, problem = attempt(step.strategy.runtime, partial(build, options, step, loader))
@@ -64,9 +81,15 @@ def build_what_works(options: PerformanceOptions, step: Step, loader: Loader) ->
 
 
 def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | GraphStep:
-    """Return the step, compiled and captured according to the options, of which `compile` is not "auto". Collective."""
+    """Return the step, compiled and captured according to the options, of which `compile` is not
+    "auto".
+
+    Collective.
+    """
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
-    first_steps = compiling(step, captured, options.channels_last) if options.compile else nullcontext()
+    first_steps = (
+        compiling(step, captured, options.channels_last) if options.compile else nullcontext()
+    )
     if captured is not None:
         graph = GraphStep(step, captured)
         graph.capture(first_steps)
@@ -80,13 +103,21 @@ def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | Gra
 
 
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `build` returns; or None and the first line of an error, if it failed on any rank. Collective."""
-    built, problem = None, ""
+    """Return what `build` returns; or None and the first line of an error, if it failed on any
+    rank.
+
+    Collective.
+    """
+    built = None
+    problem = ""
     try:
         built = build()
-    except Exception as error:  # of torch, of a compiler, or of the user's model, which has to run in eager mode then
+    # of torch, of a compiler, or of the user's model, which has to run in eager mode then
+    except Exception as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-    problem = runtime.conclude("attempt", problem, lambda problems: next(filter(None, problems), ""))
+    problem = runtime.conclude(
+        "attempt", problem, lambda problems: next(filter(None, problems), "")
+    )
     return (None, problem) if problem else (built, "")
 
 
@@ -96,14 +127,19 @@ def reset(step: Step, options: PerformanceOptions) -> None:
     for group in step.optimizer.param_groups:
         group |= {"fused": None} if "fused" in group and "fused" in options.reasons else {}
     device = step.strategy.device
-    configure_optimizer(step.optimizer, device, options.fused, options.cuda_graph, options.compile is True)
+    configure_optimizer(
+        step.optimizer, device, options.fused, options.cuda_graph, options.compile is True
+    )
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool, str]:
-    """Return whether the rest of the run is long enough to earn the time that compiling takes, and why. Collective.
+    """Return whether the rest of the run is long enough to earn the time that compiling takes, and
+    why.
+
+    Collective.
 
     Rank 0 decides: the stages of a pipeline have different layers.
 
@@ -121,7 +157,9 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
 
 
 def layers_to_compile(strategy: Strategy) -> int:
-    """Return the number of layers with parameters for which code is generated: of equal blocks those of one."""
+    """Return the number of layers with parameters for which code is generated: of equal blocks
+    those of one.
+    """
     blocks = [strategy.module]
     if strategy.compiled_by_block or repeats(strategy.module):
         blocks = list({kind(block): block for block in strategy.module.children()}.values())
@@ -137,14 +175,16 @@ def measure(step: Step, built: Step | GraphStep, loader: Loader) -> float:
         built: the step that would be taken without compiling.
         loader: of the training set.
     """
-    device, wait = step.strategy.device, step.running_sums.totals.tolist
+    device = step.strategy.device
+    wait = step.running_sums.totals.tolist
     loader.set_epoch(1)
     batches: list[Any] = [next(iter(built.batches(loader)))] * TIMED
     seconds = 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(step):
         for _ in range(2):  # the first round warms up
             if isinstance(built, GraphStep):
-                batches = list(islice(built.batches(loader), TIMED))  # they are gathered by the replays
+                # they are gathered by the replays
+                batches = list(islice(built.batches(loader), TIMED))
             wait()
             start = time.perf_counter()
             for batch in batches:

@@ -29,7 +29,9 @@ def waits_for_gpu() -> Generator[list[str]]:
         if text.startswith(WAITS):
             places.append(f"{warning.filename}:{warning.lineno}")
         elif not text.startswith("Synchronization debug mode is a prototype"):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
 
 
 def first_wait(places: list[str]) -> str:

@@ -1,14 +1,17 @@
-"""Sums of activations over the ranks along tp, which begin at one place of the program and end at a later one.
+"""Sums of activations over the ranks along tp, which begin at one place of the program and end at a
+later one.
 
 What is computed between the two places hides the communication:
 
     own --start_sum--> [the gradient of a weight, the next chunk] --finish_sum--> the sum, on every rank
 
-The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with sequence parallelism, each
-has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the tokens before the next pair. On two GPUs that reach
-each other's memory the all_reduce consists of peer copies (peer_sums.py).
+The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with
+sequence parallelism, each has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the
+tokens before the next pair. On two GPUs that reach each other's memory the all_reduce consists of
+peer copies (peer_sums.py).
 
-The operations are those that torch.compile keeps as parts of a graph, so a compiled block remains one graph.
+The operations are those that torch.compile keeps as parts of a graph, so a compiled block remains
+one graph.
 """
 
 from typing import NamedTuple
@@ -28,7 +31,8 @@ class TokenGroup(NamedTuple):
     Attributes:
         name: of their process group.
         ranks: their number.
-        share_tokens: whether each has 1/ranks of the tokens between two pairs (sequence parallelism).
+        share_tokens: whether each has 1/ranks of the tokens between two pairs (sequence
+            parallelism).
         peers: whether an all_reduce consists of peer copies.
     """
 
@@ -41,7 +45,9 @@ class TokenGroup(NamedTuple):
 def make_group(
     group: dist.ProcessGroup, share_tokens: bool, device: torch.device
 ) -> tuple[TokenGroup, peer_sums.PeerSums | None]:
-    """Return the group of the ranks along tp, and what the caller gives to `Runtime.keep`. Collective.
+    """Return the group of the ranks along tp, and what the caller gives to `Runtime.keep`.
+
+    Collective.
 
     Args:
         share_tokens: as in `TokenGroup`.
@@ -52,7 +58,11 @@ def make_group(
 
 
 def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
-    """Return all tokens, [b, n, width], for those that this rank has, [b, n / ranks, width] or already all. Collective."""
+    """Return all tokens, [b, n, width], for those that this rank has, [b, n / ranks, width] or
+    already all.
+
+    Collective.
+    """
     if not group.share_tokens:
         return tokens
     gathered = collectives.all_gather_into_tensor(tokens.contiguous(), group.ranks, group.name)
@@ -73,8 +83,11 @@ def start_sum(own: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     return collectives.all_reduce(own, "sum", group.name)
 
 
-def finish_sum(own: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup) -> torch.Tensor:
-    """Return the sums of chunks of a batch, of those tokens that the rank has between two pairs, as one tensor.
+def finish_sum(
+    own: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup
+) -> torch.Tensor:
+    """Return the sums of chunks of a batch, of those tokens that the rank has between two pairs, as
+    one tensor.
 
     Args:
         own: what this rank has added, by chunk along the first dimension.

@@ -10,8 +10,8 @@ With W ranks and n bytes of gradients:
 | ring | 2 n (W-1)/W | 2 (W-1) per rank | the library's ring, written with send and receive |
 | bucketed | 2 n (W-1)/W | one collective per bucket | runs during the backward pass (buckets.py) |
 
-2 n (W-1)/W is the least that an all-reduce can send (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations").
+2 n (W-1)/W is the least that an all-reduce can send (Patarasuk and Yuan 2009, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations").
 """
 
 import pkgutil
@@ -28,12 +28,19 @@ CHUNK = 2**16  # elements in each input of torch.cat
 
 
 def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum each gradient on rank 0 and broadcast the sum, in place. Rank 0's link carries all the traffic.
+    """Sum each gradient on rank 0 and broadcast the sum, in place.
 
-    This is the all-reduce of Dive into Deep Learning, section 13.5, with processes in place of devices.
+    Rank 0's link carries all the traffic.
+
+    This is the all-reduce of Dive into Deep Learning, section 13.5, with processes in place of
+    devices.
     """
     for gradient in map(in_memory_order, gradients):
-        from_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+        from_ranks = (
+            [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+            if dist.get_rank() == 0
+            else None
+        )
         dist.gather(gradient, from_ranks, dst=0)
         if from_ranks is not None:
             gradient.copy_(torch.stack(from_ranks).sum(0))
@@ -42,14 +49,22 @@ def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def per_tensor(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum each gradient in its own collective, in place. Each collective pays the latency: 8 for LeNet, 62 for ResNet-18."""
+    """Sum each gradient in its own collective, in place.
+
+    Each collective pays the latency: 8 for LeNet, 62 for ResNet-18.
+    """
     for gradient in gradients:
         dist.all_reduce(in_memory_order(gradient))
     return gradients
 
 
-def flat(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Sum all gradients in one collective, which pays the latency once and costs one copy. Return views of the sums."""
+def flat(
+    gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """Sum all gradients in one collective, which pays the latency once and costs one copy.
+
+    Return views of the sums.
+    """
     flattened = flatten(gradients)
     dist.all_reduce(flattened, group=group)
     return unflatten(flattened, gradients)
@@ -58,14 +73,16 @@ def flat(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) 
 def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sum all gradients by passing chunks around a ring of ranks. Return views of the sums.
 
-    The gradients are cut into W chunks. In every round each rank sends one chunk to its right neighbour and receives one from
-    its left neighbour, so all links are busy at once.
+    The gradients are cut into W chunks. In every round each rank sends one chunk to its right
+    neighbour and receives one from its left neighbour, so all links are busy at once.
 
         reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own; then each rank has one complete sum
         all-gather,     W-1 rounds: the complete sums are passed on, until every rank has all of them
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    right = (rank + 1) % world_size
+    left = (rank - 1) % world_size
     flattened = flatten(gradients)
     padded = torch.cat([flattened, flattened.new_zeros(-len(flattened) % world_size)])
     chunks = padded.chunk(world_size)
@@ -98,7 +115,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return an algorithm of ALGORITHMS, or the function that a dotted name such as mine.tree names.
+    """Return an algorithm of ALGORITHMS, or the function that a dotted name such as mine.tree
+    names.
 
     Raises:
         ConfigError: there is no such function.
@@ -119,18 +137,25 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> None:
-    """Replace the gradients of parameters, each of which has one, by their sums over the ranks. Collective."""
+    """Replace the gradients of parameters, each of which has one, by their sums over the ranks.
+
+    Collective.
+    """
     for same_type in by_dtype(trainable(parameters)):
         set_gradients(same_type, algorithm(all_gradients_of(same_type)))
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors into one, [n], with the elements of each in the order of `in_memory_order`.
+    """Concatenate the tensors into one, [n], with the elements of each in the order of
+    `in_memory_order`.
 
-    The tensors are split into chunks first, because torch.cat launches as many thread blocks for every input as for the
-    largest: ResNet-18's 62 gradients took 160 us on an H200 without splitting and 26 us with it (docs/log/benchmarks.md).
+    The tensors are split into chunks first, because torch.cat launches as many thread blocks for
+    every input as for the largest: ResNet-18's 62 gradients took 160 us on an H200 without
+    splitting and 26 us with it (docs/log/benchmarks.md).
     """
-    return torch.cat([chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)])
+    return torch.cat(
+        [chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)]
+    )
 
 
 def unflatten(flattened: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -156,13 +181,16 @@ def unflatten(flattened: torch.Tensor, like: list[torch.Tensor]) -> list[torch.T
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view with the dimensions in `memory_order`, so that flattening it copies nothing.
 
-    It is contiguous if the elements lie side by side: of tensors that are contiguous, channels last or transposed.
+    It is contiguous if the elements lie side by side: of tensors that are contiguous, channels last
+    or transposed.
     """
     return tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor))
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions from that with the largest steps in memory to that with the smallest ones."""
+    """Return the dimensions from that with the largest steps in memory to that with the smallest
+    ones.
+    """
     dims = range(tensor.dim())
     return [*dims] if tensor.is_contiguous() else sorted(dims, key=lambda dim: -tensor.stride(dim))
 
@@ -170,7 +198,8 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Give a tensor the values of the first rank of a group, in place. Collective.
 
-    torch sends contiguous memory only. Of a tensor with gaps, for example every second column of a larger one, a copy is sent.
+    torch sends contiguous memory only. Of a tensor with gaps, for example every second column of a
+    larger one, a copy is sent.
     """
     view = in_memory_order(tensor)
     sent = view.contiguous()
@@ -185,7 +214,9 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their type, in order: flattening would convert the gradients of one group to one type."""
+    """Group parameters by their type, in order: flattening would convert the gradients of one group
+    to one type.
+    """
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.dtype, []).append(parameter)
@@ -194,12 +225,16 @@ def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient of a parameter that took part in the step."""
-    assert parameter.grad is not None, f"a parameter of shape {list(parameter.shape)} got no gradient in this step"
+    assert parameter.grad is not None, (
+        f"a parameter of shape {list(parameter.shape)} got no gradient in this step"
+    )
     return parameter.grad
 
 
 def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that are not frozen, each of which has one (`unused.every_gradient`)."""
+    """Return the gradients of the parameters that are not frozen, each of which has one
+    (`unused.every_gradient`).
+    """
     return [gradient_of(parameter) for parameter in trainable(parameters)]
 
 

@@ -1,4 +1,5 @@
-"""The base class of all strategies: a training step as one device computes it, of which each strategy overrides what differs.
+"""The base class of all strategies: a training step as one device computes it, of which each
+strategy overrides what differs.
 
 What of it is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
 """
@@ -33,7 +34,8 @@ ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "
 class Strategy(ABC):
     """One way of distributing a training step over devices.
 
-    The methods are called in this order. A strategy must have `setup` and overrides what differs of the others:
+    The methods are called in this order. A strategy must have `setup` and overrides what differs of
+    the others:
 
         strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
         strategy.partition(model, samples)      decides which rank holds what
@@ -50,28 +52,37 @@ class Strategy(ABC):
 
     Args:
         runtime: of this rank.
-        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks. Consecutive ranks share a
-            replica, because they are the closest: with tp=2, ranks 0 and 1 are replica 0.
-        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank separately (local), or all
-            ranks that read different local batches together (sync).
+        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks.
+            Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and
+            1 are replica 0.
+        batch_norm: ranks over which BatchNorm computes its statistics in training: each rank
+            separately (local), or all ranks that read different local batches together (sync).
 
     Attributes, besides those of the class:
-        axes: size of each axis of the device mesh by name; the last one varies fastest with the rank.
-        dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank reads number `dp_rank`.
+        axes: size of each axis of the device mesh by name; the last one varies fastest with the
+            rank.
+        dp_rank, dp_size: a global batch consists of `dp_size` local batches, of which this rank
+            reads number `dp_rank`.
         pp_rank: number of this rank in its pipeline; 0 without one.
-        pp_group: ranks of this rank's pipeline, each with its own stages; None: every rank has all blocks.
-        dp_group: ranks that hold the same part of the model and read different local batches; None: all ranks.
+        pp_group: ranks of this rank's pipeline, each with its own stages; None: every rank has all
+            blocks.
+        dp_group: ranks that hold the same part of the model and read different local batches; None:
+            all ranks.
         replicas: number of copies of the model that share a global batch.
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
         task: what the model is trained for, with its loss, on `device`. Set before `setup`.
-        initial_weights: of a model that is on the meta device; None if the model has its weights, and after `setup`.
+        initial_weights: of a model that is on the meta device; None if the model has its weights,
+            and after `setup`.
         autocast: returns the context of the forward pass.
-        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place of `tasks.base.measure`.
+        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place
+            of `tasks.base.measure`.
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
-        bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is no pipeline.
-        refusals: why options of the strategy exclude a performance option, by its name. Known after `partition`.
+        bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is
+            no pipeline.
+        refusals: why options of the strategy exclude a performance option, by its name. Known after
+            `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
         idle: names of the parameters that a trial has found to be unused. Set before `setup`.
@@ -81,39 +92,54 @@ class Strategy(ABC):
             before; None: nothing is left to be checked.
 
     Raises:
-        ConfigError: a one-process strategy was started with several ranks, the device is not supported by the strategy, or the
-            number of ranks is not divisible by an inner axis.
+        ConfigError: a one-process strategy was started with several ranks, the device is not
+            supported by the strategy, or the number of ranks is not divisible by an inner axis.
     """
 
-    replaces_parameters: ClassVar[bool] = False  # by shards, so that hooks on those of the user's model would be lost
+    # by shards, so that hooks on those of the user's model would be lost
+    replaces_parameters: ClassVar[bool] = False
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
-    performance_options: ClassVar[frozenset[str]] = frozenset()  # the supported ones of ALL_PERFORMANCE_OPTIONS
+    # the supported ones of ALL_PERFORMANCE_OPTIONS
+    performance_options: ClassVar[frozenset[str]] = frozenset()
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
-    bucket_sizes: tuple[float, ...] = ()  # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
-    find_unused_parameters: bool | None = None  # whether steps may leave parameters unused; None: there is no such key
+    # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
+    bucket_sizes: tuple[float, ...] = ()
+    # whether steps may leave parameters unused; None: there is no such key
+    find_unused_parameters: bool | None = None
     copies_weights: bool = False  # a forward pass has copies of the parameters, as those of fsdp
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
 
-    example: "Tree" = None  # inputs of two samples, on the meta device; set before `partition`. None: they are not known
-    cuts_padding: bool = False  # before the forward pass, because the outputs are no tensor from which it could be cut
-    module: nn.Module  # this rank's part of the model, unwrapped, so that its parameters keep their plain names
+    # inputs of two samples, on the meta device; set before `partition`. None: they are not known
+    example: "Tree" = None
+    # before the forward pass, because the outputs are no tensor from which it could be cut
+    cuts_padding: bool = False
+    # this rank's part of the model, unwrapped, so that its parameters keep their plain names
+    module: nn.Module
     forward: nn.Module  # computes the logits: `module` or a wrapper around it
 
-    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, batch_norm: BatchNorm = "local"):
+    def __init__(
+        self,
+        runtime: Runtime,
+        inner: Mapping[str, int] | None = None,
+        batch_norm: BatchNorm = "local",
+    ):
         if self.one_process and runtime.world_size > 1:
             raise ConfigError(
-                f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were started. Start "
-                f"`ddp-lab train strategy={self.name}`, or use a strategy for several processes, for example ddp"
+                f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were "
+                f"started. Start `ddp-lab train strategy={self.name}`, or use a strategy for "
+                "several processes, for example ddp"
             )
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
-                f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, and gloo and NCCL do not "
-                "take its tensors. Use strategy=single, or device=cpu"
+                f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
+                "and gloo and NCCL do not take its tensors. Use strategy=single, or device=cpu"
             )
-        self.runtime, self.device, self.num_devices = runtime, runtime.device, runtime.world_size
+        self.runtime = runtime
+        self.device = runtime.device
+        self.num_devices = runtime.world_size
         inner = inner or {}
         require_division(runtime.world_size, inner)
         ranks_per_replica = math.prod(inner.values())
@@ -128,7 +154,9 @@ class Strategy(ABC):
         self.task: Task = Classification()
         self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
-        self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = measure
+        self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = (
+            measure
+        )
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
@@ -139,14 +167,20 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """The value of `strategy=` that selects it; of a class from outside the name of the class."""
+        """The value of `strategy=` that selects it; of a class from outside the name of the
+        class.
+        """
         package, _, file = type(self).__module__.rpartition(".")
         return file if package == __package__ else type(self).__name__
 
     @property
     def where(self) -> str:
         """Number and kind of the devices, for the log, for example "2 x cpu"."""
-        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        kind = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else self.device.type
+        )
         return f"{self.num_devices} x {kind}"
 
     @property
@@ -162,11 +196,13 @@ class Strategy(ABC):
     def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
 
-        This implementation decides nothing, and checks that BatchNorm can have the statistics it should. Overrides call it.
+        This implementation decides nothing, and checks that BatchNorm can have the statistics it
+        should. Overrides call it.
 
         Args:
             model: the complete model, on the CPU.
-            samples: size of a full local batch or, with gradient accumulation, of one of its micro-batches.
+            samples: size of a full local batch or, with gradient accumulation, of one of its
+                micro-batches.
 
         Raises:
             ConfigError: the model or the batch cannot be divided as the strategy's options require.
@@ -196,17 +232,20 @@ class Strategy(ABC):
             require_no_others(model, self.example)
 
     def _require_constant_buffers(self, model: nn.Module, example: "Tree") -> None:
-        """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch makes one.
+        """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch
+        makes one.
 
-        Those of BatchNorm are the exception: the log says that they are computed from micro-batches.
+        Those of BatchNorm are the exception: the log says that they are computed from
+        micro-batches.
         """
         from ddp_lab.strategies.batch_trial import changing_buffer
 
         if name := changing_buffer(model, example):
             raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the model changes in every forward "
-                f"pass in training, as those of spectral_norm do, and so {self.num_microbatches} times in a step instead of "
-                "once. Use strategy.num_microbatches=1, or another strategy, for example ddp"
+                f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the "
+                "model changes in every forward pass in training, as those of spectral_norm do, "
+                f"and so {self.num_microbatches} times in a step instead of once. Use "
+                "strategy.num_microbatches=1, or another strategy, for example ddp"
             )
 
     @abstractmethod
@@ -214,14 +253,16 @@ class Strategy(ABC):
         """Move `model` to the devices, and wrap or cut it. Collective; sets `module` and `forward`.
 
         Args:
-            model: the complete model, the same on every rank: on the CPU, or with `initial_weights` on the meta device.
+            model: the complete model, the same on every rank: on the CPU, or with `initial_weights`
+                on the meta device.
         """
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
 
-        In training mode every replica keeps its own running statistics of BatchNorm. When training mode ends, all replicas
-        receive those of replica 0, so that every replica evaluates and saves the same model.
+        In training mode every replica keeps its own running statistics of BatchNorm. When training
+        mode ends, all replicas receive those of replica 0, so that every replica evaluates and
+        saves the same model.
         """
         self.module.train(mode)
         self.task.train(mode)
@@ -238,14 +279,22 @@ class Strategy(ABC):
         """
         return len(range(self.dp_rank, count, self.dp_size))
 
-    def forward_backward(self, inputs: "Tree", targets: "Tree", count: int, accumulate: int = 1) -> torch.Tensor:
-        """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica. Collective.
+    def forward_backward(
+        self, inputs: "Tree", targets: "Tree", count: int, accumulate: int = 1
+    ) -> torch.Tensor:
+        """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica.
+
+        Collective.
 
         Args:
-            inputs: local batch, [b, ...]; or a tuple or dict of such tensors, the arguments of the model.
-            targets: [b, ...], as the task's losses take them; or a tuple or dict of such tensors; or None.
-            count: number of samples in the GLOBAL batch, without padding, which is at the end of the local batch.
-            accumulate: number of gradient-accumulation steps. Only one micro-batch's activations are in memory at a time.
+            inputs: local batch, [b, ...]; or a tuple or dict of such tensors, the arguments of the
+                model.
+            targets: [b, ...], as the task's losses take them; or a tuple or dict of such tensors;
+                or None.
+            count: number of samples in the GLOBAL batch, without padding, which is at the end of
+                the local batch.
+            accumulate: number of gradient-accumulation steps. Only one micro-batch's activations
+                are in memory at a time.
 
         Returns:
             [loss_sum, *task.running, weight] of the local batch.
@@ -265,15 +314,19 @@ class Strategy(ABC):
             own, _ = part
             real = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
             left -= real
-            # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use of parameters. For BatchNorm
-            # a sample of it is kept where there is nothing else, because every rank must compute every micro-batch, and many
-            # models fail for none. Their number must be the same on every rank.
-            # From outputs that are no tensor padding cannot be cut, so it is cut from the inputs.
+            # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
+            # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
+            # because every rank must compute every micro-batch, and many models fail for none.
+            # Their number must be the same on every rank. From outputs that are no tensor padding
+            # cannot be cut, so it is cut from the inputs.
             kept = None
             if self.find_unused_parameters:
-                # A rank of shards must make the collectives of a pass; it lets a sample that does not count use nothing.
+                # A rank of shards must make the collectives of a pass; it lets a sample that does
+                # not count use nothing.
                 kept = max(real, 1) if self.sharded else real
-            elif self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor):
+            elif (
+                self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor)
+            ):
                 kept = max(real, 1)
             if kept is not None:
                 from ddp_lab.data.trees import rows
@@ -295,8 +348,12 @@ class Strategy(ABC):
             call_hooks(self.parameter_hooks)
         return sums
 
-    def _add_gradient(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
-        """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only padding."""
+    def _add_gradient(
+        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+    ) -> torch.Tensor:
+        """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only
+        padding.
+        """
         if self.watched:
             from ddp_lab.strategies.idle import uses_reported
 
@@ -304,8 +361,14 @@ class Strategy(ABC):
                 return self._add_gradient_of(inputs, targets, real, divisor)
         return self._add_gradient_of(inputs, targets, real, divisor)
 
-    def _add_gradient_of(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
-        if real > 0 or (self.batch_norm == "local" and isinstance(inputs, torch.Tensor) and not self.cuts_padding):
+    def _add_gradient_of(
+        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+    ) -> torch.Tensor:
+        if real > 0 or (
+            self.batch_norm == "local"
+            and isinstance(inputs, torch.Tensor)
+            and not self.cuts_padding
+        ):
             return self.add_gradient(inputs, targets, real, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored
 
@@ -315,24 +378,31 @@ class Strategy(ABC):
     def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.
 
-        The weights are known only after the forward passes: of ignored pixels and padded tokens they are 0.
+        The weights are known only after the forward passes: of ignored pixels and padded tokens
+        they are 0.
 
         Args:
             weight: of the local batch, [].
         """
         over_all = total(self, weight)
-        scale = torch.where(over_all == 0, 0, count / over_all)  # without any weight all gradients are 0
+        # without any weight all gradients are 0
+        scale = torch.where(over_all == 0, 0, count / over_all)
         from ddp_lab.strategies.all_reduce import gradients_of
 
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return the context of all gradient-accumulation steps but the last: gradients accumulate and are not communicated."""
+        """Return the context of all gradient-accumulation steps but the last: gradients accumulate
+        and are not communicated.
+        """
         return nullcontext()
 
-    def add_gradient(self, inputs: "Tree", targets: "Tree", real: int, divisor: float) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum, *task.running, weight].
+    def add_gradient(
+        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+    ) -> torch.Tensor:
+        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum,
+        *task.running, weight].
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
@@ -340,7 +410,9 @@ class Strategy(ABC):
             divisor: what the summed loss is divided by.
         """
         with self._mixed_precision():
-            outputs = self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
+            outputs = (
+                self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
+            )
         size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
         if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
             outputs = self._of_samples(outputs, self._size(inputs), real)
@@ -349,12 +421,15 @@ class Strategy(ABC):
         return results
 
     def reduce_gradients(self) -> None:  # noqa: B027, a single device has nothing to communicate
-        """Communicate the gradients that the last backward pass of the step has not communicated."""
+        """Communicate the gradients that the last backward pass of the step has not
+        communicated.
+        """
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the complete model's gradient, [], the same on every rank.
 
-        Collective. Called after `forward_backward`. Parameters that the step has not used do not count.
+        Collective. Called after `forward_backward`. Parameters that the step has not used do not
+        count.
         """
         from ddp_lab.strategies.all_reduce import gradients_of
 
@@ -365,12 +440,17 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def predict(self, inputs: "Tree") -> Any:
-        """Return the outputs of a local batch, for example logits [b, classes], without a gradient."""
+        """Return the outputs of a local batch, for example logits [b, classes], without a
+        gradient.
+        """
         with self._mixed_precision():
             return self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
 
     def _mixed_precision(self) -> AbstractContextManager[object]:
-        """Return the context of the forward pass. Without bf16 most often nothing has to be done, and nothing is called."""
+        """Return the context of the forward pass.
+
+        Without bf16 most often nothing has to be done, and nothing is called.
+        """
         if self.runtime.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()
         return self.autocast()
@@ -400,13 +480,14 @@ class Strategy(ABC):
         """
         if self.needs_chain and not isinstance(inputs, torch.Tensor):
             raise ConfigError(
-                f"strategy={self.name}: cuts the model into blocks, each of which gets one tensor, so inputs that are a "
-                f"{type(inputs).__name__} are not supported. Use single, scratch, dp, ddp, fsdp or tp, or put the inputs into "
-                "one tensor"
+                f"strategy={self.name}: cuts the model into blocks, each of which gets one tensor, "
+                f"so inputs that are a {type(inputs).__name__} are not supported. Use single, "
+                "scratch, dp, ddp, fsdp or tp, or put the inputs into one tensor"
             )
 
     def _of_samples(self, outputs: Any, samples: int, real: int) -> Any:
-        """Return the outputs of a batch, without padding if they are no tensor, from which the loss could cut it.
+        """Return the outputs of a batch, without padding if they are no tensor, from which the loss
+        could cut it.
 
         Args:
             outputs: of the model.
@@ -425,12 +506,18 @@ class Strategy(ABC):
         return without_padding(outputs, samples, real)
 
     def describe(self) -> str:
-        """Return a line for the log: which part of the model is on which device. Called after `setup`."""
+        """Return a line for the log: which part of the model is on which device.
+
+        Called after `setup`.
+        """
         return f"{self.name} on {self.where}"
 
 
 def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
-    """Return sums of local batches, of any shape, over the global batch, the same on every rank. Collective."""
+    """Return sums of local batches, of any shape, over the global batch, the same on every rank.
+
+    Collective.
+    """
     own = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
     return strategy.runtime.all_reduce(own if strategy.is_metric_rank else own.zero_())
 
@@ -447,9 +534,12 @@ def require_division(ranks: int, inner: Mapping[str, int]) -> None:
     """
     size = math.prod(inner.values())
     if ranks % size:
-        given = " ".join(f"strategy.{axis}={length}" for axis, length in inner.items() if length > 1)
+        given = " ".join(
+            f"strategy.{axis}={length}" for axis, length in inner.items() if length > 1
+        )
         product = "sizes whose product is " if len(inner) > 1 else ""
         raise ConfigError(
-            f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x {' x '.join(inner)}, because {ranks} is "
-            f"not divisible by {size}; use {product}{divisors(ranks)}, or start a multiple of {size} ranks"
+            f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
+            f"{' x '.join(inner)}, because {ranks} is not divisible by {size}; use "
+            f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )

@@ -17,24 +17,35 @@ from torch.utils._pytree import tree_leaves
 
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ALLOWED = (
-    "nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d with track_running_stats, and subclasses that compute the same and "
-    "then call their child modules in order, as timm's BatchNormAct2d its drop and act"
+    "nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d with track_running_stats, and subclasses "
+    "that compute the same and then call their child modules in order, as timm's BatchNormAct2d "
+    "its drop and act"
 )
 
 
 def why_unsupported(layer: nn.Module) -> str:
-    """Return why a layer's statistics cannot be those of the global batch; empty if they can, or if it keeps none."""
+    """Return why a layer's statistics cannot be those of the global batch; empty if they can, or if
+    it keeps none.
+    """
     if isinstance(layer, _InstanceNorm):
-        return "its running statistics would be those of the local batch" if layer.track_running_stats else ""
+        return (
+            "its running statistics would be those of the local batch"
+            if layer.track_running_stats
+            else ""
+        )
     if isinstance(layer, _BatchNorm):
         if not layer.track_running_stats:
-            return "it has no running statistics, so an evaluation would depend on the number of ranks"
+            return (
+                "it has no running statistics, so an evaluation would depend on the number of ranks"
+            )
         # A subclass of nn.SyncBatchNorm cannot be tried: it may use the process group.
         is_tried = not isinstance(layer, nn.SyncBatchNorm)
         is_same = type(layer) in KNOWN or (is_tried and is_followed_by_children(layer))
         return "" if is_same else "its class may compute something else than torch's BatchNorm"
     buffers = [name for name, _ in layer.named_buffers(recurse=False)]
-    statistics = [name for name in buffers if name.startswith("running_") or name == "num_batches_tracked"]
+    statistics = [
+        name for name in buffers if name.startswith("running_") or name == "num_batches_tracked"
+    ]
     if statistics and changes_buffers(layer, layer.get_buffer(statistics[0]).numel()):
         return f"its {statistics[0]} would be computed from the local batch"
     return ""
@@ -42,10 +53,18 @@ def why_unsupported(layer: nn.Module) -> str:
 
 @torch.no_grad()
 def is_followed_by_children(layer: _BatchNorm) -> bool:
-    """Return whether a layer computes what torch's BatchNorm does, and then calls its child modules in order."""
+    """Return whether a layer computes what torch's BatchNorm does, and then calls its child modules
+    in order.
+    """
     with torch.random.fork_rng(devices=[]):
-        accepted = [inputs for inputs in inputs_of(layer, layer.num_features) if accepts(layer, inputs)]
-        same = [is_same_for(layer, inputs, training) for inputs in accepted for training in (True, False)]
+        accepted = [
+            inputs for inputs in inputs_of(layer, layer.num_features) if accepts(layer, inputs)
+        ]
+        same = [
+            is_same_for(layer, inputs, training)
+            for inputs in accepted
+            for training in (True, False)
+        ]
         return bool(same) and all(same)
 
 
@@ -58,7 +77,9 @@ def accepts(layer: _BatchNorm, inputs: torch.Tensor) -> bool:
 
 
 def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool:
-    """Return whether these inputs show no difference to torch's BatchNorm followed by the child modules."""
+    """Return whether these inputs show no difference to torch's BatchNorm followed by the child
+    modules.
+    """
     with suppress(Exception):
         own = cast(_BatchNorm, trial_copy(layer).train(training))
         plain = copy.deepcopy(own)
@@ -73,7 +94,9 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
         if of_own.names != of_plain.names:
             return False
         buffers = zip(own.buffers(), plain.buffers(), strict=True)
-        return torch.equal(outputs, expected) and all(torch.equal(one, other) for one, other in buffers)
+        return torch.equal(outputs, expected) and all(
+            torch.equal(one, other) for one, other in buffers
+        )
     return False
 
 
@@ -91,7 +114,11 @@ class Operations(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = tree_leaves((args, kwargs))
         if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
@@ -101,7 +128,9 @@ class Operations(TorchDispatchMode):
 
 @torch.no_grad()
 def changes_buffers(layer: nn.Module, channels: int) -> bool:
-    """Return whether a forward pass in training changes a layer's buffers, or whether this cannot be found out."""
+    """Return whether a forward pass in training changes a layer's buffers, or whether this cannot
+    be found out.
+    """
     changed: list[bool] = []
     with torch.random.fork_rng(devices=[]):
         for inputs in inputs_of(layer, channels):
@@ -123,7 +152,9 @@ def trial_copy(layer: nn.Module) -> nn.Module:
     for tensor in layer.buffers():
         memo[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     for tensor in layer.parameters():
-        memo[id(tensor)] = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor.requires_grad)
+        memo[id(tensor)] = nn.Parameter(
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"), tensor.requires_grad
+        )
     torch.default_generator.manual_seed(0)
     for tensor in memo.values():
         if tensor.is_floating_point():
@@ -132,7 +163,9 @@ def trial_copy(layer: nn.Module) -> nn.Module:
 
 
 def inputs_of(layer: nn.Module, channels: int) -> Iterator[torch.Tensor]:
-    """Yield random inputs of a layer, [b, channels, ...], with two to five dimensions, in the dtype of its statistics."""
+    """Yield random inputs of a layer, [b, channels, ...], with two to five dimensions, in the dtype
+    of its statistics.
+    """
     dtypes = [buffer.dtype for buffer in layer.buffers() if buffer.is_floating_point()]
     dtype = dtypes[0] if dtypes else torch.get_default_dtype()
     generator = torch.Generator().manual_seed(1)

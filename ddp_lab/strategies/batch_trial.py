@@ -25,7 +25,8 @@ Buffers = dict[str, torch.Tensor]
 
 
 class Functional(TorchFunctionMode):
-    """Records the modules outside of BatchNorm layers that normalise by the statistics of the batch.
+    """Records the modules outside of BatchNorm layers that normalise by the statistics of the
+    batch.
 
     Attributes:
         running: names of the modules whose `forward` is running, the innermost one last.
@@ -39,7 +40,11 @@ class Functional(TorchFunctionMode):
         self.found: list[str] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in FUNCTIONS:
@@ -50,7 +55,8 @@ class Functional(TorchFunctionMode):
 
 
 def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
-    """Return the name of a module with statistics of the local batch, and the reason; None if none is found.
+    """Return the name of a module with statistics of the local batch, and the reason; None if none
+    is found.
 
     Its state stays as it is. None is found in a model that cannot run.
 
@@ -66,7 +72,11 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
         with suppress(Exception), state_kept(model):
             results.append(buffers_after_step(model, samples(model, example, draw), recorder))
     for name in recorder.found:
-        return name, "it calls F.batch_norm with training=True, whose statistics would be those of the local batch"
+        return (
+            name,
+            "it calls F.batch_norm with training=True, whose statistics would be those of the "
+            "local batch",
+        )
     for name, buffer in results[0].items() if len(results) == 2 else ():
         owner, _, own = name.rpartition(".")
         if owner not in layers and not buffer.is_meta and not torch.equal(buffer, results[1][name]):
@@ -75,17 +85,22 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
 
 
 def changing_buffer(model: nn.Module, example: Tree) -> str | None:
-    """Return the name of a buffer outside of BatchNorm layers that every forward pass in training changes.
+    """Return the name of a buffer outside of BatchNorm layers that every forward pass in training
+    changes.
 
-    None is returned if there is none, or if the model cannot run. A buffer that a pass sets again to
-    the same values, as a cache, does not count. The model's state stays as it is.
+    None is returned if there is none, or if the model cannot run. A buffer that a pass sets again
+    to the same values, as a cache, does not count. The model's state stays as it is.
 
     Args:
         model: complete.
         example: two samples, on the meta device.
     """
     layers = {name for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    names = [name for name, buffer in model.named_buffers() if name.rpartition(".")[0] not in layers and not buffer.is_meta]
+    names = [
+        name
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[0] not in layers and not buffer.is_meta
+    ]
     if not names:
         return None
     with suppress(Exception), state_kept(model):
@@ -97,19 +112,28 @@ def changing_buffer(model: nn.Module, example: Tree) -> str | None:
 
 
 def samples(model: nn.Module, example: Tree, draw: int) -> Tree:
-    """Return samples on the model's device: random numbers, or one number if they have no fraction."""
+    """Return samples on the model's device: random numbers, or one number if they have no
+    fraction.
+    """
     generator = torch.Generator().manual_seed(draw)
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         given = torch.full_like(tensor, draw, device="cpu")
-        return given.uniform_(draw, 2 * draw + 1, generator=generator) if given.is_floating_point() else given
+        return (
+            given.uniform_(draw, 2 * draw + 1, generator=generator)
+            if given.is_floating_point()
+            else given
+        )
 
     device = next((tensor.device for tensor in model.parameters()), "cpu")
     return to(apply(drawn, example), device)
 
 
 def buffers_after_step(
-    model: nn.Module, inputs: Tree, recorder: Functional, before: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    inputs: Tree,
+    recorder: Functional,
+    before: Mapping[str, torch.Tensor] | None = None,
 ) -> Buffers:
     """Return what the buffers are after a forward pass in training, which changes copies of them.
 
@@ -122,8 +146,12 @@ def buffers_after_step(
     recorder.running = [""]
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: recorder.running.append(name))
-            leave = module.register_forward_hook(lambda *_: clear(recorder.running.pop()), always_call=True)
+            enter = module.register_forward_pre_hook(
+                lambda *_, name=name: recorder.running.append(name)
+            )
+            leave = module.register_forward_hook(
+                lambda *_: clear(recorder.running.pop()), always_call=True
+            )
             stack.callback(enter.remove)
             stack.callback(leave.remove)
         devices = {tensor.device for _, tensor in leaves(inputs) if tensor.is_cuda}

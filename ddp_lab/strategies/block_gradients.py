@@ -1,4 +1,5 @@
-"""Gradients of the blocks of a mesh: parameters that some ranks do not use, and the order of the sums.
+"""Gradients of the blocks of a mesh: parameters that some ranks do not use, and the order of the
+sums.
 
 A mesh calls all of its blocks. Parameters within a block may be left out (unit_gradients.py). The
 gradients of the blocks must then be summed in the same order on all ranks nevertheless.
@@ -40,16 +41,19 @@ class BlockGradients(UnitGradients):
 
 
 def need_gradient(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Return the output of a block so that it needs a gradient, also if the block has used none of its parameters.
+    """Return the output of a block so that it needs a gradient, also if the block has used none of
+    its parameters.
 
-    torch sums the gradients of a block after those of its inputs, but at the end of the backward pass if they need none. The
-    ranks would sum in different orders if the blocks before it use parameters on some ranks only.
+    torch sums the gradients of a block after those of its inputs, but at the end of the backward
+    pass if they need none. The ranks would sum in different orders if the blocks before it use
+    parameters on some ranks only.
     """
     if not torch.is_grad_enabled():
         return output
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         left_out = tensor.is_floating_point() and not tensor.requires_grad
-        return tensor.detach().requires_grad_().clone() if left_out else tensor  # not a leaf: it may be changed in place
+        # not a leaf: it may be changed in place
+        return tensor.detach().requires_grad_().clone() if left_out else tensor
 
     return tree_map_only(torch.Tensor, of, output)

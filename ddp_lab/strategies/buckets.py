@@ -1,4 +1,6 @@
-"""Buckets of gradients, each of which is summed over the ranks in one collective while the backward pass computes the next."""
+"""Buckets of gradients, each of which is summed over the ranks in one collective while the backward
+pass computes the next.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.strategies.all_reduce import all_gradients_of, by_dtype, flatten, set_gradients, trainable, unflatten
+from ddp_lab.strategies.all_reduce import (
+    all_gradients_of,
+    by_dtype,
+    flatten,
+    set_gradients,
+    trainable,
+    unflatten,
+)
 
 MiB = 2**20
 
@@ -16,7 +25,8 @@ class Bucket:
 
     Attributes:
         missing: number of their gradients that the current backward pass has not computed yet.
-        pending: the flattened gradients and the collective that sums them; None until it is launched.
+        pending: the flattened gradients and the collective that sums them; None until it is
+            launched.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):
@@ -26,29 +36,38 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets of gradients that are summed while the backward pass still computes the gradients of earlier layers.
+    """Buckets of gradients that are summed while the backward pass still computes the gradients of
+    earlier layers.
 
-    A hook on each parameter runs when its gradient is complete. The last gradient of a bucket launches the bucket's
-    all-reduce. The backward pass goes from the last layer to the first, so the last layers' bucket is complete first. Only the
-    all-reduce of the first layers' bucket has no computation left that could hide it.
+    A hook on each parameter runs when its gradient is complete. The last gradient of a bucket
+    launches the bucket's all-reduce. The backward pass goes from the last layer to the first, so
+    the last layers' bucket is complete first. Only the all-reduce of the first layers' bucket has
+    no computation left that could hide it.
 
-    All ranks launch the buckets in the same order, also where they use different parameters: a bucket waits for those before
-    it. What is not complete at the end of the backward pass, because a parameter was not used, is launched by `finish`.
+    All ranks launch the buckets in the same order, also where they use different parameters: a
+    bucket waits for those before it. What is not complete at the end of the backward pass, because
+    a parameter was not used, is launched by `finish`.
 
     Args:
-        groups: parameters of each bucket. Frozen parameters are left out, and those of another type get a bucket of their own.
+        groups: parameters of each bucket. Frozen parameters are left out, and those of another type
+            get a bucket of their own.
 
     Attributes:
-        active: whether gradients are counted and sent; False during gradient accumulation (`Strategy.no_sync`).
+        active: whether gradients are counted and sent; False during gradient accumulation
+            (`Strategy.no_sync`).
     """
 
     def __init__(self, groups: Iterable[list[nn.Parameter]]):
         self.active = True
-        self.buckets = [Bucket(same) for parameters in groups for same in by_dtype(trainable(parameters))]
+        self.buckets = [
+            Bucket(same) for parameters in groups for same in by_dtype(trainable(parameters))
+        ]
         self._launched = 0  # buckets of this step
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._count(bucket))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, bucket=bucket: self._count(bucket)
+                )
 
     def _count(self, bucket: Bucket) -> None:
         if not self.active:
@@ -64,20 +83,28 @@ class Buckets:
         self._launched += 1
 
     def finish(self) -> None:
-        """Sum what is left, wait for all collectives, and replace the gradients by the sums. Every parameter has a gradient."""
+        """Sum what is left, wait for all collectives, and replace the gradients by the sums.
+
+        Every parameter has a gradient.
+        """
         while self._launched < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
             assert bucket.pending is not None
             flattened, work = bucket.pending
             work.wait()
-            set_gradients(bucket.parameters, unflatten(flattened, all_gradients_of(bucket.parameters)))
-            bucket.missing, bucket.pending = len(bucket.parameters), None
+            set_gradients(
+                bucket.parameters, unflatten(flattened, all_gradients_of(bucket.parameters))
+            )
+            bucket.missing = len(bucket.parameters)
+            bucket.pending = None
         self._launched = 0
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
-    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes; the last one may be smaller."""
+    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes; the
+    last one may be smaller.
+    """
     buckets: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):
         if sum(held.nbytes for held in buckets[-1]) >= size:

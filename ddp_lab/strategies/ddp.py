@@ -1,4 +1,6 @@
-"""torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the backward pass."""
+"""torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the
+backward pass.
+"""
 
 import re
 from contextlib import AbstractContextManager
@@ -21,8 +23,8 @@ from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
 
-# Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that no gradient-accumulation
-# step used; DDP also waits for those that only earlier ones used.
+# Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that
+# no gradient-accumulation step used; DDP also waits for those that only earlier ones used.
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -30,47 +32,61 @@ class DDP(Strategy):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last gradient is computed; with
-            compile=true the model is also compiled in pieces of that size.
-        find_unused_parameters: whether steps may use some of the parameters only, on each rank others; costs a walk through
-            autograd's graph and a small all-reduce in every step.
+        bucket_cap_mb: MiB of gradients that fill a bucket, which is sent as soon as its last
+            gradient is computed; with compile=true the model is also compiled in pieces of that
+            size.
+        find_unused_parameters: whether steps may use some of the parameters only, on each rank
+            others; costs a walk through autograd's graph and a small all-reduce in every step.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
     wrapper_class = DistributedDataParallel  # another one, if the step is only planned
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, bucket_cap_mb: Positive, find_unused_parameters: bool = False):
+    def __init__(
+        self,
+        runtime: Runtime,
+        batch_norm: BatchNorm,
+        bucket_cap_mb: Positive,
+        find_unused_parameters: bool = False,
+    ):
         super().__init__(runtime, batch_norm=batch_norm)
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
             allow_unused(self)
-        self.bucket_cap_mb, self.bucket_sizes = bucket_cap_mb, (bucket_cap_mb * MiB,)
+        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_sizes = (bucket_cap_mb * MiB,)
 
     @property
     def may_leave_unused(self) -> bool:
         return bool(self.find_unused_parameters)  # DDP waits for every gradient also on one rank
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
+        self.module = set_batch_norm(
+            to_device(model, self.device, self.initial_weights), self.batch_norm
+        )
         self.trained = [*trainable(self.module.parameters())]
         self.forward = self.wrapper = self.wrapper_class(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=bool(self.find_unused_parameters),
-            gradient_as_bucket_view=True,  # saves 4 bytes per parameter and the copy back from the buckets
+            # saves 4 bytes per parameter and the copy back from the buckets
+            gradient_as_bucket_view=True,
         )
         self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
-        self.wrapper.broadcast_buffers = False  # buffers are sent when training mode ends (Strategy.train), not in every step
+        # buffers are sent when training mode ends (Strategy.train), not in every step
+        self.wrapper.broadcast_buffers = False
         if not self.find_unused_parameters:  # with which DDP keeps its first buckets
             self._rebuild_buckets(model)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
-        """Run one backward pass and discard its gradients, so that DDP has the same buckets in every training step.
+        """Run one backward pass and discard its gradients, so that DDP has the same buckets in
+        every training step.
 
-        After its first backward pass DDP rebuilds its buckets in the order in which the gradients arrived. With more than two
-        ranks this changes the order of addition. The first step of a resumed run would then differ in its last bits from the
-        same step of an uninterrupted run. The pass is one of training mode, which may use other parameters than evaluation.
+        After its first backward pass DDP rebuilds its buckets in the order in which the gradients
+        arrived. With more than two ranks this changes the order of addition. The first step of a
+        resumed run would then differ in its last bits from the same step of an uninterrupted run.
+        The pass is one of training mode, which may use other parameters than evaluation.
         """
         if self.example is None:  # a library's user has given no sample
             return
@@ -103,7 +119,9 @@ class DDP(Strategy):
     def _name_in(self, error: str) -> str:
         """Return the name of the first parameter whose number is in torch's error."""
         number = re.search(r"did not receive grad for rank \d+: (\d+)", error)
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        names = [
+            name for name, parameter in self.module.named_parameters() if parameter.requires_grad
+        ]
         return names[int(number[1])] if number else names[-1]
 
 
@@ -113,8 +131,9 @@ def sum_bucket(
 ) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, which DDP without a hook averages.
 
-    The loss is divided by the size of the global batch already. To make up for an average it would be multiplied by the number
-    of ranks, and so would every gradient that hooks on activations and backward passes of the user's own see.
+    The loss is divided by the size of the global batch already. To make up for an average it would
+    be multiplied by the number of ranks, and so would every gradient that hooks on activations and
+    backward passes of the user's own see.
     """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None  # None is for ranks outside of the group

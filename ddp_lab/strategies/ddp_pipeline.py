@@ -27,7 +27,9 @@ class DDPPipeline(Pipeline):
         pp: number of ranks in a pipeline. The number of replicas is the number of ranks / pp.
     """
 
-    def __init__(self, runtime: Runtime, pp: Count, batch_norm: BatchNorm, **keys: Unpack[PipelineKeys]):
+    def __init__(
+        self, runtime: Runtime, pp: Count, batch_norm: BatchNorm, **keys: Unpack[PipelineKeys]
+    ):
         super().__init__(runtime, {"pp": pp}, **keys)
         self.batch_norm = batch_norm
 

@@ -1,7 +1,7 @@
 """nn.DataParallel: one process with one thread per GPU. The historical baseline, slower than DDP.
 
-Every step copies the model from the first GPU to the others, scatters the batch, gathers the logits on the first GPU and
-sums the gradients there. All threads share the lock of one Python interpreter.
+Every step copies the model from the first GPU to the others, scatters the batch, gathers the logits
+on the first GPU and sums the gradients there. All threads share the lock of one Python interpreter.
 """
 
 from torch import nn
@@ -17,8 +17,8 @@ class DP(Strategy):
     """Data parallelism in one process by nn.DataParallel.
 
     Args:
-        devices: GPUs to use, of which the first holds the model; null uses all GPUs that `device` allows. Without a GPU there
-            is one replica, on the CPU.
+        devices: GPUs to use, of which the first holds the model; null uses all GPUs that `device`
+            allows. Without a GPU there is one replica, on the CPU.
     """
 
     one_process = True
@@ -26,7 +26,11 @@ class DP(Strategy):
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):
         super().__init__(runtime)
-        self.devices = [find_device(name, "strategy.devices") for name in devices] if devices else runtime.devices
+        self.devices = (
+            [find_device(name, "strategy.devices") for name in devices]
+            if devices
+            else runtime.devices
+        )
         self.device = self.devices[0]
         if self.device.type == "cpu":
             self.devices = [self.device]  # one replica, even if the CPU is listed several times
@@ -35,9 +39,16 @@ class DP(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = to_device(model, self.device, self.initial_weights)
-        self.forward = nn.DataParallel(self.module, self.devices) if self.device.type == "cuda" else self.module
+        self.forward = (
+            nn.DataParallel(self.module, self.devices)
+            if self.device.type == "cuda"
+            else self.module
+        )
 
     def describe(self) -> str:
         if self.device.type == "cpu":
             return "dp on the CPU: no GPU is available, so one replica runs without nn.DataParallel"
-        return f"dp: one process, nn.DataParallel over {', '.join(str(device) for device in self.devices)}"
+        return (
+            "dp: one process, nn.DataParallel over "
+            f"{', '.join(str(device) for device in self.devices)}"
+        )

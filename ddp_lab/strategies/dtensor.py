@@ -1,7 +1,8 @@
-"""DTensors: this rank's shard of a tensor, full tensors of shards, and what torch remembers of them.
+"""DTensors: this rank's shard of a tensor, full tensors of shards, and what torch remembers of
+them.
 
-fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards. DTensor is
-imported where it is used, because that loads 500 modules.
+fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards.
+DTensor is imported where it is used, because that loads 500 modules.
 """
 
 import sys
@@ -18,22 +19,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none, return the shard as it is."""
+    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none,
+    return the shard as it is.
+    """
     if not hasattr(tensor, "to_local"):
         return shard
     from torch.distributed.tensor import DTensor
 
     full = cast(DTensor, tensor)
-    # The shape must be given: torch would otherwise compute it from this shard, and be wrong where shards differ in size.
-    return DTensor.from_local(shard, full.device_mesh, full.placements, shape=full.shape, stride=full.stride())
+    # The shape must be given: torch would otherwise compute it from this shard, and be wrong where
+    # shards differ in size.
+    return DTensor.from_local(
+        shard, full.device_mesh, full.placements, shape=full.shape, stride=full.stride()
+    )
 
 
 def shard_like(full: Any, tensor: torch.Tensor) -> Any:
-    """Return this rank's shard of a full tensor, as a DTensor of the layout of `tensor`. Not collective.
+    """Return this rank's shard of a full tensor, as a DTensor of the layout of `tensor`.
 
-    What has another shape than `tensor`, or is no tensor, is returned as it is, and so is all if `tensor` is no DTensor.
+    Not collective.
+
+    What has another shape than `tensor`, or is no tensor, is returned as it is, and so is all if
+    `tensor` is no DTensor.
     """
-    if not hasattr(tensor, "placements") or not isinstance(full, torch.Tensor) or full.shape != tensor.shape:
+    if (
+        not hasattr(tensor, "placements")
+        or not isinstance(full, torch.Tensor)
+        or full.shape != tensor.shape
+    ):
         return full
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -42,7 +55,10 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
 
 
 def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-    """Return a copy of the full tensor of shards, or of a tensor that is no DTensor, in host memory. Collective.
+    """Return a copy of the full tensor of shards, or of a tensor that is no DTensor, in host
+    memory.
+
+    Collective.
 
     Args:
         tensor: the same on all ranks that share it.
@@ -60,17 +76,23 @@ def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free gathered parameters, so that the shards can be changed. A module that is not sharded is left as it is.
+    """Free gathered parameters, so that the shards can be changed.
+
+    A module that is not sharded is left as it is.
 
     With reshard_after_forward=False an evaluation leaves the blocks gathered.
     """
     for part in module.modules():
-        if hasattr(part, "reshard"):  # not isinstance: importing FSDPModule takes as long as importing DTensor
+        # not isinstance: importing FSDPModule takes as long as importing DTensor
+        if hasattr(part, "reshard"):
             cast(Any, part).reshard()
 
 
 def forget_layouts() -> None:
-    """Clear what DTensor remembers of layouts, which refer to process groups that are closed. Equal meshes would find them."""
+    """Clear what DTensor remembers of layouts, which refer to process groups that are closed.
+
+    Equal meshes would find them.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor, _redistribute

@@ -1,12 +1,14 @@
-"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and momentum tensor.
+"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and
+momentum tensor.
 
     rank 0:  shard 0 --+                                                     +-- shard 0 of the summed gradients
                        +-- all_gather -> block -> free ... reduce_scatter <--+
     rank 1:  shard 1 --+                                                     +-- shard 1 of the summed gradients
 
-A block's parameters are gathered from all ranks just before its forward and its backward pass, and freed after each. Its
-gradients are summed and scattered, so that each rank gets the sum of its own shard (Rajbhandari et al. 2019, ZeRO stage 3,
-arXiv:1910.02054). As under ddp, every rank computes its own local batch; only the memory is sharded.
+A block's parameters are gathered from all ranks just before its forward and its backward pass, and
+freed after each. Its gradients are summed and scattered, so that each rank gets the sum of its own
+shard (Rajbhandari et al. 2019, ZeRO stage 3, arXiv:1910.02054). As under ddp, every rank computes
+its own local batch; only the memory is sharded.
 """
 
 from collections.abc import Generator
@@ -38,15 +40,19 @@ from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(FullyShard):
-    """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the complete model.
+    """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the
+    complete model.
 
     Args:
-        reshard_after_forward: whether to free a block's gathered parameters after its forward pass and gather them again for
-            its backward pass, which takes less memory and 1.5 times the communication.
-        keep_whole: names of modules, or patterns of names such as experts.*, whose parameters are gathered with the module
-            around them instead of separately: those that a step may leave out on some ranks only.
-        find_unused_parameters: whether steps may use some of the parameters only. Then those that the two samples of the trial
-            do not use are not frozen, and padding does not count as a use.
+        reshard_after_forward: whether to free a block's gathered parameters after its forward pass
+            and gather them again for its backward pass, which takes less memory and 1.5 times the
+            communication.
+        keep_whole: names of modules, or patterns of names such as experts.*, whose parameters are
+            gathered with the module around them instead of separately: those that a step may leave
+            out on some ranks only.
+        find_unused_parameters: whether steps may use some of the parameters only. Then those that
+            the two samples of the trial do not use are not frozen, and padding does not count as a
+            use.
     """
 
     sharded = True
@@ -72,21 +78,28 @@ class FSDP(FullyShard):
         super().partition(model, samples)
         if self.checkpointing != "none" and not isinstance(model, Chain):
             raise ConfigError(
-                f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a Chain of blocks, got "
-                f"{type(model).__name__}. Make it one (docs/your-own.md), or use strategy.checkpoint_activations=none"
+                f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a "
+                f"Chain of blocks, got {type(model).__name__}. Make it one (docs/your-own.md), or "
+                "use strategy.checkpoint_activations=none"
             )
         usage = None
-        if self.example is not None and not isinstance(model, Chain):  # a Chain calls all its blocks
+        # a Chain calls all its blocks
+        if self.example is not None and not isinstance(model, Chain):
             usage = find_usage(model, self.example)
         self.units = find_units(model, usage, self.keep_whole)
-        require_one_dtype([*self.units, model], {module: name for name, module in model.named_modules()})
+        require_one_dtype(
+            [*self.units, model], {module: name for name, module in model.named_modules()}
+        )
         if not set(self.units) <= set(model.children()):
-            self.refusals["compile"] = "fsdp gathers modules within a block, which would divide the compiled block"
+            self.refusals["compile"] = (
+                "fsdp gathers modules within a block, which would divide the compiled block"
+            )
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.group = mesh.get_group("dp")
-        # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those of several may deadlock.
+        # BatchNorm uses the group of the mesh: collectives of one communicator run in order, those
+        # of several may deadlock.
         if self.initial_weights is None:
             model.to(self.device)
         make_contiguous(model)
@@ -97,11 +110,18 @@ class FSDP(FullyShard):
         self.hooks = UnitHooks(model, UnitOrder(self.runtime, self.name, advice))
         self.shard([*self.units, model], mesh, self.reshard_after_forward)
         if self.initial_weights is not None:
-            fill(model, self.initial_weights, self.device)  # now that it is sharded, a rank allocates only its shards
+            # now that it is sharded, a rank allocates only its shards
+            fill(model, self.initial_weights, self.device)
         if isinstance(model, Chain):
             self.checkpoint_blocks(model)
 
-    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+    def shard_unit(
+        self,
+        unit: nn.Module,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         self.hooks.before_sharding(unit)
         super().shard_unit(unit, mesh, reshard_after_forward, policy)
         self.hooks.after_sharding(unit)

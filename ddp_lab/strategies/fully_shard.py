@@ -1,4 +1,6 @@
-"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model, and activation checkpointing."""
+"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model, and
+activation checkpointing.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,8 +30,9 @@ class FullyShard(Strategy):
     """A strategy whose `setup` calls `shard`. Its parameters are DTensors.
 
     Args:
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing (none), or each block's
-            forward pass (block), which costs about a third of a step (Chen et al. 2016, arXiv:1604.06174).
+        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing
+            (none), or each block's forward pass (block), which costs about a third of a step (Chen
+            et al. 2016, arXiv:1604.06174).
     """
 
     compiled_by_block = True
@@ -37,13 +40,16 @@ class FullyShard(Strategy):
     copies_weights = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing):
+    def __init__(
+        self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing
+    ):
         super().__init__(runtime, batch_norm=batch_norm)
         self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
         if checkpoint_activations != "none":
             self.refusals["cuda_graph"] = (
-                f"strategy.checkpoint_activations={checkpoint_activations} keeps the random generators' state on the host"
+                f"strategy.checkpoint_activations={checkpoint_activations} keeps the random "
+                "generators' state on the host"
             )
 
     @property
@@ -53,63 +59,89 @@ class FullyShard(Strategy):
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
         require_no_hooks(model, self.name)
-        if scalars := [name for name, parameter in model.named_parameters() if parameter.dim() == 0]:
+        if scalars := [
+            name for name, parameter in model.named_parameters() if parameter.dim() == 0
+        ]:
             raise ConfigError(
-                f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no dimensions. Give it the shape "
-                "[1], or use another strategy, for example ddp"
+                f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no "
+                "dimensions. Give it the shape [1], or use another strategy, for example ddp"
             )
         for name, parameter in model.named_parameters():
             if not parameter.numel() and parameter.size(0):
                 raise ConfigError(
-                    f"strategy={self.name}: cannot shard the parameter {name} of shape {list(parameter.shape)}, which has "
-                    "no elements. Let its first dimension be 0, remove it, or use another strategy, for example ddp"
+                    f"strategy={self.name}: cannot shard the parameter {name} of shape "
+                    f"{list(parameter.shape)}, which has no elements. Let its first dimension be "
+                    "0, remove it, or use another strategy, for example ddp"
                 )
         if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
             raise ConfigError(
-                f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models with BatchNorm, whose "
-                "statistics would count every batch twice. Use strategy.checkpoint_activations=none"
+                f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models "
+                "with BatchNorm, whose statistics would count every batch twice. Use "
+                "strategy.checkpoint_activations=none"
             )
 
-    def shard(self, parts: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool) -> None:
+    def shard(
+        self, parts: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool
+    ) -> None:
         """Shard the parameters of each part over the ranks of `mesh`, in place.
 
         Args:
             parts: inner modules before those that contain them; the last one contains all others.
             mesh: of one dimension; or of two, along the first of which the shards are replicated.
-            reshard_after_forward: whether to free a part's gathered parameters between its forward and its backward pass.
+            reshard_after_forward: whether to free a part's gathered parameters between its forward
+                and its backward pass.
         """
         policy = MixedPrecisionPolicy()
-        if self.runtime.precision == "bf16":  # in which the parts compute, with float32 shards and sums of gradients
+        # in which the parts compute, with float32 shards and sums of gradients
+        if self.runtime.precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may be in bf16.
+            # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may
+            # be in bf16.
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                 self.shard_unit(layer, mesh, reshard_after_forward, keep)
-        copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))  # not at the top: it loads torch.compile in 1 s
+        # not at the top: it loads torch.compile in 1 s
+        copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))
         for part in parts:
-            part.register_forward_hook(copy)  # before torch's own hook, which is not compiled, either
+            # before torch's own hook, which is not compiled, either
+            part.register_forward_hook(copy)
             self.shard_unit(part, mesh, reshard_after_forward, policy)
         for part in sharded_in(parts[-1]):
-            part.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
+            # the gradients of the ranks are summed, not averaged
+            part.set_gradient_divide_factor(1.0)
+            # gloo has no other reduction with a factor
+            part.set_force_sum_reduction_for_comms(True)
 
-    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
-        """Shard the parameters of a module that are not sharded yet, in place. The arguments are as above."""
+    def shard_unit(
+        self,
+        unit: nn.Module,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        """Shard the parameters of a module that are not sharded yet, in place.
+
+        The arguments are as above.
+        """
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
     def train(self, mode: bool = True) -> None:
-        # An evaluation may leave the blocks gathered, and a captured step changes the shards without reading them.
+        # An evaluation may leave the blocks gathered, and a captured step changes the shards
+        # without reading them.
         reshard(self.module)
         super().train(mode)
 
     def checkpoint_blocks(self, chain: Chain) -> None:
-        """Let the backward pass compute the forward pass of each block again, if the option says so."""
+        """Let the backward pass compute the forward pass of each block again, if the option says
+        so.
+        """
         if self.checkpointing != "none":
             chain.execute_in([partial(checkpoint, block, use_reentrant=False) for block in chain])
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        # Backward passes leave the gradients unsharded meanwhile, which costs the memory that sharding them saves.
+        # Backward passes leave the gradients unsharded meanwhile, which costs the memory that
+        # sharding them saves.
         assert isinstance(self.forward, FSDPModule)
         self.forward.set_requires_gradient_sync(False)
         try:
@@ -124,11 +156,13 @@ class FullyShard(Strategy):
 
 
 def forget_order(module: nn.Module) -> None:
-    """Let torch forget in which order the parts of `module` ran forward; called after a forward pass without a backward pass.
+    """Let torch forget in which order the parts of `module` ran forward; called after a forward
+    pass without a backward pass.
 
-    A backward pass gathers parts in advance, in the reverse order of all forward passes since the last one. With those of an
-    evaluation before it, it gathers one part too many, whose buffer torch frees early: the next forward pass then computed with
-    wrong parameters if it followed at once, as in gradient accumulation (torch 2.11, two H200s). There is no public function.
+    A backward pass gathers parts in advance, in the reverse order of all forward passes since the
+    last one. With those of an evaluation before it, it gathers one part too many, whose buffer
+    torch frees early: the next forward pass then computed with wrong parameters if it followed at
+    once, as in gradient accumulation (torch 2.11, two H200s). There is no public function.
     """
     for part in sharded_in(module):
         part._get_fsdp_state()._comm_ctx.post_forward_order.clear()  # pyright: ignore[reportPrivateUsage]
@@ -142,7 +176,10 @@ def sharded_in(module: nn.Module) -> list[FSDPModule]:
 def copy_views(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
     """Return the output of a part with copies of the tensors that are views.
 
-    torch gathers a part for its backward pass in a hook on its output. If the output is a view, for example the last output of
-    an LSTM, and is then changed in place, torch drops this hook, and the backward pass fails or is wrong. torch only warns.
+    torch gathers a part for its backward pass in a hook on its output. If the output is a view, for
+    example the last output of an LSTM, and is then changed in place, torch drops this hook, and the
+    backward pass fails or is wrong. torch only warns.
     """
-    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output)
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output
+    )

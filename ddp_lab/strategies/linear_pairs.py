@@ -1,11 +1,13 @@
-"""The linear layers of a pair: the first one is divided by units (column), the second one by inputs (row).
+"""The linear layers of a pair: the first one is divided by units (column), the second one by inputs
+(row).
 
     forward   tokens -- column: own units -- ... -- row: sum over own units -- all_reduce --> tokens
     backward  gradient of the tokens <-- all_reduce -- column <-- ... <-- row <-- gradient of the tokens
 
-The all_reduce of the backward pass runs while the gradients of the column layer's weights are computed, and that of the forward
-pass while the row layer computes its next chunk. Layers that get the same tokens, such as query, key and value, are computed by
-one matrix multiplication: narrow ones do not fill a GPU, and their gradients of the tokens are summed before they are sent.
+The all_reduce of the backward pass runs while the gradients of the column layer's weights are
+computed, and that of the forward pass while the row layer computes its next chunk. Layers that get
+the same tokens, such as query, key and value, are computed by one matrix multiplication: narrow
+ones do not fill a GPU, and their gradients of the tokens are summed before they are sent.
 """
 
 from collections.abc import Sequence
@@ -22,10 +24,12 @@ CHUNKS = 2  # of a batch, of which the sum of one is under way while a row layer
 
 
 def own_part(parameter: torch.Tensor, partial: bool = False) -> torch.Tensor:
-    """Return this rank's part of a parameter of a divided layer. torch.compile traces this method only if it is called so.
+    """Return this rank's part of a parameter of a divided layer. torch.compile traces this method
+    only if it is called so.
 
     Args:
-        partial: whether the gradient is one part of a sum over the ranks, of a parameter that is not divided.
+        partial: whether the gradient is one part of a sum over the ranks, of a parameter that is
+            not divided.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -47,7 +51,9 @@ def as_computed(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Enter(torch.autograd.Function):
-    """All tokens for those that the rank has; in the backward pass the sum of the ranks' gradients."""
+    """All tokens for those that the rank has; in the backward pass the sum of the ranks'
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
@@ -108,7 +114,9 @@ class Row(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, group: TokenGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, group: TokenGroup
+    ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.group = group
         own: list[torch.Tensor] = []
@@ -129,7 +137,9 @@ class Row(torch.autograd.Function):
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer of which this rank computes some units: a layer of torch after `divide_linear`."""
+    """A linear layer of which this rank computes some units: a layer of torch after
+    `divide_linear`.
+    """
 
     together: "Together"
 
@@ -139,12 +149,18 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of which this rank has the weights of some inputs: a layer of torch after `divide_linear`."""
+    """A linear layer of which this rank has the weights of some inputs: a layer of torch after
+    `divide_linear`.
+    """
 
     group: TokenGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that the rank has, [b, n, width], for the inputs of this rank, [b, n, units]. Collective."""
+        """Return the tokens that the rank has, [b, n, width], for the inputs of this rank, [b, n,
+        units].
+
+        Collective.
+        """
         outputs = Row.apply(*as_computed(input, own_part(self.weight)), self.group)
         bias = cast("torch.Tensor | None", self.bias)
         if bias is None:
@@ -154,7 +170,8 @@ class RowLinear(nn.Linear):
 
 
 class Together:
-    """Column layers that get the same tokens: those below a module that gathers them, or a single one.
+    """Column layers that get the same tokens: those below a module that gathers them, or a single
+    one.
 
     Args:
         group: the ranks that share the layers.
@@ -170,7 +187,9 @@ class Together:
         self._complete: torch.Tensor | None = None  # all of them, which the module got
         self._outputs: list[torch.Tensor] = []  # of all layers
 
-    def enter(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def enter(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         """Give a module all tokens in place of those that the rank has: a forward pre-hook."""
         tokens, *others = inputs
         complete: Any = Enter.apply(tokens, self.group)
@@ -179,22 +198,29 @@ class Together:
         self._outputs = []
         return complete, *others
 
-    def leave(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def leave(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> None:
         """Free what `enter` has kept: a forward hook."""
         self._tokens = self._complete = None
         self._outputs = []
 
     def compute(self, layer: ColumnLinear, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of a layer, and compute those of the others at once if the module's tokens are its inputs."""
+        """Return the outputs of a layer, and compute those of the others at once if the module's
+        tokens are its inputs.
+        """
         if self._tokens is None or self._complete is None:
             return self._columns([layer], inputs, gather(inputs.detach(), self.group))[0]
-        if inputs is not self._complete:  # the module has computed them; their gradient is summed where it got the tokens
+        # the module has computed them; their gradient is summed where it got the tokens
+        if inputs is not self._complete:
             return F.linear(inputs, *weight_and_bias(layer))
         if not self._outputs:
             self._outputs = self._columns(self.layers, self._tokens, self._complete.detach())
         return self._outputs[self.layers.index(layer)]
 
-    def _columns(self, layers: Sequence[ColumnLinear], tokens: torch.Tensor, complete: torch.Tensor) -> list[torch.Tensor]:
+    def _columns(
+        self, layers: Sequence[ColumnLinear], tokens: torch.Tensor, complete: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Return the outputs of layers for the same tokens.
 
         Args:
@@ -207,7 +233,12 @@ class Together:
         if len(parts) > 1:
             weight = torch.cat([weight for weight, _ in parts])
             if any(bias is not None for _, bias in parts):
-                bias = torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
+                bias = torch.cat(
+                    [
+                        weight.new_zeros(len(weight)) if bias is None else bias
+                        for weight, bias in parts
+                    ]
+                )
         if bias is not None:
             (bias,) = as_computed(bias)
         outputs: Any = Column.apply(*as_computed(tokens, complete, weight), bias, self.group)

@@ -1,4 +1,5 @@
-r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ranks in one code path.
+r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ranks in one code
+path.
 
     pp 2 x dp 2 x tp 2        tp 0    tp 1                what the ranks along an axis send to each other
       pp 0   dp 0           rank 0  rank 1  \             tp: activations, twice for every pair of layers and direction
@@ -6,12 +7,14 @@ r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ra
       pp 1   dp 0           rank 4  rank 5  \             pp: activations, between consecutive stages
              dp 1           rank 6  rank 7  / stage 1
 
-The ranks along tp are neighbours, because they send most; those along pp are farthest apart. Ranks with the same dp read the
-same samples. Along dp, groups of `shard` ranks share one copy of their stage as under fsdp: shard=1 is data parallelism as
-under ddp, shard=dp is fsdp, and any other divisor of dp is hybrid sharding (HSDP).
+The ranks along tp are neighbours, because they send most; those along pp are farthest apart. Ranks
+with the same dp read the same samples. Along dp, groups of `shard` ranks share one copy of their
+stage as under fsdp: shard=1 is data parallelism as under ddp, shard=dp is fsdp, and any other
+divisor of dp is hybrid sharding (HSDP).
 
-Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also along an axis of one rank.
-Every parameter is therefore a DTensor of the same mesh, which optimizers, clipping, averages and checkpoints treat alike.
+Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also
+along an axis of one rank. Every parameter is therefore a DTensor of the same mesh, which
+optimizers, clipping, averages and checkpoints treat alike.
 """
 
 import math
@@ -57,27 +60,32 @@ class MeshKeys(TypedDict):
     tp: Count
     pp: Count
     sequence_parallel: bool
-    # interleavedzerobubble is excluded: it computes the weights' gradients separately, without running fully_shard's hooks.
+    # interleavedzerobubble is excluded: it computes the weights' gradients separately, without
+    # running fully_shard's hooks.
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b"]
     num_microbatches: Count
     cut: list[BlockName] | None
 
 
 class Mesh(FullyShard):
-    """A mesh of pp x dp x tp ranks, of which dp has those that pp and tp leave. With pp above 1 it is a pipeline.
+    """A mesh of pp x dp x tp ranks, of which dp has those that pp and tp leave.
+
+    With pp above 1 it is a pipeline.
 
     Args:
-        shard: ranks along dp that share one copy of the parameters, each storing a shard of every tensor; null: all of dp.
+        shard: ranks along dp that share one copy of the parameters, each storing a shard of every
+            tensor; null: all of dp.
         tp: ranks that share each layer. The model's blocks must have a plan for it.
         pp: ranks that share the model's blocks, each with one stage or several.
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs into one stage per rank, or
-            two per rank with the interleaved schedule.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs
+            into one stage per rank, or two per rank with the interleaved schedule.
 
     Raises:
-        ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not fit the axes.
+        ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not
+            fit the axes.
     """
 
     needs_chain = True
@@ -90,32 +98,45 @@ class Mesh(FullyShard):
         **keys: Unpack[MeshKeys],
     ):
         super().__init__(runtime, batch_norm, checkpoint_activations)
-        tp, pp = keys["tp"], keys["pp"]
+        tp = keys["tp"]
+        pp = keys["pp"]
         require_division(runtime.world_size, {"pp": pp, "tp": tp})
         dp = self.dp_size = self.replicas = runtime.world_size // (pp * tp)
         shard = keys["shard"] or dp
         if dp % shard:
             raise ConfigError(
-                f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, or null for all of them"
+                f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, "
+                "or null for all of them"
             )
-        self.axes = {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}  # the last one varies fastest with the rank
-        self.dp_rank, self.pp_rank = runtime.rank // tp % dp, runtime.rank // (tp * dp)
-        self.sharded, self.keys = shard > 1, keys
+        # the last one varies fastest with the rank
+        self.axes = {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}
+        self.dp_rank = runtime.rank // tp % dp
+        self.pp_rank = runtime.rank // (tp * dp)
+        self.sharded = shard > 1
+        self.keys = keys
         if pp > 1:
             self.num_microbatches = keys["num_microbatches"]
 
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         super().partition(model, samples)
-        require_one_place(model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)")
-        tp, pp, tokens_too = self.axes["tp"], self.axes["pp"], self.keys["sequence_parallel"]
+        require_one_place(
+            model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)"
+        )
+        tp = self.axes["tp"]
+        pp = self.axes["pp"]
+        tokens_too = self.keys["sequence_parallel"]
         if pp > 1:
             self.plan = PipelinePlan.make(self.keys, model, pp, samples, self.name)
             self.bubble = self.plan.bubble
         elif self.keys["cut"]:
-            raise ConfigError("strategy.cut: is only used if strategy.pp is above 1, got strategy.pp=1")
+            raise ConfigError(
+                "strategy.cut: is only used if strategy.pp is above 1, got strategy.pp=1"
+            )
         else:
-            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules())))
+            self.plan = PipelinePlan(
+                "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules()))
+            )
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
         self.peer_sums: PeerSums | None = None
@@ -137,7 +158,9 @@ class Mesh(FullyShard):
         self.executor = None
         if self.pp_group is not None and self.axes["pp"] > 1:
             assert self.forms is not None
-            self.executor = PipelineExecutor(self.plan, stages, self.forms, self.pp_group, self.task, self.device)
+            self.executor = PipelineExecutor(
+                self.plan, stages, self.forms, self.pp_group, self.task, self.device
+            )
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
 
@@ -157,42 +180,71 @@ class Mesh(FullyShard):
         set_batch_norm(stage, self.batch_norm, self.dp_group)
         if self.axes["tp"] > 1:
             along_tp = self.mesh["tp"]
-            group, self.peer_sums = make_group(along_tp.get_group(), self.keys["sequence_parallel"], self.device)
+            group, self.peer_sums = make_group(
+                along_tp.get_group(), self.keys["sequence_parallel"], self.device
+            )
             self.runtime.keep(self.peer_sums)
-            tokens = dict(zip(self.plan.parts.names, zip(self.tokens, self.tokens[1:], strict=False), strict=True))
+            tokens = dict(
+                zip(
+                    self.plan.parts.names,
+                    zip(self.tokens, self.tokens[1:], strict=False),
+                    strict=True,
+                )
+            )
             for name, block in stage.named_children():
                 parallelize(block, along_tp, group, *tokens[name])
-        self.gradients.append(BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers())))
-        along_dp = self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
+        self.gradients.append(
+            BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers()))
+        )
+        along_dp = (
+            self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
+        )
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
         self.checkpoint_blocks(stage)
 
-    def shard_unit(self, unit: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
-        if not isinstance(unit, Stage) and any(parameter.requires_grad for parameter in unit.parameters()):
+    def shard_unit(
+        self,
+        unit: nn.Module,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        if not isinstance(unit, Stage) and any(
+            parameter.requires_grad for parameter in unit.parameters()
+        ):
             unit.register_forward_hook(eager(need_gradient))
         self.gradients[-1].before_sharding(unit)
         super().shard_unit(unit, mesh, reshard_after_forward, policy)
         self.gradients[-1].after_sharding(unit)
 
     def _peers(self) -> list[int]:
-        """Return the numbers of the ranks that read other batches than this one, and hold the same blocks; and its own."""
+        """Return the numbers of the ranks that read other batches than this one, and hold the same
+        blocks; and its own.
+        """
         tp = self.axes["tp"]
         first = self.runtime.rank - self.dp_rank * tp
         return [first + tp * replica for replica in range(self.dp_size)]
 
     def describe(self) -> str:
-        (pp, replicate, shard, tp), parts = self.axes.values(), self.plan.parts
+        (pp, replicate, shard, tp) = self.axes.values()
+        parts = self.plan.parts
         lines = [
             f"mesh on {self.where}:",
             f"pp {pp} x dp {self.dp_size} x tp {tp}, dp = replicate {replicate} x shard {shard}",
         ]
         each = self.dp_size * tp
         for stage in range(pp):
-            ends = [(parts.names[part[0]], parts.names[part[-1]]) for part in parts.parts[stage::pp]]
-            blocks = " and ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
-            lines.append(f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}")
+            ends = [
+                (parts.names[part[0]], parts.names[part[-1]]) for part in parts.parts[stage::pp]
+            ]
+            blocks = " and ".join(
+                first if first == last else f"{first} .. {last}" for first, last in ends
+            )
+            lines.append(
+                f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}"
+            )
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
@@ -222,13 +274,16 @@ class Mesh(FullyShard):
             self.peer_sums.begin()
 
     def _check_tokens(self, inputs: torch.Tensor) -> None:
-        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not cut into stages."""
+        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not
+        cut into stages.
+        """
         if self.forms is not None:
             self.forms.of(Form.of(inputs))
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        # torch's schedules sum the gradients after the last micro-batch of every gradient-accumulation step.
+        # torch's schedules sum the gradients after the last micro-batch of every
+        # gradient-accumulation step.
         with nullcontext() if self.executor else super().no_sync():
             yield
 
@@ -238,7 +293,8 @@ class Mesh(FullyShard):
             gradients.drop_unused(self.dp_group, self.device)
 
     def gradient_norm(self) -> torch.Tensor:
-        # Every rank adds its shards, divided by the number of ranks of its stage that have the same ones.
+        # Every rank adds its shards, divided by the number of ranks of its stage that have the same
+        # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in cast("list[DTensor]", gradients_of(self.module.parameters())):
             places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)

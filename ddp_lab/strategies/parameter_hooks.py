@@ -31,7 +31,8 @@ class Later:
 
 
 class Hooked(NamedTuple):
-    """A parameter and its hooks, in the dicts in which torch keeps them, so that the handle of a hook still removes it.
+    """A parameter and its hooks, in the dicts in which torch keeps them, so that the handle of a
+    hook still removes it.
 
     Attributes:
         module: that has the parameter, which moving to a device may replace.
@@ -46,11 +47,14 @@ class Hooked(NamedTuple):
     on_parameter: dict[int, Any]
 
 
-Key = tuple[int, int, int]  # of a hook: its parameter, its kind, and its number in the dict of torch
+# of a hook: its parameter, its kind, and its number in the dict of torch
+Key = tuple[int, int, int]
 
 
 def take_hooks(model: nn.Module, known: Set[Key] = frozenset()) -> list[Hooked]:
-    """Let autograd leave out the hooks of a model's parameters, and return them. A strategy may then add its own.
+    """Let autograd leave out the hooks of a model's parameters, and return them.
+
+    A strategy may then add its own.
 
     Args:
         model: of the user, or what the strategy has made of it.
@@ -67,7 +71,8 @@ def take_hooks(model: nn.Module, known: Set[Key] = frozenset()) -> list[Hooked]:
             kinds = private._backward_hooks or {}, private._post_accumulate_grad_hooks or {}
             for kind, hooks in enumerate(kinds):
                 for key, hook in hooks.items():
-                    if (id(parameter), kind, key) not in known and not isinstance(hook, Later):  # of another trainer
+                    # of another trainer
+                    if (id(parameter), kind, key) not in known and not isinstance(hook, Later):
                         hooks[key] = Later(hook)
             taken.append(Hooked(module, name, *kinds))
     return taken
@@ -94,7 +99,8 @@ def later(hooks: dict[int, Any]) -> list[Callable[[torch.Tensor], torch.Tensor |
 
 
 class LateHooks:
-    """Finds hooks that are registered after a strategy has placed the model, and moves them to the end of a step, too.
+    """Finds hooks that are registered after a strategy has placed the model, and moves them to the
+    end of a step, too.
 
     Args:
         strategy: after `setup`.
@@ -137,7 +143,9 @@ def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
     found: set[Key] = set()
     for parameter in module.parameters():
         private: Any = parameter
-        for kind, hooks in enumerate((private._backward_hooks, private._post_accumulate_grad_hooks)):
+        for kind, hooks in enumerate(
+            (private._backward_hooks, private._post_accumulate_grad_hooks)
+        ):
             for key, hook in (hooks or {}).items():
                 if is_later or not isinstance(hook, Later):
                     found.add((id(parameter), kind, key))
@@ -163,6 +171,6 @@ def hook_error(name: str, strategy: str) -> ConfigError:
     """Return the error about a hook on the parameter of this name."""
     return ConfigError(
         f"strategy={strategy}: shards the parameter {name}, which has a hook (register_hook or "
-        "register_post_accumulate_grad_hook) that would be lost. Remove the hook, or use a strategy "
-        "that keeps it, for example ddp or pipeline"
+        "register_post_accumulate_grad_hook) that would be lost. Remove the hook, or use a "
+        "strategy that keeps it, for example ddp or pipeline"
     )

@@ -1,4 +1,6 @@
-"""Parameters of a model: where they are, how they get there with their weights, and what refers to them."""
+"""Parameters of a model: where they are, how they get there with their weights, and what refers to
+them.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,18 +19,22 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lay the parameters of a model out in memory in the order of their dimensions, of which the first one is sharded."""
+    """Lay the parameters of a model out in memory in the order of their dimensions, of which the
+    first one is sharded.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
-    """Move blocks of the model to a device, or allocate them there with their initial weights, and return them.
+    """Move blocks of the model to a device, or allocate them there with their initial weights, and
+    return them.
 
     Args:
         blocks: its children are blocks of the model under their names.
         device: the device.
-        weights: of blocks that are on the meta device (`Strategy.initial_weights`); None if they have their weights.
+        weights: of blocks that are on the meta device (`Strategy.initial_weights`); None if they
+            have their weights.
     """
     if weights is None:
         return blocks.to(device)
@@ -40,8 +46,8 @@ def fill(blocks: nn.Module, weights: "Weights", device: torch.device) -> None:
     """Allocate blocks that are on the meta device, and give them their weights. Not collective.
 
     Args:
-        blocks: Its children are blocks of the model under their names. Their parameters may be sharded
-            (DTensors).
+        blocks: Its children are blocks of the model under their names. Their parameters may be
+            sharded (DTensors).
         weights: Of the model.
         device: Where to allocate them.
     """
@@ -53,8 +59,11 @@ def put(full: torch.Tensor, into: torch.Tensor) -> None:
     local(into).copy_(local(shard_like(full, into)))
 
 
-def require_one_place(model: nn.Module, strategy: str, place_of: Callable[[str], Hashable], why: str) -> None:
-    """Check that each parameter is in one place only; in each of several it would be a parameter of its own.
+def require_one_place(
+    model: nn.Module, strategy: str, place_of: Callable[[str], Hashable], why: str
+) -> None:
+    """Check that each parameter is in one place only; in each of several it would be a parameter of
+    its own.
 
     Args:
         strategy: for the message.
@@ -68,8 +77,8 @@ def require_one_place(model: nn.Module, strategy: str, place_of: Callable[[str],
         for name in others:
             if place_of(name) != place_of(first):
                 raise ConfigError(
-                    f"strategy={strategy}: {name} is the same parameter as {first}, which {why}. Use a copy, or another "
-                    "strategy, for example ddp"
+                    f"strategy={strategy}: {name} is the same parameter as {first}, which {why}. "
+                    "Use a copy, or another strategy, for example ddp"
                 )
 
 

@@ -1,13 +1,16 @@
-"""Sums over two GPUs that write to each other's memory: an all_reduce without a kernel that computes.
+"""Sums over two GPUs that write to each other's memory: an all_reduce without a kernel that
+computes.
 
-NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide it. Here the copy engines
-transfer, in a stream of their own, and the sum is one addition on each GPU:
+NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide
+it. Here the copy engines transfer, in a stream of their own, and the sum is one addition on each
+GPU:
 
     stream of copies    copy `own` to the peer's slot -- barrier: the peer's has arrived
     stream of the step  start -- other work ------------------------- finish: own + slot
 
-Both GPUs add the same two numbers, so they get the same sum. With two ranks every rank sends as much as in any all_reduce.
-The slots are symmetric memory of torch, which needs P2P access, and no multicast. A CUDA graph can capture all of it.
+Both GPUs add the same two numbers, so they get the same sum. With two ranks every rank sends as
+much as in any all_reduce. The slots are symmetric memory of torch, which needs P2P access, and no
+multicast. A CUDA graph can capture all of it.
 """
 
 from collections import Counter
@@ -17,7 +20,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-FOUND: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()  # by the name of the process group
+# by the name of the process group
+FOUND: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()
 SMALL = 2**16  # bytes of the smallest slot
 MOST = 4  # slots of one size, unless more sums are under way: two chunks of two consecutive sums
 
@@ -50,10 +54,10 @@ class Slot:
 class PeerSums:
     """The sums of a process group of two GPUs.
 
-    A slot is taken by `start` and given back by `finish`, in the same order on both ranks. A slot is free on the other rank,
-    too, as soon as that rank has begun a sum after it gave the slot back: then all that read the slot has ended there. The
-    barrier of any sum proves this for all slots that were free when it began, so with several slots one barrier for each sum
-    is enough.
+    A slot is taken by `start` and given back by `finish`, in the same order on both ranks. A slot
+    is free on the other rank, too, as soon as that rank has begun a sum after it gave the slot
+    back: then all that read the slot has ended there. The barrier of any sum proves this for all
+    slots that were free when it began, so with several slots one barrier for each sum is enough.
 
     Args:
         group: of two ranks.
@@ -64,7 +68,8 @@ class PeerSums:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         # By their size. Captured graphs use them as long as this object lives.
         self._free = {SMALL: [Slot(SMALL, group.group_name, device)]}
@@ -73,11 +78,17 @@ class PeerSums:
         self._ready: set[Slot] = set()  # free slots that are free on the other rank, too
 
     def begin(self) -> None:
-        """Begin a forward pass. A CUDA graph may begin here, which does not know what was replayed before it."""
+        """Begin a forward pass.
+
+        A CUDA graph may begin here, which does not know what was replayed before it.
+        """
         self._ready.clear()
 
     def start(self, own: torch.Tensor) -> None:
-        """Begin to copy a contiguous tensor to the other rank. It must not be freed or changed before `finish`."""
+        """Begin to copy a contiguous tensor to the other rank.
+
+        It must not be freed or changed before `finish`.
+        """
         slot = self._take(max(SMALL, 1 << (own.nbytes - 1).bit_length()))
         self._taken[own.data_ptr()] = slot
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -113,9 +124,12 @@ class PeerSums:
 
 
 def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
-    """Return the sums of a group, or None if it is no pair of GPUs that reach each other's memory. Collective.
+    """Return the sums of a group, or None if it is no pair of GPUs that reach each other's memory.
 
-    The caller keeps it until the group closes, because a rank that finds it again would not take part in making another.
+    Collective.
+
+    The caller keeps it until the group closes, because a rank that finds it again would not take
+    part in making another.
     """
     ranks = dist.get_process_group_ranks(group)
     if device.type != "cuda" or len(ranks) != 2:
@@ -123,10 +137,12 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     found = FOUND.get(group.group_name)
     if found is not None and found.group is group:
         return found
-    made, works = None, 1.0
+    made = None
+    works = 1.0
     try:
         made = PeerSums(group, device)
-    except (RuntimeError, ImportError):  # the GPUs are in two machines, or the driver gives no access
+    # the GPUs are in two machines, or the driver gives no access
+    except (RuntimeError, ImportError):
         works = 0.0
     agreed = torch.tensor(works, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)

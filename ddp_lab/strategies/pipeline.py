@@ -1,12 +1,14 @@
-"""Pipeline parallelism: each rank holds one stage of the model, and micro-batches pass through all stages.
+"""Pipeline parallelism: each rank holds one stage of the model, and micro-batches pass through all
+stages.
 
     rank 0 | f1 f2 f3 f4             b1 b2 b3 b4        activations are sent down,
     rank 1 |    f1 f2 f3 f4       b1 b2 b3 b4           their gradients up,
     rank 2 |       f1 f2 f3 f4 b1 b2 b3 b4              parameters are never sent
            +------------------------------------> time
 
-torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and backward; the picture is
-that of gpipe. schedules.py describes the schedules, and stages.py runs them.
+torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and
+backward; the picture is that of gpipe. schedules.py describes the schedules, and stages.py runs
+them.
 """
 
 from collections.abc import Mapping
@@ -32,23 +34,28 @@ class Pipeline(Strategy):
     Args:
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs into one stage per rank, or
-            two per rank with the interleaved schedules.
+        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs
+            into one stage per rank, or two per rank with the interleaved schedules.
 
     Raises:
-        ConfigError: in `partition`, the schedule does not support this number of ranks, stages or micro-batches, or the model
-            cannot be cut into the stages.
+        ConfigError: in `partition`, the schedule does not support this number of ranks, stages or
+            micro-batches, or the model cannot be cut into the stages.
     """
 
     needs_chain = compiled_by_block = True
     performance_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]):
+    def __init__(
+        self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]
+    ):
         super().__init__(runtime, inner or {"pp": runtime.world_size})
-        self.pp_rank, self.keys, self.num_microbatches = runtime.rank % self.axes["pp"], keys, keys["num_microbatches"]
+        self.pp_rank = runtime.rank % self.axes["pp"]
+        self.keys = keys
+        self.num_microbatches = keys["num_microbatches"]
         if "zerobubble" in keys["schedule"]:
             self.refusals["compile"] = (
-                f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of a compiled block is one"
+                f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of "
+                "a compiled block is one"
             )
 
     def partition(self, model: nn.Module, samples: int) -> None:
@@ -61,16 +68,21 @@ class Pipeline(Strategy):
     def setup(self, model: nn.Module) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         mesh = self.runtime.mesh(self.axes)
-        self.dp_group, self.pp_group = mesh.get_group("dp"), mesh.get_group("pp")
+        self.dp_group = mesh.get_group("dp")
+        self.pp_group = mesh.get_group("pp")
         stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             to_device(stage, self.device, self.initial_weights)
         self.module = blocks_of(stages)
-        self.executor = PipelineExecutor(self.plan, stages, self.forms, self.pp_group, self.task, self.device)
+        self.executor = PipelineExecutor(
+            self.plan, stages, self.forms, self.pp_group, self.task, self.device
+        )
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:
-        where = self.plan.parts.describe([f"pp rank {stage % self.plan.ranks}" for stage in range(self.plan.num_stages)])
+        where = self.plan.parts.describe(
+            [f"pp rank {stage % self.plan.ranks}" for stage in range(self.plan.num_stages)]
+        )
         return f"{self.name}: {where}, {self.plan.describe()}"
 
     def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the model, and its bubble.
+"""The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the
+model, and its bubble.
 
 gpipe                  all forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)
 1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
@@ -18,8 +19,8 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.parameters import require_one_place
 
-# torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to 2.15) cannot evaluate with
-# them: "can't steal_bwd_input if this stage doesn't have backward".
+# torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to
+# 2.15) cannot evaluate with them: "can't steal_bwd_input if this stage doesn't have backward".
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble"]
 
 
@@ -55,7 +56,9 @@ class PipelinePlan:
     has_batch_norm: bool
 
     @classmethod
-    def make(cls, keys: Mapping[str, Any], model: Chain, ranks: int, samples: int, strategy: str) -> "PipelinePlan":
+    def make(
+        cls, keys: Mapping[str, Any], model: Chain, ranks: int, samples: int, strategy: str
+    ) -> "PipelinePlan":
         """Cut a model into the stages of a pipeline.
 
         Args:
@@ -66,22 +69,25 @@ class PipelinePlan:
             strategy: name of the strategy, for messages.
 
         Raises:
-            ConfigError: the schedule does not support this number of ranks, stages or micro-batches, or the model cannot be
-                cut into the stages.
+            ConfigError: the schedule does not support this number of ranks, stages or
+                micro-batches, or the model cannot be cut into the stages.
         """
-        schedule, number = keys["schedule"], keys["num_microbatches"]
+        schedule = keys["schedule"]
+        number = keys["num_microbatches"]
         cut = [str(name) for name in keys["cut"] or ()]  # the blocks of a Sequential have numbers
         require_microbatches(schedule, number, ranks, samples)
         one = has_one_stage(schedule)
         if cut and (len(cut) + 1 != ranks if one else (len(cut) + 1) % ranks):
             needs = f"{ranks} stages, one for each" if one else f"a multiple of {ranks} stages"
             raise ConfigError(
-                f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but strategy.schedule={schedule} on {ranks} "
-                f"ranks needs {needs}"
+                f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but "
+                f"strategy.schedule={schedule} on {ranks} ranks needs {needs}"
             )
         parts = Partition(model, cut or (ranks if one else 2 * ranks))
         stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
-        require_one_place(model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage")
+        require_one_place(
+            model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage"
+        )
         return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))
 
     @property
@@ -91,17 +97,23 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m + p - 1).
+        """The fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m +
+        p - 1).
 
         v is the number of stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         """
-        return (self.ranks - 1) / (self.num_stages // self.ranks * self.num_microbatches + self.ranks - 1)
+        return (self.ranks - 1) / (
+            self.num_stages // self.ranks * self.num_microbatches + self.ranks - 1
+        )
 
     def describe(self) -> str:
         """Return lines about the balance of the ranks, the schedule and BatchNorm, for the log."""
-        p, m, v = self.ranks, self.num_microbatches, self.num_stages // self.ranks
+        p = self.ranks
+        m = self.num_microbatches
+        v = self.num_stages // self.ranks
         busiest = max(sum(self.parts.shares[rank::p]) for rank in range(p))
-        below = "below " if "zerobubble" in self.schedule else ""  # the formula ignores the cut of the backward pass
+        # the formula ignores the cut of the backward pass
+        below = "below " if "zerobubble" in self.schedule else ""
         lines = [
             f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
             f"{self.schedule}, {m} micro-batches, expected bubble of equally busy ranks {below}"
@@ -122,21 +134,24 @@ def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: i
     rounds = max(1, number // ranks)
     if ranks == 1 and not has_one_stage(schedule):
         raise ConfigError(
-            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch cannot evaluate "
-            "with consecutive stages on one rank; use gpipe or 1f1b for a pipeline of 1 rank"
+            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch "
+            "cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for a "
+            "pipeline of 1 rank"
         )
     if schedule == "1f1b" and number < ranks:
         raise ConfigError(
-            f"strategy.num_microbatches={number}: strategy.schedule=1f1b needs at least one for each of the "
-            f"{ranks} ranks in a pipeline; use {ranks} or more, or strategy.schedule=gpipe"
+            f"strategy.num_microbatches={number}: strategy.schedule=1f1b needs at least one for "
+            f"each of the {ranks} ranks in a pipeline; use {ranks} or more, or "
+            "strategy.schedule=gpipe"
         )
     if "interleaved" in schedule and number % rounds:
         raise ConfigError(
             f"strategy.num_microbatches={number}: strategy.schedule={schedule} on {ranks} ranks "
-            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or {(rounds + 1) * ranks}"
+            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or "
+            f"{(rounds + 1) * ranks}"
         )
     if number > samples:
         raise ConfigError(
-            f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a pipeline "
-            f"gets at once (local batch size / accumulate); use at most {samples}"
+            f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a "
+            f"pipeline gets at once (local batch size / accumulate); use at most {samples}"
         )

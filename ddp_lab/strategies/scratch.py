@@ -1,4 +1,5 @@
-"""Data parallelism by hand, with nothing but `torch.distributed`: one broadcast, and an all-reduce in every step.
+"""Data parallelism by hand, with nothing but `torch.distributed`: one broadcast, and an all-reduce
+in every step.
 
 Every rank holds a complete copy of the model. One step:
 
@@ -7,9 +8,9 @@ Every rank holds a complete copy of the model. One step:
     ...                                                        |
     rank k:  local batch -> forward -> backward -> gradients --+
 
-Every rank then takes the same optimizer step, from the same weights with the same gradients. The copies therefore stay equal,
-and the weights are sent only once, at the beginning. The algorithms that compute the sum are in all_reduce.py and
-buckets.py.
+Every rank then takes the same optimizer step, from the same weights with the same gradients. The
+copies therefore stay equal, and the weights are sent only once, at the beginning. The algorithms
+that compute the sum are in all_reduce.py and buckets.py.
 """
 
 from collections.abc import Generator
@@ -23,7 +24,13 @@ from torch import nn
 from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.data.trees import Tree, size
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import ALGORITHMS, broadcast, find_algorithm, sum_gradients, trainable
+from ddp_lab.strategies.all_reduce import (
+    ALGORITHMS,
+    broadcast,
+    find_algorithm,
+    sum_gradients,
+    trainable,
+)
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
@@ -35,7 +42,9 @@ from ddp_lab.world.runtime import Runtime
 BUCKETED = "bucketed"
 NAMES = (*ALGORITHMS, BUCKETED)
 DESCRIPTION = " or ".join([*NAMES, "the name of a function of yours, such as mine.tree"])
-AlgorithmName = Annotated[str, Predicate(lambda name: name in NAMES or "." in name), Allowed(DESCRIPTION)]
+AlgorithmName = Annotated[
+    str, Predicate(lambda name: name in NAMES or "." in name), Allowed(DESCRIPTION)
+]
 LAST_BUCKET = MiB  # maximum bytes of the bucket that `bucketed` sends last, if the model is larger
 
 
@@ -43,13 +52,15 @@ class Scratch(Strategy):
     """Data parallelism by hand: gradients are summed over the ranks, with a choice of algorithms.
 
     Args:
-        algorithm: how the gradients are summed over the ranks; bucketed does it during the backward pass. Or the name of a
-            function of yours that returns the sums of a list of gradients, for example mine.tree.
-        bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of complete blocks, from the
-            last to the first. The first blocks, up to 1 MiB, have a bucket of their own, because no backward pass is left that
-            could hide its communication.
-        find_unused_parameters: whether steps may use some of the parameters only, on each rank others (unused.py); costs a
-            small all-reduce in every step, and of algorithm=bucketed some of the overlap.
+        algorithm: how the gradients are summed over the ranks; bucketed does it during the backward
+            pass. Or the name of a function of yours that returns the sums of a list of gradients,
+            for example mine.tree.
+        bucket_mb: MiB of gradients that fill a bucket of algorithm=bucketed. A bucket consists of
+            complete blocks, from the last to the first. The first blocks, up to 1 MiB, have a
+            bucket of their own, because no backward pass is left that could hide its communication.
+        find_unused_parameters: whether steps may use some of the parameters only, on each rank
+            others (unused.py); costs a small all-reduce in every step, and of algorithm=bucketed
+            some of the overlap.
     """
 
     performance_options = ALL_PERFORMANCE_OPTIONS
@@ -78,9 +89,13 @@ class Scratch(Strategy):
                 broadcast(tensor)  # all ranks start with the weights of rank 0
         if self.bucket_sizes:
             if isinstance(model, Chain):
-                self.buckets = Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
+                self.buckets = Buckets(
+                    list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes)
+                )
             else:
-                self.buckets = Buckets(fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0]))
+                self.buckets = Buckets(
+                    fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0])
+                )
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -94,12 +109,14 @@ class Scratch(Strategy):
 
     def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
         if size(inputs) == 0 and self.batch_norm == "local":
-            # A rank without a sample uses no parameter. A model whose steps differ may not support empty batches.
+            # A rank without a sample uses no parameter. A model whose steps differ may not support
+            # empty batches.
             return torch.zeros(width(self.task), dtype=sum_dtype(self.device), device=self.device)
         return super().add_gradient(inputs, targets, real, divisor)
 
     def reduce_gradients(self) -> None:
-        # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is the gradient of the mean.
+        # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is
+        # the gradient of the mean.
         with every_gradient(self):
             if self.buckets is not None:
                 self.buckets.finish()

@@ -11,9 +11,10 @@ class Single(Strategy):
     """Training on one device, without communication.
 
     Args:
-        find_unused_parameters: whether steps may use some of the parameters only. Then those that the two samples of the trial
-            do not use are not frozen, as under the strategies that need this key. The config does
-            not list it, so that a strategy of the user without options can take the place of this one.
+        find_unused_parameters: whether steps may use some of the parameters only. Then those that
+            the two samples of the trial do not use are not frozen, as under the strategies that
+            need this key. The config does not list it, so that a strategy of the user without
+            options can take the place of this one.
     """
 
     one_process = supports_mps = True

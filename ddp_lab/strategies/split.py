@@ -1,15 +1,19 @@
-"""The model cut into stages in one process: stage k on device k, activations copied from device to device.
+"""The model cut into stages in one process: stage k on device k, activations copied from device to
+device.
 
-With one large batch, only one device works at a time. The batch is therefore divided into micro-batches:
+With one large batch, only one device works at a time. The batch is therefore divided into
+micro-batches:
 
     device 0 | f1 f2 f3 f4             b4 b3 b2 b1
     device 1 |    f1 f2 f3 f4       b4 b3 b2 b1
              +----------------------------------------> time
 
-There is no explicit schedule. Python only queues kernels, each device works through its own queue, and autograd runs the
-backward pass with one thread per device. The fraction of the time in which p equal stages are idle with m micro-batches (the
-"bubble") is (p - 1) / (m + p - 1) (Huang et al. 2018, GPipe, arXiv:1811.06965). CPUs have no queues: nothing overlaps there.
-BatchNorm normalises each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local batch.
+There is no explicit schedule. Python only queues kernels, each device works through its own queue,
+and autograd runs the backward pass with one thread per device. The fraction of the time in which p
+equal stages are idle with m micro-batches (the "bubble") is (p - 1) / (m + p - 1) (Huang et al.
+2018, GPipe, arXiv:1811.06965). CPUs have no queues: nothing overlaps there. BatchNorm normalises
+each micro-batch separately: use num_microbatches=1 if its statistics must be those of the local
+batch.
 """
 
 from collections import OrderedDict
@@ -35,8 +39,8 @@ class Split(Strategy):
     """A pipeline over the devices of one process.
 
     Args:
-        devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows, or [cpu, cpu] without a
-            GPU.
+        devices: device of each stage, repetitions allowed; null uses all GPUs that `device` allows,
+            or [cpu, cpu] without a GPU.
         num_microbatches: number of micro-batches that a batch is divided into.
 
     Raises:
@@ -50,8 +54,8 @@ class Split(Strategy):
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
         self.refusals["cuda_graph"] = (
-            "the memory of a CUDA graph belongs to one device, and strategy=split has several in one "
-            "process; strategy=pipeline has a process for each device"
+            "the memory of a CUDA graph belongs to one device, and strategy=split has several in "
+            "one process; strategy=pipeline has a process for each device"
         )
         self.devices_are_given = devices is not None
         if devices:
@@ -71,14 +75,19 @@ class Split(Strategy):
         self.parts = Partition(model, len(self.devices))
         places = zip(self.parts.parts, self.devices, strict=True)
         device_of = {self.parts.names[i]: device for part, device in places for i in part}
-        require_one_place(model, self.name, lambda name: device_of[name.split(".")[0]], "is on another device")
+        require_one_place(
+            model, self.name, lambda name: device_of[name.split(".")[0]], "is on another device"
+        )
 
     def setup(self, model: nn.Module) -> None:
         self.module = model
-        self.task_on_last = deepcopy(self.task).to(self.devices[-1])  # in training the outputs are there
+        # in training the outputs are there
+        self.task_on_last = deepcopy(self.task).to(self.devices[-1])
         blocks = list(model.named_children())
         self.stages: list[nn.Module] = [
-            to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights)
+            to_device(
+                nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights
+            )
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 
@@ -106,11 +115,15 @@ class Split(Strategy):
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         self.require_inputs(inputs)
-        batch: list[tuple[Any, Tree]] = chunk((inputs, to(targets, self.devices[-1])), self.num_microbatches)
+        batch: list[tuple[Any, Tree]] = chunk(
+            (inputs, to(targets, self.devices[-1])), self.num_microbatches
+        )
         for micro_batch, expected in batch:
             own = min(real, len(micro_batch))
             real -= own
-            loss, sums = measure(self.task_on_last, self._through_stages(micro_batch), expected, own, divisor)
+            loss, sums = measure(
+                self.task_on_last, self._through_stages(micro_batch), expected, own, divisor
+            )
             losses.append(loss)
             results.append(sums)
         reduce(torch.add, losses).backward()

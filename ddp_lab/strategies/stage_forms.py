@@ -10,50 +10,65 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.schedules import PipelinePlan
 
-# The form of what a rank holds, for the number of the block before which it is, and the form of the complete activation.
+# The form of what a rank holds, for the number of the block before which it is, and the form of the
+# complete activation.
 OwnPart = Callable[[int, Form], Form]
 
 
 class StageForms:
     """The forms of the activations between the stages of a pipeline.
 
-    Every rank computes all of them from the inputs, which the ranks of a pipeline have in common, so that nothing is sent for
-    it, and all of them refuse the same inputs.
+    Every rank computes all of them from the inputs, which the ranks of a pipeline have in common,
+    so that nothing is sent for it, and all of them refuse the same inputs.
 
     Args:
         chain: the complete model. It may be changed afterwards.
         plan: of the pipeline.
         samples: size of a full batch of the pipeline.
-        precision: float32, in which activations are sent as they are; or bf16, in which those between the stages are sent.
+        precision: float32, in which activations are sent as they are; or bf16, in which those
+            between the stages are sent.
         own_part: of an activation, where ranks share it; None: every rank has all of it.
 
     Raises:
-        ConfigError: the chain does not support samples of its `input_shape`, or cannot be cut where the plan does.
+        ConfigError: the chain does not support samples of its `input_shape`, or cannot be cut where
+            the plan does.
     """
 
-    def __init__(self, chain: Chain, plan: PipelinePlan, samples: int, precision: str, own_part: OwnPart | None = None):
-        self.plan, self.own_part = plan, own_part
-        self.is_bf16, self.outside = precision == "bf16", torch.get_default_dtype()
+    def __init__(
+        self,
+        chain: Chain,
+        plan: PipelinePlan,
+        samples: int,
+        precision: str,
+        own_part: OwnPart | None = None,
+    ):
+        self.plan = plan
+        self.own_part = own_part
+        self.is_bf16 = precision == "bf16"
+        self.outside = torch.get_default_dtype()
         size = -(-samples // plan.num_microbatches)
         example = Form((size, *chain.input_shape), chain.input_dtype or self.outside)
         self.boundaries = Boundaries(chain, self._as_computed(example))
         self.of(example)
 
     def of(self, inputs: Form) -> list[Form]:
-        """Return the form of the inputs, of the activation before each other stage, and of the outputs.
+        """Return the form of the inputs, of the activation before each other stage, and of the
+        outputs.
 
         Args:
             inputs: of a micro-batch.
 
         Raises:
-            ConfigError: the model does not support them, or returns outputs of other samples, or an activation between two
-                stages has no gradient.
+            ConfigError: the model does not support them, or returns outputs of other samples, or an
+                activation between two stages has no gradient.
         """
         found = self.boundaries.of(self._as_computed(inputs))
         require_samples(found[-1].shape, inputs.shape[0])
         if self.own_part is not None:
             found = [self.own_part(index, form) for index, form in enumerate(found)]
-        between = [self._between(part.start, found[part.start]) for part in self.plan.parts.parts[1:]]
+        between = [
+            self._between(part.start, found[part.start]) for part in self.plan.parts.parts[1:]
+        ]
         outputs = Form(found[-1].shape, self.outside) if self.is_bf16 else found[-1]
         return [inputs, *between, outputs]
 
@@ -61,12 +76,14 @@ class StageForms:
         """Return the form of what is sent to the stage that begins with block number `start`."""
         if not form.dtype.is_floating_point and not form.dtype.is_complex:
             raise ConfigError(
-                f"strategy.cut: the model cannot be cut before {self.plan.parts.names[start]}, because it gets {form}, which "
-                "has no gradient. Name other blocks in strategy.cut"
+                f"strategy.cut: the model cannot be cut before {self.plan.parts.names[start]}, "
+                f"because it gets {form}, which has no gradient. Name other blocks in strategy.cut"
             )
         return Form(form.shape, torch.bfloat16) if self.is_bf16 else form
 
     def _as_computed(self, inputs: Form) -> Form:
-        """Return the form with which shapes are computed: the meta device has no autocast, which would cast half precision."""
+        """Return the form with which shapes are computed: the meta device has no autocast, which
+        would cast half precision.
+        """
         is_half = inputs.dtype in (torch.bfloat16, torch.float16)
         return Form(inputs.shape, self.outside) if self.is_bf16 and is_half else inputs

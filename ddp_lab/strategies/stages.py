@@ -1,6 +1,8 @@
-"""The stages of a pipeline that a rank holds, and torch's schedules, which run micro-batches through them.
+"""The stages of a pipeline that a rank holds, and torch's schedules, which run micro-batches
+through them.
 
-torch's pipelining is imported where it is used, because that takes 1.2 s (it imports torch._dynamo).
+torch's pipelining is imported where it is used, because that takes 1.2 s (it imports
+torch._dynamo).
 """
 
 from collections import OrderedDict
@@ -22,7 +24,9 @@ from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.tasks.base import Task, measure, width
 
 MOST_SHAPES = 16  # of a sample, for which a pipeline makes schedules
-EXACT_SIZES = 4  # of micro-batches of one shape in evaluation; further ones are rounded up, so that there are not many
+# of micro-batches of one shape in evaluation; further ones are rounded up, so that there are not
+# many
+EXACT_SIZES = 4
 
 
 class Stage(Chain):
@@ -34,8 +38,9 @@ class Stage(Chain):
         autocast: returns the context of the forward pass.
 
     Attributes:
-        output_form: what it returns for the micro-batches of this step. The next rank has allocated its receive buffers
-            accordingly. None: it returns the model's outputs, which are sent to no one.
+        output_form: what it returns for the micro-batches of this step. The next rank has allocated
+            its receive buffers accordingly. None: it returns the model's outputs, which are sent to
+            no one.
     """
 
     def __init__(
@@ -45,13 +50,16 @@ class Stage(Chain):
         autocast: Callable[[], AbstractContextManager[object]],
     ):
         super().__init__((), **blocks)
-        self.is_bf16, self.outside, self.autocast = precision == "bf16", torch.get_default_dtype(), autocast
+        self.is_bf16 = precision == "bf16"
+        self.outside = torch.get_default_dtype()
+        self.autocast = autocast
         self.output_form: Form | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.requires_grad and input.is_leaf:
-            # It was received, and its gradient will be sent back. The first block may be an activation that changes it in
-            # place, which autograd refuses for a leaf. That costs a copy, which takes far less time than receiving it.
+            # It was received, and its gradient will be sent back. The first block may be an
+            # activation that changes it in place, which autograd refuses for a leaf. That costs a
+            # copy, which takes far less time than receiving it.
             input = input.clone()
         with self.autocast():
             output = super().forward(input)
@@ -61,16 +69,22 @@ class Stage(Chain):
         if self.output_form is not None and Form.of(output) != self.output_form:
             names = [name for name, _ in self.named_children()]
             raise TrainingError(
-                f"{names[-1]} returned {Form.of(output)}, but {self.output_form} was computed for the inputs of this step and "
-                "expected by the next stage. The shapes of a model under a pipeline must not depend on values, nor on whether "
-                "it is trained or evaluated. Use another strategy, for example ddp"
+                f"{names[-1]} returned {Form.of(output)}, but {self.output_form} was computed for "
+                "the inputs of this step and expected by the next stage. The shapes of a model "
+                "under a pipeline must not depend on values, nor on whether it is trained or "
+                "evaluated. Use another strategy, for example ddp"
             )
-        # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own input.
+        # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own
+        # input.
         return output.clone() if output is input else output
 
 
 def make_stages(
-    model: Chain, plan: PipelinePlan, rank: int, precision: str, autocast: Callable[[], AbstractContextManager[object]]
+    model: Chain,
+    plan: PipelinePlan,
+    rank: int,
+    precision: str,
+    autocast: Callable[[], AbstractContextManager[object]],
 ) -> dict[int, Stage]:
     """Return the stages of a rank of the pipeline by their index. They share the blocks of `model`.
 
@@ -86,7 +100,9 @@ def make_stages(
 
 def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
     """Return a module of all blocks of the stages, by their names in the model."""
-    return nn.Sequential(OrderedDict(block for stage in stages.values() for block in stage.named_children()))
+    return nn.Sequential(
+        OrderedDict(block for stage in stages.values() for block in stage.named_children())
+    )
 
 
 class Prepared(NamedTuple):
@@ -95,7 +111,8 @@ class Prepared(NamedTuple):
     Attributes:
         schedule: torch's, for its micro-batches.
         rows: the row of the batch that each row of the padded batch repeats, [padded].
-        arguments: of the schedule on this rank: the padded inputs on the first rank, and nothing on the others.
+        arguments: of the schedule on this rank: the padded inputs on the first rank, and nothing on
+            the others.
         outputs: form of the model's outputs for a micro-batch.
     """
 
@@ -108,12 +125,14 @@ class Prepared(NamedTuple):
 class PipelineExecutor:
     """Runs batches through the stages of a pipeline, in micro-batches.
 
-    A schedule of torch has static shapes. There is therefore one for each form of a micro-batch: for each shape and dtype of a
-    sample, and for each number of samples, of which a partial last batch has its own. Training and evaluation have separate
-    ones, because only training computes a loss. They are made when they are first used, which takes one small collective.
-    torch keeps them alive, so they must not refer to a strategy. With torch 2.11 each keeps the receive buffers of all its
-    micro-batches: a local batch of the activations that the rank's stages receive, and in training another one of their
-    gradients. With torch 2.15 buffers are allocated when they are needed, and a schedule keeps only its plan.
+    A schedule of torch has static shapes. There is therefore one for each form of a micro-batch:
+    for each shape and dtype of a sample, and for each number of samples, of which a partial last
+    batch has its own. Training and evaluation have separate ones, because only training computes a
+    loss. They are made when they are first used, which takes one small collective. torch keeps them
+    alive, so they must not refer to a strategy. With torch 2.11 each keeps the receive buffers of
+    all its micro-batches: a local batch of the activations that the rank's stages receive, and in
+    training another one of their gradients. With torch 2.15 buffers are allocated when they are
+    needed, and a schedule keeps only its plan.
 
     Args:
         plan: of the pipeline.
@@ -133,9 +152,16 @@ class PipelineExecutor:
         task: Task,
         device: torch.device,
     ):
-        self.plan, self.stages, self.forms, self.group, self.device = plan, stages, forms, group, device
+        self.plan = plan
+        self.stages = stages
+        self.forms = forms
+        self.group = group
+        self.device = device
         self._targets: Tree = torch.empty(0)  # of the batch, if they are no tensor
-        self.task, self._divisor, self._left = task, 1.0, 0  # samples without padding in the micro-batches that follow
+        # samples without padding in the micro-batches that follow
+        self.task = task
+        self._divisor = 1.0
+        self._left = 0
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[Form, bool], Any] = {}
@@ -144,15 +170,27 @@ class PipelineExecutor:
     def order(self) -> dict[int, list[str]]:
         """The actions of each rank by torch's names, as "1F0", in the first training step."""
         schedule = next(made for (_, training), made in self._schedules.items() if training)
-        order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
+        order = (
+            schedule.pipeline_order
+            if hasattr(schedule, "pipeline_order")
+            else schedule._get_pipeline_order()
+        )
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
-    def add_gradient(self, inputs: torch.Tensor, targets: Tree, real: int, divisor: float) -> torch.Tensor:
-        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank returns sums above 0."""
+    def add_gradient(
+        self, inputs: torch.Tensor, targets: Tree, real: int, divisor: float
+    ) -> torch.Tensor:
+        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank
+        returns sums above 0.
+        """
         batch = self._prepare(inputs, training=True)
-        self._divisor, self._left, self._results = divisor, real, []
+        self._divisor = divisor
+        self._left = real
+        self._results = []
         expected = None
-        if self.has_loss:  # torch divides a tensor only: of other targets the micro-batches get the numbers of their rows
+        # torch divides a tensor only: of other targets the micro-batches get the numbers of their
+        # rows
+        if self.has_loss:
             self._targets = targets
             expected = targets[batch.rows] if isinstance(targets, torch.Tensor) else batch.rows
         with unwrapped():
@@ -170,14 +208,18 @@ class PipelineExecutor:
         """
         real = min(self._left, len(expected))
         self._left -= real
-        targets = expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
+        targets = (
+            expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
+        )
         loss, results = measure(self.task, outputs, targets, real, self._divisor)
         self._results.append(results)
         return loss
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and broadcasts them."""
+        """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and
+        broadcasts them.
+        """
         batch = self._prepare(inputs, training=False)
         with unwrapped():
             logits = batch.schedule.step(*batch.arguments)
@@ -189,7 +231,9 @@ class PipelineExecutor:
         return logits[: len(inputs)]
 
     def _prepare(self, inputs: torch.Tensor, training: bool) -> Prepared:
-        """Pad a batch, [b, ...], and let the stages expect its micro-batches. All ranks of the pipeline get the same batch.
+        """Pad a batch, [b, ...], and let the stages expect its micro-batches.
+
+        All ranks of the pipeline get the same batch.
 
         Raises:
             ConfigError: the model does not support it, or it is the first one of too many shapes.
@@ -200,7 +244,9 @@ class PipelineExecutor:
             self._schedules[form, training] = self._make_schedule(forms, training)
         for index, stage in self.stages.items():
             stage.output_form = forms[index + 1]
-        rows = torch.arange(form.shape[0] * self.plan.num_microbatches, device=inputs.device) % len(inputs)
+        rows = torch.arange(form.shape[0] * self.plan.num_microbatches, device=inputs.device) % len(
+            inputs
+        )
         arguments = (inputs[rows],) if 0 in self.stages else ()
         return Prepared(self._schedules[form, training], rows, arguments, forms[-1])
 
@@ -215,15 +261,21 @@ class PipelineExecutor:
         seen = {Form(form.shape[1:], form.dtype) for form, _ in self._schedules}
         if len(seen) == MOST_SHAPES and sample not in seen:
             raise ConfigError(
-                f"got inputs of {MOST_SHAPES + 1} shapes, the last one {sample} for a sample: a pipeline needs a schedule for "
-                f"each, which torch keeps in memory, so at most {MOST_SHAPES} are supported. Pad the inputs to multiples of "
-                "some length, so that fewer shapes occur, or use a strategy without a pipeline, for example ddp"
+                f"got inputs of {MOST_SHAPES + 1} shapes, the last one {sample} for a sample: a "
+                "pipeline needs a schedule for each, which torch keeps in memory, so at most "
+                f"{MOST_SHAPES} are supported. Pad the inputs to multiples of some length, so that "
+                "fewer shapes occur, or use a strategy without a pipeline, for example ddp"
             )
-        own = [form for form, trains in self._schedules if (form.shape[1:], form.dtype, trains) == (*sample, training)]
+        own = [
+            form
+            for form, trains in self._schedules
+            if (form.shape[1:], form.dtype, trains) == (*sample, training)
+        ]
         form = Form((size, *sample.shape), sample.dtype)
         if training or form in own or len(own) < EXACT_SIZES:
             return form
-        return Form((1 << (size - 1).bit_length(), *sample.shape), sample.dtype)  # more padding, and fewer schedules
+        # more padding, and fewer schedules
+        return Form((1 << (size - 1).bit_length(), *sample.shape), sample.dtype)
 
     def _make_schedule(self, forms: list[Form], training: bool) -> Any:
         """Return torch's schedule for micro-batches of a form. The first step of it is collective.
@@ -257,7 +309,9 @@ class PipelineExecutor:
 
 @contextmanager
 def unwrapped() -> Generator[None]:
-    """Raise the TrainingError of a stage in place of torch's error about the stage that raised it."""
+    """Raise the TrainingError of a stage in place of torch's error about the stage that raised
+    it.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -269,5 +323,7 @@ def unwrapped() -> Generator[None]:
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:
-    """Return a tensor of a form on the meta device, from which torch reads what a stage gets or returns."""
+    """Return a tensor of a form on the meta device, from which torch reads what a stage gets or
+    returns.
+    """
     return torch.empty(form.shape, dtype=form.dtype, device="meta", requires_grad=requires_grad)

@@ -1,17 +1,22 @@
-"""Tensor parallelism for pairs of linear layers (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053).
+"""Tensor parallelism for pairs of linear layers (Shoeybi et al.
 
-The first layer of a pair computes some of its units on each rank, and the second one adds up what these units contribute. A
-pair needs one collective in each direction (linear_pairs.py), where layers that are sharded one by one need two each (tp.py):
+2019, Megatron-LM, arXiv:1909.08053).
+
+The first layer of a pair computes some of its units on each rank, and the second one adds up what
+these units contribute. A pair needs one collective in each direction (linear_pairs.py), where
+layers that are sharded one by one need two each (tp.py):
 
     tokens --+-- rank 0: q k v of heads 0 .. h/2 -- attention -- proj: sum over these heads --+-- all_reduce --> tokens
              +-- rank 1: q k v of heads h/2 .. h -- attention -- proj: sum over these heads --+
 
-With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) each rank has 1/tp of the tokens between the pairs. The
-all_reduce becomes a reduce_scatter, and an all_gather precedes the next pair. The ranks send as much as without it, but each
-token is normalized by one rank only, and the activations between the pairs take 1/tp of the memory.
+With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) each rank has 1/tp of the
+tokens between the pairs. The all_reduce becomes a reduce_scatter, and an all_gather precedes the
+next pair. The ranks send as much as without it, but each token is normalized by one rank only, and
+the activations between the pairs take 1/tp of the memory.
 
-How a block is divided is data beside the model: its plan, the attribute `tensor_parallel` of its class. A block without a plan
-is computed by every rank. A plan is a dict from the names of the block's modules to one of these words:
+How a block is divided is data beside the model: its plan, the attribute `tensor_parallel` of its
+class. A block without a plan is computed by every rank. A plan is a dict from the names of the
+block's modules to one of these words:
 
 column   a linear layer of which each rank computes some units
 heads    the same for units of attention heads, which stay together: `head_width` of the module around it for each head
@@ -79,7 +84,9 @@ def token_layouts(model: Chain, sequence_parallel: bool) -> list[Placement]:
     With sequence parallelism they share the tokens between two blocks if one of the two has a plan.
     """
     shared = [sequence_parallel and plan_of(block) is not None for block in model]
-    return [OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)]
+    return [
+        OWN if any(pair) else ALL for pair in zip([False, *shared], [*shared, False], strict=True)
+    ]
 
 
 def own_tokens(tp: int, layouts: Sequence[Placement], index: int, form: Form) -> Form:
@@ -99,8 +106,9 @@ def own_tokens(tp: int, layouts: Sequence[Placement], index: int, form: Form) ->
     samples, tokens, *others = form.shape
     if tokens % tp:
         raise ConfigError(
-            f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {tokens} tokens that these inputs have before "
-            f"block {index} of the model. Pad the inputs, or use strategy.sequence_parallel=false"
+            f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {tokens} tokens "
+            f"that these inputs have before block {index} of the model. Pad the inputs, or use "
+            "strategy.sequence_parallel=false"
         )
     return Form((samples, tokens // tp, *others), form.dtype)
 
@@ -108,32 +116,47 @@ def own_tokens(tp: int, layouts: Sequence[Placement], index: int, form: Form) ->
 class ReplicatedConv2d(nn.Conv2d):
     """A convolution of a replicated module, computed with each rank's own tensors.
 
-    torch 2.11 takes the gradient of a replicated convolution's weight for one part of a sum over the ranks, so it would be
-    counted once for each rank. torch 2.14 does not.
+    torch 2.11 takes the gradient of a replicated convolution's weight for one part of a sum over
+    the ranks, so it would be counted once for each rank. torch 2.14 does not.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(input, DTensor)
         found = [input, self.weight, *([] if self.bias is None else [self.bias])]
-        images, weight, *bias = (cast(DTensor, tensor).to_local(grad_placements=[ALL]) for tensor in found)
+        images, weight, *bias = (
+            cast(DTensor, tensor).to_local(grad_placements=[ALL]) for tensor in found
+        )
         outputs = self._conv_forward(images, weight, bias[0] if bias else None)
         return DTensor.from_local(outputs, input.device_mesh, [ALL], run_check=False)
 
 
 class Replicated(ParallelStyle):
-    """A module whose parameters every rank has. They become DTensors, because fused optimizers need all of them on one mesh.
+    """A module whose parameters every rank has.
+
+    They become DTensors, because fused optimizers need all of them on one mesh.
 
     Args:
-        inputs, computes, outputs: tokens that the rank gets, computes with and returns: ALL or its OWN.
+        inputs, computes, outputs: tokens that the rank gets, computes with and returns: ALL or its
+            OWN.
         clone: whether to return a tensor that is no view. fully_shard warns of views.
     """
 
-    def __init__(self, inputs: Placement, computes: Placement, outputs: Placement, clone: bool = False):
-        self.inputs, self.computes, self.outputs, self.clone = [inputs], [computes], [outputs], clone
+    def __init__(
+        self, inputs: Placement, computes: Placement, outputs: Placement, clone: bool = False
+    ):
+        self.inputs = [inputs]
+        self.computes = [computes]
+        self.outputs = [outputs]
+        self.clone = clone
 
-    def _enter(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    def _enter(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
+    ) -> tuple[DTensor, ...]:
         return tuple(
-            DTensor.from_local(x, mesh, self.inputs, run_check=False).redistribute(mesh, self.computes) for x in inputs
+            DTensor.from_local(x, mesh, self.inputs, run_check=False).redistribute(
+                mesh, self.computes
+            )
+            for x in inputs
         )
 
     def _leave(self, module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -143,13 +166,18 @@ class Replicated(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for layer in module.modules():
             if type(layer) is nn.Conv2d:
-                layer.__class__ = ReplicatedConv2d  # as fully_shard changes the class of its modules
-        enter, leave = cast("Any", self._enter), cast("Any", self._leave)  # torch annotates them as returning nothing
+                # as fully_shard changes the class of its modules
+                layer.__class__ = ReplicatedConv2d
+        # torch annotates them as returning nothing
+        enter = cast("Any", self._enter)
+        leave = cast("Any", self._leave)
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
 def divide_linear(layer: nn.Linear, mesh: DeviceMesh, word: str, replicate: bool) -> None:
-    """Keep this rank's part of a linear layer, in place. Its parameters are the same on every rank, or on the meta device.
+    """Keep this rank's part of a linear layer, in place.
+
+    Its parameters are the same on every rank, or on the meta device.
 
     Args:
         layer: its units, or for the word row its inputs, are divisible by the number of ranks.
@@ -166,14 +194,19 @@ def divide_linear(layer: nn.Linear, mesh: DeviceMesh, word: str, replicate: bool
             place = ALL
         part = parameter.detach()
         if isinstance(place, Shard):
-            part = part.chunk(mesh.size(), place.dim)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+            part = part.chunk(mesh.size(), place.dim)[mesh.get_local_rank()].clone(
+                memory_format=torch.contiguous_format
+            )
         shard = DTensor.from_local(part, mesh, [place], run_check=False)
         layer.register_parameter(name, nn.Parameter(shard, parameter.requires_grad))
-    layer.__class__ = RowLinear if row else ColumnLinear  # as fully_shard changes the class of its modules
+    # as fully_shard changes the class of its modules
+    layer.__class__ = RowLinear if row else ColumnLinear
 
 
 def divide(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, replicate: bool) -> None:
-    """Divide the linear layers of a block by its plan, in place. Its parameters may be on the meta device.
+    """Divide the linear layers of a block by its plan, in place.
+
+    Its parameters may be on the meta device.
 
     Args:
         block: a block whose plan has been checked.
@@ -194,97 +227,132 @@ def divide(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, replicate: boo
         if isinstance(module, nn.Linear) and word in ("column", "heads", "row"):
             divide_linear(module, mesh, word, replicate)
         elif word == "tokens" and replicate:
-            parallelize_module(module, mesh, Replicated(outside, outside, outside), src_data_rank=None)
+            parallelize_module(
+                module, mesh, Replicated(outside, outside, outside), src_data_rank=None
+            )
         if isinstance(module, RowLinear):
             module.group = group
         elif isinstance(module, ColumnLinear):
-            around = [together for gather, together in gathering.items() if path.startswith(f"{gather}.")]
+            around = [
+                together for gather, together in gathering.items() if path.startswith(f"{gather}.")
+            ]
             module.together = around[-1] if around else Together(group)
             module.together.layers.append(module)
 
 
-def parallelize(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, inputs: Placement, outputs: Placement) -> None:
+def parallelize(
+    block: nn.Module, mesh: DeviceMesh, group: TokenGroup, inputs: Placement, outputs: Placement
+) -> None:
     """Divide a block over the ranks of `mesh`, in place, so that all its parameters are DTensors.
 
     Args:
         block: a block whose plan has been checked. Its parameters may be on the meta device.
         mesh: one-dimensional.
         group: the ranks of `mesh`.
-        inputs, outputs: tokens that the rank gets and returns: ALL or its OWN. For a block with a plan both are the same.
+        inputs, outputs: tokens that the rank gets and returns: ALL or its OWN. For a block with a
+            plan both are the same.
     """
     frozen = {name for name, parameter in block.named_parameters() if not parameter.requires_grad}
     if plan_of(block) is None:
-        parallelize_module(block, mesh, Replicated(inputs, ALL, outputs, clone=True), src_data_rank=None)
+        parallelize_module(
+            block, mesh, Replicated(inputs, ALL, outputs, clone=True), src_data_rank=None
+        )
     else:
         divide(block, mesh, group, replicate=True)
     for name, parameter in block.named_parameters():
         parameter.requires_grad_(name not in frozen)  # torch's styles make new parameters
 
 
-def check_plans(model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool) -> None:
+def check_plans(
+    model: Chain, shapes: Sequence[torch.Size], tp: int, sequence_parallel: bool
+) -> None:
     """Check that the model's blocks can be divided as their plans require.
 
     Args:
         model: the complete model.
-        shapes: shape of one sample's activation before each block, without the batch dimension; and after the last one.
+        shapes: shape of one sample's activation before each block, without the batch dimension; and
+            after the last one.
         tp: number of ranks that share a block.
         sequence_parallel: whether they share the tokens, too.
 
     Raises:
-        ConfigError: no block has a plan, a plan does not fit its block, or something is not divisible by `tp`.
+        ConfigError: no block has a plan, a plan does not fit its block, or something is not
+            divisible by `tp`.
     """
     if sequence_parallel and tp == 1:
         raise ConfigError(
-            "strategy.sequence_parallel=true: needs ranks along tp that share the tokens; use strategy.tp=2 or more"
+            "strategy.sequence_parallel=true: needs ranks along tp that share the tokens; use "
+            "strategy.tp=2 or more"
         )
     blocks = dict(model.named_children())
     if not any(map(plan_of, blocks.values())):
         raise ConfigError(
-            f"strategy.tp={tp}: no block of the model has a plan for tensor parallelism. Give the class of its blocks "
-            f"({', '.join(dict.fromkeys(type(block).__name__ for block in blocks.values()))}) the attribute tensor_parallel, "
-            f"as in ddp_lab/models/vit.py: a dict from the names of their modules to {', '.join(WORDS)}. Or use strategy=tp, "
-            "which needs no plan"
+            f"strategy.tp={tp}: no block of the model has a plan for tensor parallelism. Give the "
+            "class of its blocks "
+            f"({', '.join(dict.fromkeys(type(block).__name__ for block in blocks.values()))}) the "
+            "attribute tensor_parallel, as in ddp_lab/models/vit.py: a dict from the names of "
+            f"their modules to {', '.join(WORDS)}. Or use strategy=tp, which needs no plan"
         )
     if buffers := [name for name, _ in model.named_buffers()]:
         raise ConfigError(
-            f"strategy.tp={tp}: does not support models with buffers, got {buffers[0]}. Use strategy=tp, or strategy.tp=1"
+            f"strategy.tp={tp}: does not support models with buffers, got {buffers[0]}. Use "
+            "strategy=tp, or strategy.tp=1"
         )
     for (name, block), shape in zip(blocks.items(), shapes, strict=False):
         if plan := plan_of(block):
             check_names(name, block, plan)
             for size, what in sizes_of(name, block, plan):
                 if size % tp:
-                    raise ConfigError(f"strategy.tp={tp}: must divide the {size} {what}; use one of their divisors")
+                    raise ConfigError(
+                        f"strategy.tp={tp}: must divide the {size} {what}; use one of their "
+                        "divisors"
+                    )
             if sequence_parallel and shape[0] % tp:
                 raise ConfigError(
-                    f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {shape[0]} tokens before {name}. Use "
-                    "strategy.sequence_parallel=false, or another number of tokens: vit has one less with model.pool=mean"
+                    f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {shape[0]} "
+                    f"tokens before {name}. Use strategy.sequence_parallel=false, or another "
+                    "number of tokens: vit has one less with model.pool=mean"
                 )
 
 
 def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
-    """Check that a plan names all modules with parameters, and gives linear layers the words for linear layers.
+    """Check that a plan names all modules with parameters, and gives linear layers the words for
+    linear layers.
 
     Raises:
         ConfigError: it does not.
     """
-    key, modules = f"{type(block).__name__}.tensor_parallel", dict(block.named_modules())
+    key = f"{type(block).__name__}.tensor_parallel"
+    modules = dict(block.named_modules())
     for path, word in plan.items():
         if path not in modules:
-            raise ConfigError(f"{key}: {name} has no module {path}; it has {', '.join(filter(None, modules))}")
+            raise ConfigError(
+                f"{key}: {name} has no module {path}; it has {', '.join(filter(None, modules))}"
+            )
         linear = is_linear(modules[path])
         if word not in (WORDS if linear else WORDS[-2:]):
-            allowed = f"one of {', '.join(WORDS)}" if linear else "tokens or gather, because it is no nn.Linear"
+            allowed = (
+                f"one of {', '.join(WORDS)}"
+                if linear
+                else "tokens or gather, because it is no nn.Linear"
+            )
             raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:
-        raise ConfigError(f"{key}: must name the module of the parameter {missing[0]}, as one of {', '.join(WORDS[:-1])}")
+        raise ConfigError(
+            f"{key}: must name the module of the parameter {missing[0]}, as one of "
+            f"{', '.join(WORDS[:-1])}"
+        )
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes as torch's linear layer, with weights that are not computed from others."""
+    """Return whether a module computes as torch's linear layer, with weights that are not computed
+    from others.
+    """
     return (
-        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and isinstance(module.weight, nn.Parameter)
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and isinstance(module.weight, nn.Parameter)
     )
 
 
@@ -294,7 +362,10 @@ def sizes_of(name: str, block: nn.Module, plan: Mapping[str, str]) -> Iterator[t
     for path, word in plan.items():
         layer = modules[path]
         if word == "heads":
-            yield layer.out_features // modules[path.rpartition(".")[0]].head_width, f"heads of {name}.{path}"
+            yield (
+                layer.out_features // modules[path.rpartition(".")[0]].head_width,
+                f"heads of {name}.{path}",
+            )
         elif word == "column":
             yield layer.out_features, f"units of {name}.{path}"
         elif word == "row":

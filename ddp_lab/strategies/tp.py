@@ -1,16 +1,17 @@
-"""Tensor parallelism: the blocks of a model are divided by their plan (tensor_parallel.py), or every layer is sharded.
+"""Tensor parallelism: the blocks of a model are divided by their plan (tensor_parallel.py), or
+every layer is sharded.
 
-Where no plan fits, each rank computes some of a convolution's output channels, or of a linear layer's units, from the complete
-input. The outputs are concatenated.
+Where no plan fits, each rank computes some of a convolution's output channels, or of a linear
+layer's units, from the complete input. The outputs are concatenated.
 
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
 
     backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
 
-That is two collectives per layer, each of the size of the layer's activations: far more traffic than in data parallelism. The
-ranks therefore need fast links, and it pays only if a single layer is too large for a device. The models contain no code for
-it: `setup` shards their layers by name.
+That is two collectives per layer, each of the size of the layer's activations: far more traffic
+than in data parallelism. The ranks therefore need fast links, and it pays only if a single layer is
+too large for a device. The models contain no code for it: `setup` shards their layers by name.
 """
 
 from collections.abc import Generator, Mapping
@@ -46,22 +47,29 @@ from ddp_lab.world.runtime import Runtime
 
 
 class ShardedConv2d(nn.Conv2d):
-    """A convolution whose output channels are sharded evenly over the ranks: a layer of torch after `shard_channels`.
+    """A convolution whose output channels are sharded evenly over the ranks: a layer of torch after
+    `shard_channels`.
 
-    DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints and norms, but the
-    convolution is computed with their local shards.
+    DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints
+    and norms, but the convolution is computed with their local shards.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank. Collective.
+        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank.
+
+        Collective.
 
         Args:
             input: also of a single image, [c, height, width].
         """
         mesh = cast(DTensor, self.weight).device_mesh
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al. 2019, arXiv:1909.08053).
-        same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        weight = local(self.weight)
+        bias = None if self.bias is None else local(self.bias)
+        # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al.
+        # 2019, arXiv:1909.08053).
+        same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(
+            grad_placements=[Partial()]
+        )
         own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
         channels = own.dim() - 3  # a single image has no batch dimension
         outputs = DTensor.from_local(own, mesh, [Shard(channels)], run_check=False)
@@ -69,7 +77,9 @@ class ShardedConv2d(nn.Conv2d):
 
 
 def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
-    """Make a ShardedConv2d of a convolution that `can_be_sharded`, in place. Its parameters are the same on every rank.
+    """Make a ShardedConv2d of a convolution that `can_be_sharded`, in place.
+
+    Its parameters are the same on every rank.
 
     Args:
         mesh: one-dimensional; its size divides the number of output channels.
@@ -80,11 +90,14 @@ def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
     conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
 
 
-def copied(layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor) -> torch.Tensor:
+def copied(
+    layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor
+) -> torch.Tensor:
     """Return a copy of a sharded layer's gathered outputs, which an activation may change in place.
 
-    What torch returns is a view, which autograd refuses to change in place, and of a linear layer its all_gather has only
-    begun. The copy takes far less time than the all_gather, and what was gathered is freed at once.
+    What torch returns is a view, which autograd refuses to change in place, and of a linear layer
+    its all_gather has only begun. The copy takes far less time than the all_gather, and what was
+    gathered is freed at once.
     """
     return outputs.clone()
 
@@ -92,25 +105,33 @@ def copied(layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Te
 def positional(
     layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the input of a linear layer, layer(input=x), by its position, where torch's hooks expect it."""
+    """Return the input of a linear layer, layer(input=x), by its position, where torch's hooks
+    expect it.
+    """
     return ((keywords["input"],), {}) if "input" in keywords else None
 
 
 def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
-    """Return whether each rank can compute as many of a layer's output channels or units as the others, as torch does.
+    """Return whether each rank can compute as many of a layer's output channels or units as the
+    others, as torch does.
 
-    That excludes groups, other padding than zeros, weights that are computed, and subclasses, which may compute something else
-    or, as the out_proj of nn.MultiheadAttention, never be called.
+    That excludes groups, other padding than zeros, weights that are computed, and subclasses, which
+    may compute something else or, as the out_proj of nn.MultiheadAttention, never be called.
     """
-    if type(layer) not in (nn.Conv2d, nn.Linear, Patches) or not isinstance(layer.weight, nn.Parameter):
+    if type(layer) not in (nn.Conv2d, nn.Linear, Patches) or not isinstance(
+        layer.weight, nn.Parameter
+    ):
         return False
-    usual = not isinstance(layer, nn.Conv2d) or (layer.groups == 1 and layer.padding_mode == "zeros")
+    usual = not isinstance(layer, nn.Conv2d) or (
+        layer.groups == 1 and layer.padding_mode == "zeros"
+    )
     return usual and layer.weight.size(0) % ranks == 0
 
 
 @contextmanager
 def explain_direct_use() -> Generator[None]:
-    """Replace torch's error about a sharded weight beside a tensor that is not sharded by what to do.
+    """Replace torch's error about a sharded weight beside a tensor that is not sharded by what to
+    do.
 
     Raises:
         TrainingError: in place of it.
@@ -121,25 +142,30 @@ def explain_direct_use() -> Generator[None]:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise TrainingError(
-            "strategy=tp: the model uses the weight of a sharded layer without calling the layer, as in F.linear(x, "
-            "layer.weight), and did not so for the example, or there was none. Such layers are found and kept complete with "
-            f"lab.trainer(..., example=dataset[0]); or use another strategy, for example ddp. {describe_error(error)}"
+            "strategy=tp: the model uses the weight of a sharded layer without calling the layer, "
+            "as in F.linear(x, layer.weight), and did not so for the example, or there was none. "
+            "Such layers are found and kept complete with lab.trainer(..., example=dataset[0]); "
+            f"or use another strategy, for example ddp. {describe_error(error)}"
         ) from None
 
 
 class TP(Strategy):
-    """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step, between the replicas.
+    """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step,
+    between the replicas.
 
     Args:
-        tp: number of ranks that share each layer; null uses all ranks. The number of replicas is the number of ranks / tp.
-            Blocks with a plan are divided by it, and every rank computes the others, if `tp` divides all heads and units that
-            the plans name. Otherwise layers are sharded one by one. Every rank then computes the complete layer where `tp` does
-            not divide its channels or units, where its parameters are also those of another layer, where the model uses them
-            without calling the layer (F.linear(x, layer.weight)), and where it is not computed like one of torch's plain
-            layers: with groups, other padding than zeros, computed weights, or a class of its own.
+        tp: number of ranks that share each layer; null uses all ranks. The number of replicas is
+            the number of ranks / tp. Blocks with a plan are divided by it, and every rank computes
+            the others, if `tp` divides all heads and units that the plans name. Otherwise layers
+            are sharded one by one. Every rank then computes the complete layer where `tp` does not
+            divide its channels or units, where its parameters are also those of another layer,
+            where the model uses them without calling the layer (F.linear(x, layer.weight)), and
+            where it is not computed like one of torch's plain layers: with groups, other padding
+            than zeros, computed weights, or a class of its own.
 
     Raises:
-        ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can be sharded.
+        ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can
+            be sharded.
     """
 
     replaces_parameters = True
@@ -174,22 +200,32 @@ class TP(Strategy):
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""
         tied = {name.rpartition(".")[0] for names in tied_parameters(model) for name in names}
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+        layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Conv2d | nn.Linear)
+        }
         size = self.axes["tp"]
         excluded = tied | self._used_directly(model, layers)
-        self.layers = {name: layer for name, layer in layers.items() if can_be_sharded(layer, size) and name not in excluded}
+        self.layers = {
+            name: layer
+            for name, layer in layers.items()
+            if can_be_sharded(layer, size) and name not in excluded
+        }
         self.replicated = [name for name in layers if name not in self.layers]
         if size > 1 and not self.layers:
             raise ConfigError(
-                f"strategy.tp={size}: no layer of the model can be sharded: {size} must divide the channels or units of one "
-                "that is computed as torch does, is called, and shares no weights. Use another strategy.tp, or strategy=ddp"
+                f"strategy.tp={size}: no layer of the model can be sharded: {size} must divide the "
+                "channels or units of one that is computed as torch does, is called, and shares "
+                "no weights. Use another strategy.tp, or strategy=ddp"
             )
 
     def _used_directly(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-        """Return the names of the layers that the model does not call, or of which it also uses a parameter elsewhere.
+        """Return the names of the layers that the model does not call, or of which it also uses a
+        parameter elsewhere.
 
-        Without an example, or if the model cannot run here, none are known. A step then ends in the message of
-        `explain_direct_use`.
+        Without an example, or if the model cannot run here, none are known. A step then ends in the
+        message of `explain_direct_use`.
         """
         usage = None
         if self.axes["tp"] > 1 and self.example is not None:
@@ -200,7 +236,10 @@ class TP(Strategy):
             name
             for name, layer in layers.items()
             if name not in usage.called
-            or any(name not in usage.within.get(f"{name}.{own}", {name}) for own, _ in layer.named_parameters())
+            or any(
+                name not in usage.within.get(f"{name}.{own}", {name})
+                for own, _ in layer.named_parameters()
+            )
         }
 
     def setup(self, model: nn.Module) -> None:
@@ -216,7 +255,8 @@ class TP(Strategy):
             return
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
-                layer.register_forward_pre_hook(positional, with_kwargs=True)  # before those of torch
+                # before those of torch
+                layer.register_forward_pre_hook(positional, with_kwargs=True)
                 parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
                 layer.register_forward_hook(copied)  # after those of torch
             elif isinstance(layer, nn.Conv2d):
@@ -239,7 +279,10 @@ class TP(Strategy):
     def describe(self) -> str:
         layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
         if self.plans:
-            blocks = f"{len(self.plans)} blocks sharded in pairs of layers, {some(self.replicated) or 'no block'} replicated"
+            blocks = (
+                f"{len(self.plans)} blocks sharded in pairs of layers, "
+                f"{some(self.replicated) or 'no block'} replicated"
+            )
             return f"{layout}; {blocks}"
         return (
             f"{layout}; {self.why_layers}, so {len(self.layers)} layers are sharded by output "
@@ -249,15 +292,22 @@ class TP(Strategy):
     def reduce_gradients(self) -> None:
         if self.dp_size > 1:
             with every_gradient(self):
-                gradients = [local(gradient) for gradient in all_gradients_of(self.module.parameters())]
-                # In place, because some of the gradients are the shards of DTensors. torch has no public form of this function.
+                gradients = [
+                    local(gradient) for gradient in all_gradients_of(self.module.parameters())
+                ]
+                # In place, because some of the gradients are the shards of DTensors. torch has no
+                # public form of this function.
                 torch._foreach_copy_(gradients, flat(gradients, self.dp_group))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def gradient_norm(self) -> torch.Tensor:
-        # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on every rank and must count once.
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on
+        # every rank and must count once.
+        gradients = [
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        ]
         sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         replicated = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         norms = [get_total_norm(kind) for kind in (sharded, replicated) if kind]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        return torch.stack([torch.zeros((), device=self.device), *norms]).norm()  # all parameters here may be frozen
+        # all parameters here may be frozen
+        return torch.stack([torch.zeros((), device=self.device), *norms]).norm()

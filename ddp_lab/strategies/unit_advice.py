@@ -19,14 +19,17 @@ class Advice:
     given: Sequence[str] = ()
 
     def keep(self, names: Collection[str]) -> str:
-        """Return the option that also keeps these modules whole, on the command line and in a Lab."""
+        """Return the option that also keeps these modules whole, on the command line and in a
+        Lab.
+        """
         added = sorted(names, key=self.modules.index)
         patterns = list(dict.fromkeys([*self.given, *added]))
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         return f"strategy.keep_whole=[{','.join(patterns)}], in a Lab keep_whole=[{quoted}]"
 
     def keep_alike(self, names: Collection[str]) -> str:
-        """Return the option that also keeps these modules whole, and the others of the lists that contain them.
+        """Return the option that also keeps these modules whole, and the others of the lists that
+        contain them.
 
         What a step leaves out of a list varies: after one expert of a layer it is another one, or
         one of another layer.
@@ -43,7 +46,9 @@ class Advice:
         parts = ["*" if part.isdigit() else part for part in parent.split(".")]
         return ".".join([*parts, "*"])
 
-    def left_out(self, events: Collection[str], used: Collection[str], is_backward: bool) -> list[str]:
+    def left_out(
+        self, events: Collection[str], used: Collection[str], is_backward: bool
+    ) -> list[str]:
         """Return the units that one of two ranks leaves out, which come to different events.
 
         It has left out what the model defines from the one event to the other. In a backward pass

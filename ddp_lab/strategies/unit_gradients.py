@@ -50,7 +50,9 @@ class UnitGradients:
                 if parameter.requires_grad and parameter not in self._originals:
                     self._originals[parameter] = len(self._places)
                     self._places.append((module, name))
-        self._empty = {index for parameter, index in self._originals.items() if not parameter.numel()}
+        self._empty = {
+            index for parameter, index in self._originals.items() if not parameter.numel()
+        }
         self._own: dict[nn.Module, list[int]] = {}  # the parameters that are gathered with a unit
         self._gathered: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # in this step
         self._used = set[int]()  # in this step
@@ -63,7 +65,9 @@ class UnitGradients:
         self._own[unit] = [originals[found] for found in unit.parameters() if found in originals]
 
     def after_sharding(self, unit: nn.Module) -> None:
-        """Register the hooks around those of fully_shard which gather the unit and sum its gradients."""
+        """Register the hooks around those of fully_shard which gather the unit and sum its
+        gradients.
+        """
         unit.register_forward_pre_hook(eager(self._note_gathered))
         before_sum(unit, partial(self.complete, unit))
 
@@ -80,8 +84,8 @@ class UnitGradients:
     def complete(self, unit: nn.Module) -> None:
         """Set the missing gradients of a unit to zeros, just before torch sums them.
 
-        In all gradient-accumulation steps and micro-batches but the last it does not, and only notes
-        which parameters are used.
+        In all gradient-accumulation steps and micro-batches but the last it does not, and only
+        notes which parameters are used.
         """
         is_summed = any(group.reduce_grads for group in groups_of(unit))
         for index, parameter in self._gathered.get(unit, []):
@@ -96,8 +100,8 @@ class UnitGradients:
         """Set the gradients of parameters that no rank has used in this step to None. Collective.
 
         Raises:
-            TrainingError: a step that is captured in a CUDA graph, or that follows, leaves out other
-                parameters than those before.
+            TrainingError: a step that is captured in a CUDA graph, or that follows, leaves out
+                other parameters than those before.
         """
         places = range(len(self._places))
         unused = tuple(index for index in places if index not in self._used)
@@ -115,7 +119,9 @@ class UnitGradients:
         """Return a parameter while no unit is gathered."""
         return getattr(*self._places[index])
 
-    def _unused_everywhere(self, unused: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    def _unused_everywhere(
+        self, unused: tuple[int, ...], group: dist.ProcessGroup, device: torch.device
+    ) -> list[int]:
         """Return which of the parameters that this rank has not used no other rank has used."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._is_captured = self._is_captured or capturing
@@ -124,7 +130,8 @@ class UnitGradients:
         if self._is_captured:
             if unused and unused not in self._decided:
                 raise TrainingError(
-                    "cuda_graph=true: a step leaves out other parameters than those before its capture. Use cuda_graph=false"
+                    "cuda_graph=true: a step leaves out other parameters than those before its "
+                    "capture. Use cuda_graph=false"
                 )
             return self._decided.get(unused, [])
         counts = torch.ones(len(self._places), device=device)

@@ -36,7 +36,8 @@ class UnitHooks(UnitGradients):
         self.order = order
         self.is_last = True
         self._names = {module: name or WHOLE for name, module in model.named_modules()}
-        self._in_forward, self._in_backward = False, False
+        self._in_forward = False
+        self._in_backward = False
 
     def before_sharding(self, unit: nn.Module) -> None:
         super().before_sharding(unit)
@@ -48,7 +49,8 @@ class UnitHooks(UnitGradients):
 
     def _enter(self, unit: nn.Module, inputs: Any, named_inputs: Any) -> None:
         if unit is self.model:
-            self._in_forward, self._in_backward = True, False
+            self._in_forward = True
+            self._in_backward = False
             self.order.begin((unit.training, torch.is_grad_enabled(), self.is_last))
         if self._in_forward:  # a checkpointed block is called again in the backward pass
             if not any(True for _ in tensors_with_gradient((inputs, named_inputs))):
@@ -75,7 +77,8 @@ class UnitHooks(UnitGradients):
         seen.append(True)
         if not self._in_backward:
             self._in_backward = True
-            # Callbacks run in the order in which they are queued, and fully_shard queues its own later.
+            # Callbacks run in the order in which they are queued, and fully_shard queues its own
+            # later.
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
         self.order.event(BACKWARD + self._names[unit])
 
@@ -101,12 +104,17 @@ def tensors_in_objects(values: Any) -> Iterator[torch.Tensor]:
     for value in tree_leaves(values):
         if not isinstance(value, (torch.Tensor, type)) and hasattr(value, "__dict__"):
             held = [*vars(value).values()]
-            yield from (each for each in tree_leaves(held) if isinstance(each, torch.Tensor) and each.requires_grad)
+            yield from (
+                each
+                for each in tree_leaves(held)
+                if isinstance(each, torch.Tensor) and each.requires_grad
+            )
             yield from tensors_in_objects(held)
 
 
 def tensors_with_gradient(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the backward pass computes a gradient of, where fully_shard finds them.
+    """Yield the tensors that the backward pass computes a gradient of, where fully_shard finds
+    them.
 
     Args:
         values: nested containers and dataclasses.

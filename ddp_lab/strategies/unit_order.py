@@ -25,7 +25,8 @@ from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.unit_advice import Advice
 from ddp_lab.world.ranks import Ranks
 
-END, WHOLE = "the end of the pass", "the model"
+END = "the end of the pass"
+WHOLE = "the model"
 BACKWARD = "the backward pass of "
 SUM = "the sum of the gradients of "
 PAUSE = 0.0002, 0.05  # seconds between the first two looks at the store, which grow, and the most
@@ -45,7 +46,9 @@ class UnitOrder:
         without_gradient: names of the units whose inputs have needed no gradient in this pass.
     """
 
-    def __init__(self, ranks: Ranks, strategy: str, advice: Advice | None, group: Sequence[int] | None = None):
+    def __init__(
+        self, ranks: Ranks, strategy: str, advice: Advice | None, group: Sequence[int] | None = None
+    ):
         self.ranks = ranks
         self.strategy = strategy
         self.advice = advice
@@ -81,7 +84,8 @@ class UnitOrder:
 
     def _ask(self, name: str) -> None:
         """Wait until every rank has asked for the same event. The last one answers."""
-        ranks, store = self.ranks, self.ranks.store
+        ranks = self.ranks
+        store = self.ranks.store
         key = f"{self._prefix}/{self._number}/{len(self._events)}"
         answer = f"{key}/answer"
         mine = json.dumps([ranks.rank, name, sorted(self.without_gradient)])
@@ -103,18 +107,25 @@ class UnitOrder:
 
     def _wait(self, answer: str, name: str) -> str:
         """Return the answer, or a message if the others have gone on with another event."""
-        store, pause = self.ranks.store, PAUSE[0]
-        limit = self.ranks.timeout.total_seconds() / 2  # before the other ranks' collectives time out
+        store = self.ranks.store
+        pause = PAUSE[0]
+        # before the other ranks' collectives time out
+        limit = self.ranks.timeout.total_seconds() / 2
         deadline = time.monotonic() + limit
         while not store.check([answer]):
             if time.monotonic() > deadline:
                 usual = next(iter(self._place), END)
-                return self._describe(None, usual, name, ()) + f" (Rank {self.ranks.rank} has waited for {limit:g} s.)"
+                return (
+                    self._describe(None, usual, name, ())
+                    + f" (Rank {self.ranks.rank} has waited for {limit:g} s.)"
+                )
             time.sleep(pause)
             pause = min(2 * pause, PAUSE[1])
         return store.get(answer).decode()
 
-    def _describe(self, rank: int | None, expected: str, name: str, differing: Collection[str]) -> str:
+    def _describe(
+        self, rank: int | None, expected: str, name: str, differing: Collection[str]
+    ) -> str:
         """Return the message that this rank has another event next than `rank`, or the others.
 
         Args:
@@ -124,35 +135,41 @@ class UnitOrder:
             differing: names of the units whose inputs need a gradient on one of the ranks only.
         """
         others = "the others" if rank is None else f"rank {rank}"
-        difference = f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to {expected}. "
+        difference = (
+            f"strategy={self.strategy}: rank {self.ranks.rank} comes to {name}, but {others} to "
+            f"{expected}. "
+        )
         both = expected + name
         if self.advice is None:
             return (
-                f"{difference}All ranks must sum the gradients of the blocks in the same order, so the backward pass must "
-                "reach the same blocks on all ranks, and not stop at a detached tensor on some of them. Use another strategy, "
-                "for example ddp with strategy.find_unused_parameters=true"
+                f"{difference}All ranks must sum the gradients of the blocks in the same order, so "
+                "the backward pass must reach the same blocks on all ranks, and not stop at a "
+                "detached tensor on some of them. Use another strategy, for example ddp with "
+                "strategy.find_unused_parameters=true"
             )
         units = {unit_of(event) for event in (expected, name)} - {END, WHOLE}
         if not units:
             return (
-                f"{difference}All ranks must call the model equally often and in the same mode, because each call gathers "
-                "its parameters from all ranks. Call step, evaluate and predict on all ranks, in the same order"
+                f"{difference}All ranks must call the model equally often and in the same mode, "
+                "because each call gathers its parameters from all ranks. Call step, evaluate and "
+                "predict on all ranks, in the same order"
             )
         if SUM in both:
             late = {unit_of(event) for event in (expected, name) if SUM in event}.union(differing)
             return (
-                f"{difference}All ranks must sum the gradients of the units in the same order, so the inputs "
-                "of a unit must need a gradient on all ranks or on none. Gather such units together with the "
-                f"module around them: use {self.advice.keep(late - {WHOLE})}"
+                f"{difference}All ranks must sum the gradients of the units in the same order, so "
+                "the inputs of a unit must need a gradient on all ranks or on none. Gather such "
+                "units together with the module around them: use "
+                f"{self.advice.keep(late - {WHOLE})}"
             )
         is_backward = BACKWARD in both
         phase = BACKWARD if is_backward else ""
         before = {unit_of(event) for event in self._events[:-1] if event.startswith(phase)}
         left_out = self.advice.left_out(units, before, is_backward)
         return (
-            f"{difference}All ranks must use the same units of the model in a step, because each use gathers the unit's "
-            "parameters from all ranks. Gather those that only some ranks use together with the module around "
-            f"them: use {self.advice.keep_alike(left_out)}"
+            f"{difference}All ranks must use the same units of the model in a step, because each "
+            "use gathers the unit's parameters from all ranks. Gather those that only some ranks "
+            f"use together with the module around them: use {self.advice.keep_alike(left_out)}"
         )
 
 

@@ -34,7 +34,8 @@ class Uses:
 
     @contextmanager
     def reported(self, rank: int, inputs: Tree) -> Generator[None]:
-        """Report that the body, a pass of the model, uses a sharded parameter while it is not gathered.
+        """Report that the body, a pass of the model, uses a sharded parameter while it is not
+        gathered.
 
         Args:
             rank: of this process.
@@ -48,23 +49,31 @@ class Uses:
         except RuntimeError as error:
             if MIXED not in str(error):
                 raise
-            others = "" if self.tried else "; or, in a Lab, let the model be tried: lab.trainer(..., example=dataset[0])"
+            others = (
+                ""
+                if self.tried
+                else "; or, in a Lab, let the model be tried: lab.trainer(..., example=dataset[0])"
+            )
             raise TrainingError(
-                "strategy=fsdp: a parameter is used outside the forward pass of the module that has it"
-                f"{place_of(error)}, and is not gathered then. Gather it together with the module around it: "
-                f"use {self.advice.keep(self._used_elsewhere(inputs))}{others}",
+                "strategy=fsdp: a parameter is used outside the forward pass of the module that "
+                f"has it{place_of(error)}, and is not gathered then. Gather it together with the "
+                f"module around it: use {self.advice.keep(self._used_elsewhere(inputs))}{others}",
                 rank=rank,
             ) from None
 
     def _used_elsewhere(self, inputs: Tree) -> list[str]:
-        """Return the names of the units whose parameters these inputs use elsewhere; all if that is not known."""
+        """Return the names of the units whose parameters these inputs use elsewhere; all if that is
+        not known.
+        """
         units = [*self.advice.units]
         if self._copy is None:
             return units
         with suppress(Exception):  # a model that reads values cannot run on the meta device
             usage = record(self._copy, to(inputs, "meta"))
             names = {module: name for name, module in self._copy.named_modules()}
-            gathered_in_time = {names[unit] for unit in find_units(self._copy, usage, self.advice.given)}
+            gathered_in_time = {
+                names[unit] for unit in find_units(self._copy, usage, self.advice.given)
+            }
             elsewhere = [name for name in units if name not in gathered_in_time]
             return elsewhere or units
         return units

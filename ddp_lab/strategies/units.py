@@ -1,4 +1,5 @@
-"""The units of a model under fsdp: modules whose parameters are gathered just before their forward pass.
+"""The units of a model under fsdp: modules whose parameters are gathered just before their forward
+pass.
 
 A parameter that is used outside the forward pass of a unit cannot be in it, because it is not
 gathered then. It stays with the unit around it, in the end with the model itself, whose own
@@ -15,8 +16,11 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.usage import Usage
 
 
-def find_units(model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the units of a model but the model itself, inner modules before those that contain them.
+def find_units(
+    model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()
+) -> list[nn.Module]:
+    """Return the units of a model but the model itself, inner modules before those that contain
+    them.
 
     They are the children of the model and of its containers that have parameters. If a child cannot
     be a unit, because its parameters are also used elsewhere, its own children are considered in
@@ -32,7 +36,8 @@ def find_units(model: nn.Module, usage: Usage | None = None, keep_whole: Sequenc
     """
     names = {module: name for name, module in model.named_modules()}
     kept = {inner for module in matched(names, keep_whole) for inner in module.modules()}
-    parents, found = [model, *filter(is_container, names)], list[nn.Module]()
+    parents = [model, *filter(is_container, names)]
+    found = list[nn.Module]()
     for parent in parents:
         for child in parent.children():
             has_parameters = any(True for _ in child.parameters())
@@ -55,8 +60,8 @@ def matched(names: dict[nn.Module, str], patterns: Sequence[str]) -> Iterator[nn
         if not found:
             some = ", ".join(list(names.values())[1:7])
             raise ConfigError(
-                f"strategy.keep_whole=[{pattern}]: matches no module of the model. Use a name or a pattern of names, "
-                f"for example of {some}"
+                f"strategy.keep_whole=[{pattern}]: matches no module of the model. Use a name or a "
+                f"pattern of names, for example of {some}"
             )
         yield from found
 
@@ -71,8 +76,14 @@ def is_container(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential):
         return type(module).forward is nn.Module.forward
     children = module.children()
-    blocks = [child for child in children if not isinstance(child, nn.Sequential) and any(child.children())]
-    return len({type(block) for block in blocks}) < len(blocks) or any(map(is_container, module.children()))
+    blocks = [
+        child
+        for child in children
+        if not isinstance(child, nn.Sequential) and any(child.children())
+    ]
+    return len({type(block) for block in blocks}) < len(blocks) or any(
+        map(is_container, module.children())
+    )
 
 
 def is_self_contained(unit: nn.Module, model: nn.Module) -> bool:
@@ -89,7 +100,9 @@ def is_gathered_in_time(unit: nn.Module, names: dict[nn.Module, str], usage: Usa
     if usage is None:
         return True
     name = names[unit]
-    inside = (within for parameter, within in usage.within.items() if parameter.startswith(f"{name}."))
+    inside = (
+        within for parameter, within in usage.within.items() if parameter.startswith(f"{name}.")
+    )
     return name in usage.called and all(name in modules for modules in inside)
 
 
@@ -106,7 +119,9 @@ def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -
     seen = set[nn.Parameter]()
     for unit in units:
         own = {
-            name: parameter for name, parameter in unit.named_parameters() if parameter not in seen and parameter.requires_grad
+            name: parameter
+            for name, parameter in unit.named_parameters()
+            if parameter not in seen and parameter.requires_grad
         }
         seen.update(own.values())
         by_dtype: dict[torch.dtype, str] = {}
@@ -115,6 +130,6 @@ def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -
         if len(by_dtype) > 1:
             (one, first), (other, second), *_ = by_dtype.items()
             raise ConfigError(
-                f"strategy=fsdp: gathers {first} ({one}) and {second} ({other}) together, which must have one type. "
-                "Use one type, or another strategy, for example ddp"
+                f"strategy=fsdp: gathers {first} ({one}) and {second} ({other}) together, which "
+                "must have one type. Use one type, or another strategy, for example ddp"
             )

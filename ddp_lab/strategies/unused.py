@@ -22,7 +22,8 @@ from ddp_lab.strategies.base import Strategy
 
 # Why steps that may leave parameters unused exclude performance options (`Strategy.refusals`).
 SAME_PARAMETERS = {
-    "cuda_graph": "a captured step always uses the same parameters, and those of strategy.find_unused_parameters=true do not",
+    "cuda_graph": "a captured step always uses the same parameters, and those of "
+    "strategy.find_unused_parameters=true do not",
     "compile": "compiled steps of strategy.find_unused_parameters=true were never tested",
 }
 
@@ -31,21 +32,23 @@ def allow_unused(strategy: Strategy) -> None:
     """Refuse what excludes parameters that only some steps use. Called in the constructor.
 
     Raises:
-        ConfigError: BatchNorm is synchronised. A rank whose batch skips such a layer would leave the
-            others waiting in the layer's collective.
+        ConfigError: BatchNorm is synchronised. A rank whose batch skips such a layer would leave
+            the others waiting in the layer's collective.
     """
     if strategy.batch_norm == "sync":
         raise ConfigError(
             "strategy.batch_norm=sync: is not supported with strategy.find_unused_parameters=true, "
-            "because ranks that skip a layer would leave the others waiting for its statistics. Use "
-            "strategy.batch_norm=local"
+            "because ranks that skip a layer would leave the others waiting for its statistics. "
+            "Use strategy.batch_norm=local"
         )
     strategy.refusals |= SAME_PARAMETERS
 
 
 @contextmanager
 def every_gradient(strategy: Strategy) -> Generator[None]:
-    """Let each parameter that is not frozen have a gradient in the body, which sums them. Collective.
+    """Let each parameter that is not frozen have a gradient in the body, which sums them.
+
+    Collective.
 
     With `find_unused_parameters`, a bitmap of the used parameters is combined after the body, one
     bit for each parameter. Only a rank that has not used one waits for it, and so for its device:
@@ -75,13 +78,17 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
 
 
 def zeros_like_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return zeros in the layout of a gradient: that of a parameter whose elements lie side by side."""
+    """Return zeros in the layout of a gradient: that of a parameter whose elements lie side by
+    side.
+    """
     if in_memory_order(parameter).is_contiguous():
         return torch.zeros_like(parameter)
     return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
 
-def forget_unused(strategy: Strategy, parameters: Sequence[nn.Parameter], unused: Sequence[nn.Parameter]) -> None:
+def forget_unused(
+    strategy: Strategy, parameters: Sequence[nn.Parameter], unused: Sequence[nn.Parameter]
+) -> None:
     """Remove the gradients of the parameters that no rank has used. Collective.
 
     Args:
@@ -143,20 +150,23 @@ def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
     """Return the error about a parameter that a rank has not used in a step."""
     return TrainingError(
         f"strategy={strategy.name}: the parameter {name} got no gradient in a step on rank {rank}. "
-        f"If only some steps use it, {remedy_of(strategy)}. If none does, freeze it by requires_grad_(False); a Lab "
-        "does this for you if it gets a sample: lab.trainer(..., example=dataset[0])",
+        f"If only some steps use it, {remedy_of(strategy)}. If none does, freeze it by "
+        "requires_grad_(False); a Lab does this for you if it gets a sample: lab.trainer(..., "
+        "example=dataset[0])",
         rank=rank,
     )
 
 
 def empty_error(strategy: Strategy, error: Exception) -> TrainingError:
-    """Return the error about a model that does not train on an empty batch, with the error that it raised."""
+    """Return the error about a model that does not train on an empty batch, with the error that it
+    raised.
+    """
     rank = strategy.runtime.rank
     return TrainingError(
-        f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains on empty "
-        f"batches, and rank {rank} has no sample of this batch or gradient-accumulation step: "
-        f"{describe_error(error)}. Use strategy=scratch, which does not call the model then, or strategy=fsdp, "
-        "which calls it with a sample that does not count; or a batch_size and accumulate with which each rank has "
-        "a sample in each step of the last batch of an epoch",
+        f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains "
+        f"on empty batches, and rank {rank} has no sample of this batch or gradient-accumulation "
+        f"step: {describe_error(error)}. Use strategy=scratch, which does not call the model then, "
+        "or strategy=fsdp, which calls it with a sample that does not count; or a batch_size and "
+        "accumulate with which each rank has a sample in each step of the last batch of an epoch",
         rank=rank,
     )

@@ -121,7 +121,10 @@ def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[st
     different = differing(model, written, strategy)
     for name, module in written.items():
         if different is None or name in different:
-            why = "depends on the samples of the batch or on random numbers, which replicas do not share"
+            why = (
+                "depends on the samples of the batch or on random numbers, which replicas do not "
+                "share"
+            )
             if different is None:
                 why = "may depend on the samples of the batch: a trial of it cannot run here"
             what = f"{describe(strategy, name, module)}. What it writes {why}"
@@ -129,8 +132,8 @@ def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[st
         if strategy.find_unused_parameters:
             raise ConfigError(
                 f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a "
-                "rank without a sample would not write. Use strategy.find_unused_parameters=false, or "
-                "strategy=single"
+                "rank without a sample would not write. Use "
+                "strategy.find_unused_parameters=false, or strategy=single"
             )
 
 
@@ -157,7 +160,9 @@ def describe(strategy: "Strategy", name: str, module: str) -> str:
 
 
 def drawn_like(draw: int, example: torch.Tensor) -> torch.Tensor:
-    """Return samples in the form of an example: normal random numbers, or the number of the draw if they have no fraction."""
+    """Return samples in the form of an example: normal random numbers, or the number of the draw if
+    they have no fraction.
+    """
     given = torch.full((2 + draw, *example.shape[1:]), draw, dtype=example.dtype)
     return given.normal_(draw) if given.is_floating_point() else given
 

@@ -1,4 +1,6 @@
-"""What a model is trained for: one file for each task, with its losses and its metrics as sums over samples."""
+"""What a model is trained for: one file for each task, with its losses and its metrics as sums over
+samples.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,13 @@
-"""The interface of a task: unreduced losses with weights, and metrics as sums, for outputs and targets of any shape.
+"""The interface of a task: unreduced losses with weights, and metrics as sums, for outputs and
+targets of any shape.
 
 The loss of a step is the mean over the GLOBAL batch,
 
     sum(losses * weights) / sum(weights),
 
-and so are all metrics: sums are added over micro-batches, steps and ranks, and divided once. The mean of the means of
-micro-batches or ranks would differ as soon as these hold different weights, for example pixels to ignore.
+and so are all metrics: sums are added over micro-batches, steps and ranks, and divided once. The
+mean of the means of micro-batches or ranks would differ as soon as these hold different weights,
+for example pixels to ignore.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,24 +24,27 @@ LossFunction = Callable[[Any, Any], Losses]
 
 
 def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raise a TrainingError unless outputs and targets have the same shape: torch's losses would broadcast one of them."""
+    """Raise a TrainingError unless outputs and targets have the same shape: torch's losses would
+    broadcast one of them.
+    """
     if outputs.shape != targets.shape:
         raise TrainingError(
-            f"the outputs must have the shape of the targets, {list(targets.shape)}, got {list(outputs.shape)}. Change "
-            "the last layer of the model, or the targets, for example by unsqueeze(-1)",
+            f"the outputs must have the shape of the targets, {list(targets.shape)}, got "
+            f"{list(outputs.shape)}. Change the last layer of the model, or the targets, for "
+            "example by unsqueeze(-1)",
         )
 
 
 class Task(nn.Module):
     """What a model is trained for: its loss, and metrics as sums.
 
-    Outputs are what the model returns, in float32 where they are bf16: a tensor, [b, ...], or a tuple,
-    dict or object of tensors. Targets are those of the dataset: a tensor, [b, ...], or a tuple or
-    dict of tensors, or None. A task with `takes_logits` gets one tensor of each. Neither contains
-    padding. The
-    mode of the task, training or evaluation, is that of the model. `Task(loss)` has a loss and no
-    metrics. A task of one's own overrides `own_losses` for a loss, `sums` and `metrics` for metrics
-    of evaluations, and `running` and `running_sums` for metrics of the training steps.
+    Outputs are what the model returns, in float32 where they are bf16: a tensor, [b, ...], or a
+    tuple, dict or object of tensors. Targets are those of the dataset: a tensor, [b, ...], or a
+    tuple or dict of tensors, or None. A task with `takes_logits` gets one tensor of each. Neither
+    contains padding. The mode of the task, training or evaluation, is that of the model.
+    `Task(loss)` has a loss and no metrics. A task of one's own overrides `own_losses` for a loss,
+    `sums` and `metrics` for metrics of evaluations, and `running` and `running_sums` for metrics of
+    the training steps.
 
     Args:
         loss: function that replaces the task's own loss. For outputs and targets it returns
@@ -99,7 +104,9 @@ class Task(nn.Module):
             TrainingError: the task has no loss.
         """
         name = type(self).__name__
-        raise TrainingError(f"{name}: has no loss; define its method own_losses, or use {name}(loss)")
+        raise TrainingError(
+            f"{name}: has no loss; define its method own_losses, or use {name}(loss)"
+        )
 
     def losses(self, outputs: Any, targets: Any) -> Losses:
         """Return the unreduced losses of the task, checked: those of `loss`, else its own.
@@ -117,16 +124,22 @@ class Task(nn.Module):
         """
         found = (self.loss or self.own_losses)(outputs, targets)
         losses, weights = found if isinstance(found, tuple) else (found, found)
-        samples = len(targets) if isinstance(targets, torch.Tensor) else samples_in(outputs, targets, losses)
+        samples = (
+            len(targets)
+            if isinstance(targets, torch.Tensor)
+            else samples_in(outputs, targets, losses)
+        )
         if losses.shape[:1] != (samples,):
             raise TrainingError(
-                f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, got "
-                f"{list(losses.shape)}. Use reduction='none': the sum is divided by the weight of the global batch. "
-                "A loss that is one number for a batch returns it for each sample, loss.expand(len(outputs))",
+                f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, "
+                f"got {list(losses.shape)}. Use reduction='none': the sum is divided by the weight "
+                "of the global batch. A loss that is one number for a batch returns it for each "
+                "sample, loss.expand(len(outputs))",
             )
         if weights.shape != losses.shape:
             raise TrainingError(
-                f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, got {list(weights.shape)}",
+                f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, "
+                f"got {list(weights.shape)}",
             )
         if not self.weighted and (weights is not losses or losses.dim() != 1):
             shape = list(losses.shape)
@@ -164,7 +177,9 @@ class Task(nn.Module):
             SampleError: a target is below 0, or not below the number of classes.
         """
         labels = self.labels
-        if labels is not None and not (labels.is_complete and labels.low >= 0 and labels.high < classes):
+        if labels is not None and not (
+            labels.is_complete and labels.low >= 0 and labels.high < classes
+        ):
             labels.require(targets, classes)
 
     @classmethod
@@ -203,7 +218,8 @@ class Task(nn.Module):
             found = self.losses(outputs, targets)
         weights = found[1] if isinstance(found, tuple) else torch.ones_like(found)
         dtype = sum_dtype(outputs.device)
-        values, weights = values.to(dtype), weights.to(dtype)
+        values = values.to(dtype)
+        weights = weights.to(dtype)
         if values.dim() > weights.dim():
             values = values.flatten(weights.dim()).mean(-1)
         missing = weights.dim() - values.dim()
@@ -261,14 +277,17 @@ def width(task: Task) -> int:
     return 2 + len(task.running)
 
 
-def measure(task: Task, outputs: Any, targets: Any, real: int, divisor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], and the sums [loss_sum, *task.running, weight] in `sum_dtype`.
+def measure(
+    task: Task, outputs: Any, targets: Any, real: int, divisor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss to backpropagate, [], and the sums [loss_sum, *task.running, weight] in
+    `sum_dtype`.
 
     The loss to backpropagate is the sum divided by `divisor`.
 
     Args:
-        outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no tensor have none, but for
-            a micro-batch that has no sample without padding.
+        outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no
+            tensor have none, but for a micro-batch that has no sample without padding.
         real: number of samples without padding.
         divisor: size of the GLOBAL batch.
     """
@@ -279,10 +298,12 @@ def measure(task: Task, outputs: Any, targets: Any, real: int, divisor: float) -
         outputs, targets, counts = for_task(task, outputs, targets, real)
     else:
         if real < len(outputs):  # a slice of all rows would copy their gradient
-            outputs, targets = outputs[:real], targets[:real]
+            outputs = outputs[:real]
+            targets = targets[:real]
         outputs = in_float32(outputs)
     if task.check_first is not None and real:
-        check, task.check_first = task.check_first, None
+        check = task.check_first
+        task.check_first = None
         check(outputs, targets)
     loss_sum, weight = task.loss_sum(outputs, targets)
     parts = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]

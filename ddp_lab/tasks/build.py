@@ -20,33 +20,40 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
     Args:
         built: the loss.
         key: key and value that chose it, for messages.
-        num_classes: number of classes of the dataset; None: the task is not classification, and the loss is not tried.
+        num_classes: number of classes of the dataset; None: the task is not classification, and the
+            loss is not tried.
         mixed: whether it gets mixed targets.
 
     Raises:
-        ConfigError: the loss of two samples fails or is not a loss per sample, the loss has trainable parameters, or it does
-            not support mixed targets.
+        ConfigError: the loss of two samples fails or is not a loss per sample, the loss has
+            trainable parameters, or it does not support mixed targets.
     """
     if isinstance(built, nn.Module) and (names := [name for name, _ in built.named_parameters()]):
         raise ConfigError(
-            f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part of the model, or a buffer"
+            f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part "
+            "of the model, or a buffer"
         )
     if num_classes is None:
         return
     targets = torch.arange(2) % num_classes
     if problem := describe_losses(built, targets, num_classes):
         raise ConfigError(
-            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; for b=2 it {problem}"
+            f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; "
+            f"for b=2 it {problem}"
         )
-    if mixed and (problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)):
+    if mixed and (
+        problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)
+    ):
         raise ConfigError(
-            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, classes]; for b=2 it {problem}. "
-            "Use mixup=0 cutmix=0, or loss=cross_entropy"
+            f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, "
+            f"classes]; for b=2 it {problem}. Use mixup=0 cutmix=0, or loss=cross_entropy"
         )
 
 
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
-    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss per sample."""
+    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss
+    per sample.
+    """
     try:
         with state_kept(function):
             losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
@@ -56,7 +63,8 @@ def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> s
         return f"returned {type(losses).__name__}"
     if losses.shape != targets.shape[:1]:
         return (
-            f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab divides their sum by the size "
-            "of the global batch. A loss that is one number for a batch returns it for each sample, loss.expand(len(logits))"
+            f"returned a tensor of shape {list(losses.shape)}. Do not reduce the losses: ddp_lab "
+            "divides their sum by the size of the global batch. A loss that is one number for a "
+            "batch returns it for each sample, loss.expand(len(logits))"
         )
     return None if losses.requires_grad else "returned a tensor without a gradient"

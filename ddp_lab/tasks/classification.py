@@ -17,11 +17,14 @@ MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,00
 
 
 class CrossEntropy(nn.Module):
-    """The cross-entropy. The test loss is computed without label smoothing, as by timm, so that it is the same for any recipe.
+    """The cross-entropy.
+
+    The test loss is computed without label smoothing, as by timm, so that it is the same for any
+    recipe.
 
     Args:
-        label_smoothing: probability mass that is taken from the target and spread evenly over all classes (Szegedy et al. 2016,
-            arXiv:1512.00567).
+        label_smoothing: probability mass that is taken from the target and spread evenly over all
+            classes (Szegedy et al. 2016, arXiv:1512.00567).
     """
 
     weighted = False
@@ -30,8 +33,12 @@ class CrossEntropy(nn.Module):
         super().__init__()
         self.label_smoothing = label_smoothing
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-        """Return the losses, [b], or their sum, for logits [b, classes] and classes [b] or probabilities [b, classes]."""
+    def forward(
+        self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none"
+    ) -> torch.Tensor:
+        """Return the losses, [b], or their sum, for logits [b, classes] and classes [b] or
+        probabilities [b, classes].
+        """
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=smoothing)
 
@@ -48,7 +55,8 @@ class Classification(Task):
         loss: as in `Task`.
     """
 
-    running, pictures = ("accuracy",), True
+    running = ("accuracy",)
+    pictures = True
     takes_logits = True
     better: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
 
@@ -57,9 +65,13 @@ class Classification(Task):
         self.labels: LabelRange = LabelRange()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def choosing(self, classes: int) -> list[str]:
-        return [name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP]
+        return [
+            name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP
+        ]
 
-    def loss_sum(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_sum(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel
             self._require_classes(outputs, targets)
             weight = torch.full((), len(targets), device=outputs.device)
@@ -69,7 +81,8 @@ class Classification(Task):
         return super().loss_sum(outputs, targets)
 
     def _require_classes(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Check that targets are classes, or probabilities of the classes, of outputs that are logits.
+        """Check that targets are classes, or probabilities of the classes, of outputs that are
+        logits.
 
         Raises:
             TrainingError: the outputs are no logits.
@@ -77,7 +90,8 @@ class Classification(Task):
         """
         if outputs.dim() != 2:
             raise TrainingError(
-                f"the outputs must be logits [b, classes], got {list(outputs.shape)}. Change the end of the model"
+                f"the outputs must be logits [b, classes], got {list(outputs.shape)}. Change the "
+                "end of the model"
             )
         if targets.shape == outputs.shape and targets.is_floating_point():
             return
@@ -85,8 +99,8 @@ class Classification(Task):
             kind = str(targets.dtype).removeprefix("torch.")
             raise SampleError(
                 f"the targets of a batch are {kind}, {list(targets.shape)}; classification needs "
-                f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), and "
-                "targets.flatten() where each row has one"
+                f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), "
+                "and targets.flatten() where each row has one"
             )
         labels = self.labels
         classes = outputs.size(1)
@@ -102,19 +116,29 @@ class Classification(Task):
         classes = outputs.size(1)
         top = outputs.topk(min(TOP, classes), dim=1).indices
         predicted = outputs.argmax(1)
-        found = {"top5": (top == targets.unsqueeze(1)).any(1).sum(), "correct": (predicted == targets).sum()}
+        found = {
+            "top5": (top == targets.unsqueeze(1)).any(1).sum(),
+            "correct": (predicted == targets).sum(),
+        }
         found["samples"] = torch.full_like(found["correct"], len(targets))
         if classes <= MOST_CLASSES:
-            cells, ones = targets * classes + predicted, torch.ones_like(targets)
-            found["confusion"] = ones.new_zeros(classes * classes).index_add_(0, cells, ones).view(classes, classes)
+            cells = targets * classes + predicted
+            ones = torch.ones_like(targets)
+            found["confusion"] = (
+                ones.new_zeros(classes * classes).index_add_(0, cells, ones).view(classes, classes)
+            )
         return found
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         accuracy = {"accuracy": float(sums["correct"] / sums["samples"])}
         few = "confusion" in sums and len(sums["confusion"]) <= TOP
-        return accuracy if few else accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
+        return (
+            accuracy if few else accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
+        )
 
 
 def classes_of(targets: torch.Tensor) -> torch.Tensor:
-    """Return the class of each sample, [b]: for mixed targets, [b, classes], the most probable one."""
+    """Return the class of each sample, [b]: for mixed targets, [b, classes], the most probable
+    one.
+    """
     return targets if targets.dim() == 1 else targets.argmax(1)

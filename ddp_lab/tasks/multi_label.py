@@ -28,22 +28,37 @@ class MultiLabel(Task):
 
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)
-        return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype), reduction="none")
+        return F.binary_cross_entropy_with_logits(
+            outputs, targets.to(outputs.dtype), reduction="none"
+        )
 
     def running_sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
         right = (outputs > 0) == (targets > 0.5)
         return [right.sum() if self.loss is None else self.weighted_sum(right, outputs, targets)]
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        decided, true = outputs > 0, targets > 0.5
+        decided = outputs > 0
+        true = targets > 0.5
         counts = {"true_positive": decided & true, "positive": true, "decided": decided}
         found = {name: value.sum(0).double() for name, value in counts.items()}
-        return found | {"correct": (decided == true).sum().double(), "decisions": outputs.new_tensor(true.numel()).double()}
+        return found | {
+            "correct": (decided == true).sum().double(),
+            "decisions": outputs.new_tensor(true.numel()).double(),
+        }
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        true_positive, either = sums["true_positive"], sums["positive"] + sums["decided"]
+        true_positive = sums["true_positive"]
+        either = sums["positive"] + sums["decided"]
         used = either > 0
-        macro = (2 * true_positive[used] / either[used]).mean() if used.any() else torch.tensor(float("nan"))
+        macro = (
+            (2 * true_positive[used] / either[used]).mean()
+            if used.any()
+            else torch.tensor(float("nan"))
+        )
         micro = 2 * true_positive.sum() / either.sum()
-        values = {"accuracy": sums["correct"] / sums["decisions"], "f1_micro": micro, "f1_macro": macro}
+        values = {
+            "accuracy": sums["correct"] / sums["decisions"],
+            "f1_micro": micro,
+            "f1_macro": macro,
+        }
         return {name: float(value) for name, value in values.items()}

@@ -1,4 +1,6 @@
-"""Outputs and targets that are no tensor, but a tuple, a dict or an object of tensors, as a task takes them."""
+"""Outputs and targets that are no tensor, but a tuple, a dict or an object of tensors, as a task
+takes them.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +20,8 @@ class Taken(NamedTuple):
 
     Attributes:
         outputs, targets: without padding if they count.
-        counts: whether they count; False if all samples are padding that cannot be cut from the outputs.
+        counts: whether they count; False if all samples are padding that cannot be cut from the
+            outputs.
     """
 
     outputs: Any
@@ -31,7 +34,8 @@ def for_task(task: Task, outputs: Any, targets: Tree, real: int) -> Taken:
 
     Args:
         task: with its loss.
-        outputs: of the model. Those that are no tensor have no padding, unless there is nothing else.
+        outputs: of the model. Those that are no tensor have no padding, unless there is nothing
+            else.
         targets: with padding at the end.
         real: number of samples without padding.
 
@@ -93,24 +97,30 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
     """
     found = outputs
     if not isinstance(outputs, torch.Tensor):
-        found = outputs.get(LOGITS) if isinstance(outputs, Mapping) else getattr(outputs, LOGITS, None)
+        found = (
+            outputs.get(LOGITS) if isinstance(outputs, Mapping) else getattr(outputs, LOGITS, None)
+        )
     if isinstance(found, torch.Tensor):
         return found
     content, place = describe_content(outputs)
     raise ConfigError(
-        f"{what} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a part named {LOGITS}. Wrap it "
-        f"in a module of a few lines, whose forward ends with `return self.model(inputs){place}`; or use a loss function, "
-        "which gets the outputs as they are"
+        f"{what} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a part "
+        f"named {LOGITS}. Wrap it in a module of a few lines, whose forward ends with `return "
+        f"self.model(inputs){place}`; or use a loss function, which gets the outputs as they are"
     )
 
 
 def require_tensor_targets(targets: Tree, task: str) -> None:
-    """Raise a ConfigError unless targets are one tensor, as a task needs them; `task` is its name."""
+    """Raise a ConfigError unless targets are one tensor, as a task needs them; `task` is its
+    name.
+    """
     if isinstance(targets, torch.Tensor):
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""
-    what = "no targets" if targets is None else f"targets that are a {type(targets).__name__}{parts}"
+    what = (
+        "no targets" if targets is None else f"targets that are a {type(targets).__name__}{parts}"
+    )
     raise ConfigError(
-        f"{task}: needs targets that are one tensor [b, ...], got {what}. Choose one by `targets`, or use a loss function, "
-        "which gets them as they are"
+        f"{task}: needs targets that are one tensor [b, ...], got {what}. Choose one by `targets`, "
+        "or use a loss function, which gets them as they are"
     )

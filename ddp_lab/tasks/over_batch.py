@@ -1,11 +1,12 @@
 """Whether a loss is a sum over samples, found by a trial on a few samples.
 
-The gradient of such a sum can be computed in parts: local batches, gradient-accumulation steps and micro-batches. A loss over
-the batch, such as a contrastive loss or the partial likelihood of Cox, compares the samples of a batch with each other, so that
-it is another function of each part.
+The gradient of such a sum can be computed in parts: local batches, gradient-accumulation steps and
+micro-batches. A loss over the batch, such as a contrastive loss or the partial likelihood of Cox,
+compares the samples of a batch with each other, so that it is another function of each part.
 
-The trial computes the loss of some samples together and of each sample alone. A loss of samples that are computed one by one
-has the same sum both ways, whatever the outputs and the targets are: the trial may therefore make up both.
+The trial computes the loss of some samples together and of each sample alone. A loss of samples
+that are computed one by one has the same sum both ways, whatever the outputs and the targets are:
+the trial may therefore make up both.
 """
 
 import copy
@@ -31,7 +32,9 @@ from ddp_lab.models.trial import LARGE, meta_copy
 from ddp_lab.tasks.base import Task
 
 SAMPLES = 8  # of a trial: triplets need three, of which two are alike
-MANY = 32  # at most, of the trial of a larger batch: of 8 samples none is 3 standard deviations away from the mean
+# at most, of the trial of a larger batch: of 8 samples none is 3 standard deviations away from the
+# mean
+MANY = 32
 OUTLIER = 100.0  # factor of the outputs of one of them
 ELEMENTS = 2**23  # of the outputs of a trial; a single sample may have more
 EXACT = 1e-6  # relative tolerance for a loss in float64
@@ -57,26 +60,34 @@ def is_own(task: Task) -> bool:
     return all(module.startswith("ddp_lab.") for module in modules)
 
 
-def describe_coupling(task: Task, outputs: Any, targets: Tree, batch_size: int = MANY) -> str | None:
+def describe_coupling(
+    task: Task, outputs: Any, targets: Tree, batch_size: int = MANY
+) -> str | None:
     """Return how the loss shows that it is not a sum over samples, as the end of "the loss ...".
 
     Torch's random state stays as it is, and so does the task, which is copied.
 
     Args:
         task: with the loss.
-        outputs: of the model for one or more samples, [m, ...]; on the meta device if only their shape is known.
+        outputs: of the model for one or more samples, [m, ...]; on the meta device if only their
+            shape is known.
         targets: of one or more samples, [n, ...].
         batch_size: samples of the GLOBAL batch.
 
     Returns:
-        None if it is a sum over samples, or if that cannot be found: it draws random numbers, or fails for these samples.
+        None if it is a sum over samples, or if that cannot be found: it draws random numbers, or
+        fails for these samples.
     """
-    outputs = map_outputs(lambda tensor: tensor.detach() if tensor.is_meta else tensor.detach().cpu(), outputs)
+    outputs = map_outputs(
+        lambda tensor: tensor.detach() if tensor.is_meta else tensor.detach().cpu(), outputs
+    )
     with state_kept(task), warnings.catch_warnings():  # also of a task that cannot be copied
         warnings.simplefilter("ignore")  # such as that of a standard deviation of one sample
         on_cpu = apply(lambda tensor: tensor.detach().cpu(), targets)
         if isinstance(outputs, torch.Tensor) and isinstance(on_cpu, torch.Tensor):
-            cases = chain(make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size))
+            cases = chain(
+                make_cases(outputs, on_cpu), make_large_cases(outputs, on_cpu, batch_size)
+            )
         else:
             cases = make_nested_cases(outputs, on_cpu)
         for each_outputs, each_targets in cases:
@@ -92,7 +103,8 @@ def describe_coupling(task: Task, outputs: Any, targets: Tree, batch_size: int =
 
 
 def compare(task: Task, outputs: Any, targets: Tree) -> str | None:
-    """Return how the loss of some samples together differs from that of each alone; None if it does not.
+    """Return how the loss of some samples together differs from that of each alone; None if it does
+    not.
 
     Args:
         task: may be changed.
@@ -103,7 +115,8 @@ def compare(task: Task, outputs: Any, targets: Tree) -> str | None:
         NotRepeatableError: the loss cannot be computed twice.
     """
     for dtype in (torch.float64, torch.float32):
-        task, outputs = task.to("cpu", dtype), map_outputs(partial(as_dtype, dtype), outputs)
+        task = task.to("cpu", dtype)
+        outputs = map_outputs(partial(as_dtype, dtype), outputs)
         targets = apply(partial(as_dtype, dtype), targets)
         try:
             together, result_dtype = sums_of(task, outputs, targets)
@@ -120,9 +133,13 @@ def as_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def compare_with(task: Task, outputs: Any, targets: Tree, together: Sums, dtype: torch.dtype) -> str | None:
+def compare_with(
+    task: Task, outputs: Any, targets: Tree, together: Sums, dtype: torch.dtype
+) -> str | None:
     """As `compare`, given the sums over all samples and the coarsest dtype in them."""
-    tolerance = EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
+    tolerance = (
+        EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
+    )
     again, _ = sums_of(task, outputs, targets)
     if not all(map(np.isfinite, together)):
         return None
@@ -133,17 +150,24 @@ def compare_with(task: Task, outputs: Any, targets: Tree, together: Sums, dtype:
     for row in range(count):
         one = slice(row, row + 1)
         try:
-            found, _ = sums_of(task, map_outputs(operator.itemgetter(one), outputs), rows(targets, one))
+            found, _ = sums_of(
+                task, map_outputs(operator.itemgetter(one), outputs), rows(targets, one)
+            )
         except NotRepeatableError:
             raise
         except Exception as error:
             return f"fails for one sample: {describe_error(error)}"
         alone.append(found)
-    for name, value, each in zip(("loss", "weight"), together, zip(*alone, strict=True), strict=True):
+    for name, value, each in zip(
+        ("loss", "weight"), together, zip(*alone, strict=True), strict=True
+    ):
         size = max(abs(value), sum(map(abs, each)))
         if not is_close(value, sum(each), tolerance, size):
             what = "is" if name == "loss" else "has the weight"
-            return f"{what} {value:.6g} for {count} samples together, and {sum(each):.6g} for each alone, in sum"
+            return (
+                f"{what} {value:.6g} for {count} samples together, and {sum(each):.6g} for each "
+                "alone, in sum"
+            )
     return None
 
 
@@ -159,7 +183,9 @@ def is_close(one: float, other: float, tolerance: float, size: float = 0.0) -> b
 
 
 def measure_tolerance(task: Task, outputs: Any, targets: Tree, together: Sums) -> float:
-    """Return the relative tolerance for a loss that does not compute in float64: a multiple of its rounding error."""
+    """Return the relative tolerance for a loss that does not compute in float64: a multiple of its
+    rounding error.
+    """
     eps = torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
 
@@ -191,11 +217,14 @@ def sums_of(task: Task, outputs: Any, targets: Tree) -> tuple[Sums, torch.dtype]
     return Sums(float(loss), float(weight)), loss.dtype
 
 
-def make_cases(outputs: torch.Tensor, targets: torch.Tensor) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+def make_cases(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield outputs, [count, ...] in float64, and targets, [count, ...], on which a loss is tried.
 
-    Outputs of a model whose last layer is zero are all alike, and the first samples of a sorted dataset are of one class: a
-    loss over the batch may then look like a sum. So there are random outputs, and targets that differ.
+    Outputs of a model whose last layer is zero are all alike, and the first samples of a sorted
+    dataset are of one class: a loss over the batch may then look like a sum. So there are random
+    outputs, and targets that differ.
     """
     size = max(1, outputs[0].numel())
     count = max(2, min(SAMPLES, ELEMENTS // size))
@@ -203,9 +232,13 @@ def make_cases(outputs: torch.Tensor, targets: torch.Tensor) -> Generator[tuple[
     shape = (count, *outputs.shape[1:])
     of_outputs = [torch.randn(shape, generator=generator, dtype=torch.float64)]
     rows = torch.arange(count)
-    of_targets = [targets[rows % len(targets)], mixed_targets(targets[rows % len(targets)], generator)]
+    of_targets = [
+        targets[rows % len(targets)],
+        mixed_targets(targets[rows % len(targets)], generator),
+    ]
     if count * size <= ELEMENTS:
-        of_outputs.append(torch.rand(shape, generator=generator, dtype=torch.float64))  # probabilities
+        # probabilities
+        of_outputs.append(torch.rand(shape, generator=generator, dtype=torch.float64))
         of_targets.append(targets[rows * 0])
         if not outputs.is_meta:
             of_outputs.append(between(outputs, count, generator))
@@ -238,7 +271,10 @@ def make_nested_cases(outputs: Any, targets: Tree) -> Generator[tuple[Any, Tree]
             return repeated(tensor)
         return between(tensor, SAMPLES, generator)
 
-    of_targets = [apply(repeated, targets), apply(lambda tensor: mixed_targets(repeated(tensor), generator), targets)]
+    of_targets = [
+        apply(repeated, targets),
+        apply(lambda tensor: mixed_targets(repeated(tensor), generator), targets),
+    ]
     of_outputs = [map_outputs(partial(drawn, draw), outputs) for draw in (torch.randn, torch.rand)]
     if not any(part.is_meta for part in parts):
         of_outputs.append(map_outputs(mixed, outputs))
@@ -278,7 +314,9 @@ def make_large_cases(
 
 
 def between(outputs: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return outputs, [count, ...], between those of the model, which have the values that the loss needs."""
+    """Return outputs, [count, ...], between those of the model, which have the values that the loss
+    needs.
+    """
     shares = torch.rand(count, len(outputs), generator=generator, dtype=torch.float64)
     shares /= shares.sum(1, keepdim=True)
     return torch.tensordot(shares, outputs.double(), dims=1)
@@ -287,23 +325,28 @@ def between(outputs: torch.Tensor, count: int, generator: torch.Generator) -> to
 def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return targets like these that differ from sample to sample, where some samples are alike."""
     if targets.is_floating_point():
-        scaled = targets * (0.5 + torch.rand(targets.shape, generator=generator, dtype=targets.dtype))
+        scaled = targets * (
+            0.5 + torch.rand(targets.shape, generator=generator, dtype=targets.dtype)
+        )
         binary = ((targets == 0) | (targets == 1)).all(0)
         drawn = torch.randint(0, 2, targets.shape, generator=generator).to(targets.dtype)
         return torch.where(binary, drawn, scaled)
     values = targets.unique()
     if len(values) == 1:
-        values = torch.stack([values[0], torch.zeros_like(values[0]) if values[0] else torch.ones_like(values[0])])
+        values = torch.stack(
+            [values[0], torch.zeros_like(values[0]) if values[0] else torch.ones_like(values[0])]
+        )
     if targets.dim() == 1:  # classes: two samples of each
         return values[torch.arange(len(targets)) // 2 % len(values)]
     return values[torch.randint(0, len(values), targets.shape, generator=generator)]
 
 
 def outputs_of(model: nn.Module, inputs: Tree) -> Any:
-    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or returns no row for a sample.
+    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or
+    returns no row for a sample.
 
-    The model, torch's random state and the mode of each module stay as they are. Of a large model, and of one on the meta
-    device, only the shape of the outputs is computed, if possible.
+    The model, torch's random state and the mode of each module stay as they are. Of a large model,
+    and of one on the meta device, only the shape of the outputs is computed, if possible.
 
     Args:
         model: complete.
@@ -324,7 +367,9 @@ def outputs_of(model: nn.Module, inputs: Tree) -> Any:
 
 
 def copied(task: Task) -> Task:
-    """Return a copy of a task, whose state a trial may change; the task itself if it cannot be copied."""
+    """Return a copy of a task, whose state a trial may change; the task itself if it cannot be
+    copied.
+    """
     try:
         return copy.deepcopy(task)
     except Exception:
@@ -332,6 +377,8 @@ def copied(task: Task) -> Task:
 
 
 def random_states() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, Python and NumPy, which can be compared."""
+    """Return the states of the global generators of torch, Python and NumPy, which can be
+    compared.
+    """
     numpy_state = np.random.get_state(legacy=False)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy_state)

@@ -28,14 +28,28 @@ class Regression(Task):
         return F.mse_loss(outputs, targets, reduction="none")
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs, targets = outputs.double(), targets.double()
+        outputs = outputs.double()
+        targets = targets.double()
         error = outputs - targets
-        values = {"absolute": error.abs(), "squared": error.square(), "target": targets, "target_squared": targets.square()}
-        return {name: value.sum() for name, value in values.items()} | {"elements": error.new_tensor(error.numel())}
+        values = {
+            "absolute": error.abs(),
+            "squared": error.square(),
+            "target": targets,
+            "target_squared": targets.square(),
+        }
+        return {name: value.sum() for name, value in values.items()} | {
+            "elements": error.new_tensor(error.numel())
+        }
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        count, squared = sums["elements"], sums["squared"]
-        # About the mean of all targets; float64 keeps enough digits of the difference unless the mean is 1e6 deviations.
+        count = sums["elements"]
+        squared = sums["squared"]
+        # About the mean of all targets; float64 keeps enough digits of the difference unless the
+        # mean is 1e6 deviations.
         variation = sums["target_squared"] - sums["target"].square() / count
-        values = {"mae": sums["absolute"] / count, "rmse": (squared / count).sqrt(), "r2": 1 - squared / variation}
+        values = {
+            "mae": sums["absolute"] / count,
+            "rmse": (squared / count).sqrt(),
+            "r2": 1 - squared / variation,
+        }
         return {name: float(value) for name, value in values.items()}

@@ -39,7 +39,8 @@ class Segmentation(Task):
         return losses, (targets != self.ignore).to(losses.dtype)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        classes, targets = outputs.size(1), targets.long()
+        classes = outputs.size(1)
+        targets = targets.long()
         self.require_labels(targets, classes)
         real = (targets != self.ignore).double().flatten()
         cells = torch.where(targets == self.ignore, 0, targets) * classes + outputs.argmax(1)
@@ -48,7 +49,8 @@ class Segmentation(Task):
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         confusion = sums["confusion"]
-        right, either = confusion.diag(), confusion.sum(0) + confusion.sum(1) - confusion.diag()
+        right = confusion.diag()
+        either = confusion.sum(0) + confusion.sum(1) - confusion.diag()
         used = either > 0
         mean_iou = (right[used] / either[used]).mean()
         return {"accuracy": float(right.sum() / confusion.sum()), "mean_iou": float(mean_iou)}

@@ -38,13 +38,22 @@ class Tokens(Task):
     def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_int64(targets)
         self.require_labels(targets, outputs.size(-1))
-        losses = F.cross_entropy(in_float32(outputs.flatten(0, 1)), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        losses = F.cross_entropy(
+            in_float32(outputs.flatten(0, 1)),
+            targets.flatten(),
+            ignore_index=IGNORE,
+            reduction="none",
+        )
         return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         real = targets != IGNORE
         losses, _ = self.own_losses(outputs, targets)
-        found = {"tokens": real.sum(), "nats": losses.double().sum(), "correct": ((outputs.argmax(-1) == targets) & real).sum()}
+        found = {
+            "tokens": real.sum(),
+            "nats": losses.double().sum(),
+            "correct": ((outputs.argmax(-1) == targets) & real).sum(),
+        }
         return {name: value.double() for name, value in found.items()}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -58,4 +67,6 @@ def require_int64(targets: torch.Tensor) -> None:
     """Raise a SampleError unless the targets are of the dtype that torch's cross-entropy needs."""
     if targets.dtype != torch.int64:
         kind = str(targets.dtype).removeprefix("torch.")
-        raise SampleError(f"the targets are {kind}; numbers of tokens must be int64. Use targets.long()")
+        raise SampleError(
+            f"the targets are {kind}; numbers of tokens must be int64. Use targets.long()"
+        )

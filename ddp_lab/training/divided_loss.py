@@ -1,4 +1,6 @@
-"""The check that a strategy does not divide a loss over the batch, which would silently be another loss."""
+"""The check that a strategy does not divide a loss over the batch, which would silently be another
+loss.
+"""
 
 import math
 from collections.abc import Callable
@@ -49,20 +51,28 @@ class Division(NamedTuple):
         return math.ceil(math.ceil(local_batch / self.accumulate) / self.strategy.num_microbatches)
 
     def describe(self) -> str | None:
-        """Return a line for the log about loss_over_batch=true; None if the batch is not divided."""
+        """Return a line for the log about loss_over_batch=true; None if the batch is not
+        divided.
+        """
         if not self.causes:
             return None
-        return f"loss_over_batch=true: the loss is computed over each local batch of {self.samples} samples"
+        return (
+            f"loss_over_batch=true: the loss is computed over each local batch of {self.samples} "
+            "samples"
+        )
 
 
-def check_loss(division: Division, task: Task, key: str, samples: Callable[[], Samples | None]) -> bool:
+def check_loss(
+    division: Division, task: Task, key: str, samples: Callable[[], Samples | None]
+) -> bool:
     """Check that a loss which is divided is a sum over samples, as far as a trial finds it.
 
     Args:
         division: of the batch.
         task: with the loss.
         key: what chose the loss, for the message.
-        samples: returns outputs and targets to try it with; None if there are none. It is called if the loss is tried.
+        samples: returns outputs and targets to try it with; None if there are none. It is called if
+            the loss is tried.
 
     Returns:
         Whether it is checked; False if there were no samples.
@@ -83,18 +93,24 @@ def check_loss(division: Division, task: Task, key: str, samples: Callable[[], S
     how = describe_coupling(task, outputs, targets, division.batch_size)
     if how is not None:
         raise ConfigError(
-            f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} would compute it over "
-            f"{division.samples} samples at a time, and not over the global batch of {division.batch_size}. Use "
-            "strategy=single with accumulate=1; or a loss that depends on one sample alone; or loss_over_batch=true, if it is "
-            "meant to be computed over each part of the batch"
+            f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} "
+            f"would compute it over {division.samples} samples at a time, and not over the global "
+            f"batch of {division.batch_size}. Use strategy=single with accumulate=1; or a loss "
+            "that depends on one sample alone; or loss_over_batch=true, if it is meant to be "
+            "computed over each part of the batch"
         )
     return True
 
 
 def check_lab_loss(
-    division: Division, model: nn.Module, task: Task, example: tuple[Tree, Tree] | None, over_batch: bool
+    division: Division,
+    model: nn.Module,
+    task: Task,
+    example: tuple[Tree, Tree] | None,
+    over_batch: bool,
 ) -> str | None:
-    """Check the loss of a trainer of a Lab: now with a complete sample as example, else in the first step.
+    """Check the loss of a trainer of a Lab: now with a complete sample as example, else in the
+    first step.
 
     Args:
         division: of the batch.
@@ -112,7 +128,9 @@ def check_lab_loss(
     if over_batch:
         return division.describe()
     if not check_loss(division, task, "loss", lambda: example and outputs_for(model, *example)):
-        task.check_first = lambda outputs, targets: check_loss(division, task, "loss", lambda: (outputs, targets))
+        task.check_first = lambda outputs, targets: check_loss(
+            division, task, "loss", lambda: (outputs, targets)
+        )
     return None
 
 

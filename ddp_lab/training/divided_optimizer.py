@@ -31,7 +31,11 @@ class WholeScalars(TorchDispatchMode):
     """Let `.item()`, `float()` and `bool()` of a DTensor return the value over all shards."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and hasattr(args[0], "full_tensor"):
             return func(args[0].full_tensor())
@@ -70,7 +74,9 @@ class Layout(NamedTuple):
         return distribute_tensor(tensor.clone(), self.mesh, self.placements, src_data_rank=None)
 
 
-def check_divided(make: MakeOptimizer, optimizer: torch.optim.Optimizer, strategy: Strategy, decays_all: bool) -> None:
+def check_divided(
+    make: MakeOptimizer, optimizer: torch.optim.Optimizer, strategy: Strategy, decays_all: bool
+) -> None:
     """Check that an optimizer computes the same from shards, and from the parameters of a stage.
 
     Collective.
@@ -166,9 +172,9 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
         refuse(
             strategy,
             f"shards the parameters, and {kind} computes something else from the shards of a "
-            "made-up parameter than from the complete one, as norms of local tensors would be: a change by "
-            f"its steps differs by {difference:.0%}. Compute them from the DTensors, as by "
-            "parameter.norm()",
+            "made-up parameter than from the complete one, as norms of local tensors would be: a "
+            f"change by its steps differs by {difference:.0%}. Compute them from the DTensors, as "
+            "by parameter.norm()",
         )
 
 

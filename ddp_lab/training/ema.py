@@ -1,4 +1,6 @@
-"""The exponential moving average (EMA) of the weights, which often has a better test accuracy than the weights themselves."""
+"""The exponential moving average (EMA) of the weights, which often has a better test accuracy than
+the weights themselves.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,15 +14,18 @@ from ddp_lab.training.ema_warmup import WarmedUpAverages
 
 
 class EMA:
-    """Averages of this rank's part of the model: after each optimizer step, average = decay * average + (1 - decay) * weight.
+    """Averages of this rank's part of the model: after each optimizer step, average = decay *
+    average + (1 - decay) * weight.
 
     With `warmup` the decay of the first steps is smaller (ema_warmup.py).
 
-    The sum is elementwise, so each rank averages its own shards, and the result depends neither on the strategy nor on the
-    number of ranks. Buffers (BatchNorm's statistics) are averaged like weights, as by timm and torchvision's reference scripts;
-    integer buffers are copied. Without synchronised BatchNorm, the averages of replica 0's statistics count.
+    The sum is elementwise, so each rank averages its own shards, and the result depends neither on
+    the strategy nor on the number of ranks. Buffers (BatchNorm's statistics) are averaged like
+    weights, as by timm and torchvision's reference scripts; integer buffers are copied. Without
+    synchronised BatchNorm, the averages of replica 0's statistics count.
 
-    torch.optim.swa_utils.AveragedModel copies the module, which is not possible for a sharded or a cut one.
+    torch.optim.swa_utils.AveragedModel copies the module, which is not possible for a sharded or a
+    cut one.
 
     Args:
         strategy: after `Strategy.setup`. The averages start from its weights.
@@ -28,35 +33,54 @@ class EMA:
         warmup: whether the decay warms up.
 
     Attributes:
-        averages: this rank's shards, by name, of the trained parameters and the buffers. The tensors stay the same; while
-            `in_use` is active, they hold the weights.
+        averages: this rank's shards, by name, of the trained parameters and the buffers. The
+            tensors stay the same; while `in_use` is active, they hold the weights.
         warmup: updates the averages and counts their updates; None: the decay does not warm up.
     """
 
     def __init__(self, strategy: Strategy, decay: float, warmup: bool):
         self.strategy = strategy
         module = strategy.module
-        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        # FSDP registers other tensors with the module while a block is gathered, so they are looked up only once.
+        trained = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        # FSDP registers other tensors with the module while a block is gathered, so they are looked
+        # up only once.
         self.tensors: dict[str, torch.Tensor] = trained | dict(module.named_buffers())
-        self.averages = {name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()}
-        everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self.averages = {
+            name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()
+        }
+        everything = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
         names = {id(tensor): name for name, tensor in self.tensors.items()}
-        self._names = {name: names[id(tensor)] for name, tensor in everything if id(tensor) in names}  # also of tied weights
-        self._floating = {name: each for name, each in self.averages.items() if each.is_floating_point()}
+        # also of tied weights
+        self._names = {
+            name: names[id(tensor)] for name, tensor in everything if id(tensor) in names
+        }
+        self._floating = {
+            name: each for name, each in self.averages.items() if each.is_floating_point()
+        }
         self._average = get_ema_multi_avg_fn(decay)
         self.warmup = WarmedUpAverages(self._floating, decay) if warmup else None
         self._swapped = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights after a step to the averages. It does not wait for the device; a CUDA graph can capture it."""
+        """Add the weights after a step to the averages.
+
+        It does not wait for the device; a CUDA graph can capture it.
+        """
         weights = {name: local(self.tensors[name]) for name in self.averages}
         if self.warmup is not None:
             self.warmup.update(weights)
         elif self._floating:
             floating = [weights[name] for name in self._floating]
-            self._average(list(self._floating.values()), floating, 0)  # the number of steps is not used
+            # the number of steps is not used
+            self._average(list(self._floating.values()), floating, 0)
         for name, average in self.averages.items():
             if name not in self._floating:
                 average.copy_(weights[name])
@@ -64,7 +88,8 @@ class EMA:
     @contextmanager
     def in_use(self) -> Generator[None]:
         """Let the model have the averages as its weights, for an evaluation. Collective."""
-        self.strategy.train(False)  # every replica gets replica 0's buffers; the evaluation does this for their averages
+        # every replica gets replica 0's buffers; the evaluation does this for their averages
+        self.strategy.train(False)
         self._swap()
         try:
             yield
@@ -78,7 +103,9 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and averages, in place, one by one, so that no second copy of the model is needed."""
+        """Exchange weights and averages, in place, one by one, so that no second copy of the model
+        is needed.
+        """
         reshard(self.strategy.module)
         for name, average in self.averages.items():
             weight = local(self.tensors[name])
@@ -88,8 +115,14 @@ class EMA:
         self._swapped = not self._swapped
 
     def shards(self) -> dict[str, torch.Tensor]:
-        """Return this rank's averages by name, as DTensors where the weights are sharded. Nothing is copied."""
-        return {name: sharded_as(self.tensors[own], self.averages[own]) for name, own in self._names.items()}
+        """Return this rank's averages by name, as DTensors where the weights are sharded.
+
+        Nothing is copied.
+        """
+        return {
+            name: sharded_as(self.tensors[own], self.averages[own])
+            for name, own in self._names.items()
+        }
 
     def begin_again(self) -> None:
         """Let the averages start from the weights."""
@@ -97,7 +130,9 @@ class EMA:
             average.copy_(local(self.tensors[name].detach()))
 
     def resume(self, updates: int) -> None:
-        """Continue as after this number of updates of the averages, which were loaded or have begun again."""
+        """Continue as after this number of updates of the averages, which were loaded or have begun
+        again.
+        """
         if self.warmup is not None:
             self.warmup.resume(updates)
 

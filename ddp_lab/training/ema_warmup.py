@@ -1,21 +1,26 @@
-"""The warm-up of the averages' decay, without which a short run evaluates little but its initial weights."""
+"""The warm-up of the averages' decay, without which a short run evaluates little but its initial
+weights.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
-MOST = 64 * 2**20  # bytes of averages that are updated by one call, which needs as much temporary memory
+# bytes of averages that are updated by one call, which needs as much temporary memory
+MOST = 64 * 2**20
 
 
 class WarmedUpAverages:
     """Averages whose decay is min(decay, (1 + t) / (10 + t)) in the update after t others.
 
-    The formula is that of `num_updates` in TensorFlow's tf.train.ExponentialMovingAverage. The first
-    update has the decay 0.1, the 81st has 0.9. With decay=0.999 the warm-up takes 8,990 updates.
+    The formula is that of `num_updates` in TensorFlow's tf.train.ExponentialMovingAverage. The
+    first update has the decay 0.1, the 81st has 0.9. With decay=0.999 the warm-up takes 8,990
+    updates.
 
-    The number of updates is a tensor on each device that holds averages, which every update advances:
-    a captured CUDA graph counts its replays, while it would repeat a number of the host forever.
+    The number of updates is a tensor on each device that holds averages, which every update
+    advances: a captured CUDA graph counts its replays, while it would repeat a number of the host
+    forever.
 
     Args:
         averages: by name, of floating-point numbers. They are updated in place.
@@ -26,18 +31,20 @@ class WarmedUpAverages:
     """
 
     def __init__(self, averages: Mapping[str, torch.Tensor], decay: float):
-        self.averages, self.decay = averages, decay
+        self.averages = averages
+        self.decay = decay
         self._groups = groups_of(averages)
         devices = {average.device for average in averages.values()}
-        dtype = torch.get_default_dtype()  # float32 counts to 16.7 million, where the decay is 0.9999995
+        # float32 counts to 16.7 million, where the decay is 0.9999995
+        dtype = torch.get_default_dtype()
         self.updates = {device: torch.zeros((), device=device, dtype=dtype) for device in devices}
 
     @torch.no_grad()
     def update(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add values, by the names of the averages, to them, and count the update.
 
-        `torch._foreach_lerp_` takes no tensor as the weight of all values. The three calls below are
-        as few kernels on a GPU, for all tensors together.
+        `torch._foreach_lerp_` takes no tensor as the weight of all values. The three calls below
+        are as few kernels on a GPU, for all tensors together.
         """
         for names in self._groups:
             averages = [self.averages[name] for name in names]
@@ -60,7 +67,9 @@ class WarmedUpAverages:
 
 
 def groups_of(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names in groups of one device and dtype, and of at most MOST bytes or one tensor."""
+    """Return the names in groups of one device and dtype, and of at most MOST bytes or one
+    tensor.
+    """
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         alike[tensor.device, tensor.dtype].append(name)

@@ -1,4 +1,6 @@
-"""What happens besides the steps of a training: hooks, which the loop calls, and the training as they see it."""
+"""What happens besides the steps of a training: hooks, which the loop calls, and the training as
+they see it.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """A part of a training besides its steps. Each method does nothing here; a subclass overrides some of them.
+    """A part of a training besides its steps.
 
-    The loop calls the hooks in the order of their list, on all ranks at the same point. An exception that a
-    hook raises ends the training.
+    Each method does nothing here; a subclass overrides some of them.
+
+    The loop calls the hooks in the order of their list, on all ranks at the same point. An
+    exception that a hook raises ends the training.
     """
 
     def on_start(self, run: "Run") -> None:
@@ -34,8 +38,8 @@ class Hook:
     def before_step(self, batch: Any) -> Any:
         """Return the batch to train on in place of `batch`, most often the same one.
 
-        A captured step gathers its batch by itself, as a part of its CUDA graph: it hands hooks the number of samples in place
-        of a batch. `run.step.gather` returns the batch of either.
+        A captured step gathers its batch by itself, as a part of its CUDA graph: it hands hooks the
+        number of samples in place of a batch. `run.step.gather` returns the batch of either.
         """
         return batch
 
@@ -43,8 +47,9 @@ class Hook:
         """Run after every step.
 
         Args:
-            position: after the step, except that `sums` and `seconds` are those at the start of the epoch or, in a resumed
-                epoch, at the start of this launch. `run.current` returns it with the present ones.
+            position: after the step, except that `sums` and `seconds` are those at the start of the
+                epoch or, in a resumed epoch, at the start of this launch. `run.current` returns it
+                with the present ones.
         """
 
     def on_evaluation_batch(self, position: Progress, number: int) -> None:
@@ -52,24 +57,33 @@ class Hook:
 
         Args:
             position: after the last step of the epoch.
-            number: of the batch, from 1, among those of all sets that are evaluated after this epoch.
+            number: of the batch, from 1, among those of all sets that are evaluated after this
+                epoch.
         """
 
     def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
-        """Run after the evaluation that follows an epoch, while the model still has the weights that were evaluated.
+        """Run after the evaluation that follows an epoch, while the model still has the weights
+        that were evaluated.
 
         Args:
-            results: of each set that was evaluated, by its name, val or test. `run.position` is after the last step.
+            results: of each set that was evaluated, by its name, val or test. `run.position` is
+                after the last step.
         """
 
     def on_checkpoint(self, path: Path) -> None:
-        """Run when a checkpoint is complete on the disk, on rank 0 alone and in the thread that has written it."""
+        """Run when a checkpoint is complete on the disk, on rank 0 alone and in the thread that has
+        written it.
+        """
 
     def on_epoch_end(self, position: Progress) -> None:
-        """Run after the evaluation of an epoch, with `position` at the beginning of the next one."""
+        """Run after the evaluation of an epoch, with `position` at the beginning of the next
+        one.
+        """
 
     def close(self, status: "Status") -> None:
-        """Run after the training, unless it has ended by an error of which this rank knows no more than its traceback."""
+        """Run after the training, unless it has ended by an error of which this rank knows no more
+        than its traceback.
+        """
 
 
 @dataclass(eq=False)
@@ -77,8 +91,9 @@ class Run:
     """A training as its hooks see it.
 
     Attributes:
-        eager: the step in eager mode, with the strategy, the running sums and the learning rate, however steps are executed.
-            Its averages of the weights, if there are any, are evaluated in place of the weights.
+        eager: the step in eager mode, with the strategy, the running sums and the learning rate,
+            however steps are executed. Its averages of the weights, if there are any, are evaluated
+            in place of the weights.
         step: computes one training step.
         loaders: of the sets train, val and test; of the last two at least one.
         settings: when training ends.
@@ -120,7 +135,10 @@ class Run:
         self._begun_at = time.perf_counter()
 
     def current(self) -> Progress:
-        """Return the position after the last step, with its sums and seconds. Collective; waits for the device."""
+        """Return the position after the last step, with its sums and seconds.
+
+        Collective; waits for the device.
+        """
         begun = self._begun
         own = total(self.strategy, self.eager.running_sums.totals).tolist()
         earlier = begun.sums or [0.0] * len(own)
@@ -144,7 +162,9 @@ class Run:
 
 
 class Exchanges(Hook):
-    """Lets the ranks exchange what is due after a step, in a training whose exchanges decide nothing."""
+    """Lets the ranks exchange what is due after a step, in a training whose exchanges decide
+    nothing.
+    """
 
     def on_start(self, run: Run) -> None:
         self.run = run
@@ -155,8 +175,14 @@ class Exchanges(Hook):
 
 
 def overrides(hooks: Sequence[Hook], method: str) -> list[Callable[..., Any]]:
-    """Return a method of the hooks that override it: the calls that do nothing would be made in every step."""
-    return [getattr(hook, method) for hook in hooks if getattr(type(hook), method) is not getattr(Hook, method)]
+    """Return a method of the hooks that override it: the calls that do nothing would be made in
+    every step.
+    """
+    return [
+        getattr(hook, method)
+        for hook in hooks
+        if getattr(type(hook), method) is not getattr(Hook, method)
+    ]
 
 
 def close_all(hooks: Sequence[Hook], status: "Status") -> None:

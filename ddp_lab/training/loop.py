@@ -12,7 +12,9 @@ from ddp_lab.training.progress import Progress
 
 
 def fit(run: Run) -> Progress:
-    """Train from `run.position` to the end, and evaluate and log after each epoch. Return the position at the end.
+    """Train from `run.position` to the end, and evaluate and log after each epoch.
+
+    Return the position at the end.
 
     The logged duration of an epoch is that of its training steps, without the evaluation.
 
@@ -44,7 +46,9 @@ def fit(run: Run) -> Progress:
 
 
 def train_epoch(run: Run) -> None:
-    """Take the remaining steps of an epoch, from `run.position`, which becomes the position after the last one."""
+    """Take the remaining steps of an epoch, from `run.position`, which becomes the position after
+    the last one.
+    """
     loader = run.loaders["train"]
     step = run.step
     before_step = overrides(run.hooks, "before_step")
@@ -143,13 +147,19 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
 
 
 def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
-    """Return why a run is over, by what has to be raised to continue it; empty if another epoch follows."""
-    reasons, name = dict[str, str](), settings.criterion
+    """Return why a run is over, by what has to be raised to continue it; empty if another epoch
+    follows.
+    """
+    reasons = dict[str, str]()
+    name = settings.criterion
     stalled = progress.stalled(name)
     if progress.epoch > settings.epochs:
         reasons["epochs"] = f"{progress.epoch - 1} of epochs={settings.epochs} are done"
     if settings.patience is not None and stalled >= settings.patience:
-        no_better = f"the last {stalled} epochs had no better {name} than epoch {progress.best_epochs.get(name, 0)}"
+        no_better = (
+            f"the last {stalled} epochs had no better {name} than epoch "
+            f"{progress.best_epochs.get(name, 0)}"
+        )
         if name not in progress.best_epochs:
             no_better = f"none of the {stalled} epochs has a finite {name} that is kept as the best"
         reasons[f"patience above {stalled}"] = f"{no_better} (patience={settings.patience})"

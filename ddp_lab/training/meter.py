@@ -1,4 +1,6 @@
-"""The metrics of the steps within an epoch, over all ranks: rows of metrics.jsonl, and what is shown on the console."""
+"""The metrics of the steps within an epoch, over all ranks: rows of metrics.jsonl, and what is
+shown on the console.
+"""
 
 import math
 import time
@@ -16,7 +18,9 @@ from ddp_lab.world.device import peak_memory_bytes
 
 
 class Mark(NamedTuple):
-    """A position in an epoch: its samples and sums so far over all ranks, and on this rank the time."""
+    """A position in an epoch: its samples and sums so far over all ranks, and on this rank the
+    time.
+    """
 
     samples: int
     sums: list[float]
@@ -25,10 +29,11 @@ class Mark(NamedTuple):
 
 
 class Meter(Hook):
-    """Makes rows of what the ranks exchange: the means over the steps since the last row of the epoch.
+    """Makes rows of what the ranks exchange: the means over the steps since the last row of the
+    epoch.
 
-    Each sample counts once in them. Their time is that of rank 0; `data_wait` is the share of it in which a rank waited for its
-    batches, on average over the ranks.
+    Each sample counts once in them. Their time is that of rank 0; `data_wait` is the share of it in
+    which a rank waited for its batches, on average over the ranks.
 
     Args:
         task: what is trained for.
@@ -73,7 +78,12 @@ class Meter(Hook):
         rate = (mark.samples - since.samples) / seconds
         left = self._size - mark.samples
         sums = [now - before for before, now in zip(since.sums, mark.sums, strict=True)]
-        row: dict[str, Any] = {"epoch": at.epoch, "step": at.step, **means(self.task, sums), "lr": at.lr}
+        row: dict[str, Any] = {
+            "epoch": at.epoch,
+            "step": at.step,
+            **means(self.task, sums),
+            "lr": at.lr,
+        }
         row["samples_per_second"] = rate
         row["data_wait"] = (mark.waited - since.waited) / seconds
         if exchanged.gradient_norm is not None:

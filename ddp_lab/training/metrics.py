@@ -1,6 +1,8 @@
-"""The metrics of training and of an evaluation: sums over samples, kept on the device and divided once.
+"""The metrics of training and of an evaluation: sums over samples, kept on the device and divided
+once.
 
-So the host never waits for the loss of a step, and every sample counts once, whatever the sizes of batches and ranks are.
+So the host never waits for the loss of a step, and every sample counts once, whatever the sizes of
+batches and ranks are.
 """
 
 import math
@@ -26,7 +28,8 @@ class Evaluation:
         values: the mean loss, and the task's metrics, by name.
         samples: number of samples.
         sums: the task's sums over all samples, on the host, by name.
-        weight: sum of the weights of all losses; 0 if all targets are ignored, so that the loss is NaN.
+        weight: sum of the weights of all losses; 0 if all targets are ignored, so that the loss is
+            NaN.
     """
 
     values: dict[str, float]
@@ -40,7 +43,9 @@ class Evaluation:
         return bool(self.weight) and all(map(math.isfinite, self.values.values()))
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics under the names that they have in metrics.jsonl, for a set called `name`: val_loss and so on."""
+        """Return the metrics under the names that they have in metrics.jsonl, for a set called
+        `name`: val_loss and so on.
+        """
         return {f"{name}_{key}": value for key, value in self.values.items()}
 
 
@@ -51,7 +56,9 @@ def evaluate(
     task: Task | None = None,
     after_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
-    """Evaluate the model on all samples of one or more batches. Collective; waits for the device once, at the end.
+    """Evaluate the model on all samples of one or more batches.
+
+    Collective; waits for the device once, at the end.
 
     Args:
         strategy: has the model, and the task with the loss.
@@ -60,11 +67,17 @@ def evaluate(
         after_batch: called after each batch.
     """
     strategy.train(False)
-    task, samples, totals = task or strategy.task, 0, dict[str, torch.Tensor]()
+    task = task or strategy.task
+    samples = 0
+    totals = dict[str, torch.Tensor]()
     for inputs, targets, count in batches:
         real = strategy.real_samples(count)
         outputs = found = None
-        if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor) and not strategy.cuts_padding:
+        if (
+            isinstance(inputs, torch.Tensor)
+            and isinstance(targets, torch.Tensor)
+            and not strategy.cuts_padding
+        ):
             outputs = strategy.predict(inputs)
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
                 own = in_float32(outputs[:real])
@@ -81,15 +94,21 @@ def evaluate(
         samples += count
         after_batch()
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
-    loss, weight = sums.pop("loss").item(), sums.pop("weight").item()
+    loss = sums.pop("loss").item()
+    weight = sums.pop("weight").item()
     mean = loss / weight if weight else math.nan
     return Evaluation({"loss": mean, **task.metrics(sums)}, samples, sums, weight)
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
-    """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running, weight]."""
+    """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running,
+    weight].
+    """
     *found, weight = sums
-    return {name: value / weight if weight else math.nan for name, value in zip(("loss", *task.running), found, strict=True)}
+    return {
+        name: value / weight if weight else math.nan
+        for name, value in zip(("loss", *task.running), found, strict=True)
+    }
 
 
 class RunningSums:
@@ -101,7 +120,8 @@ class RunningSums:
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed it.
+        totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed
+            it.
         norm: L2 norm of the last step's gradient, [1], before clipping; None: no step computes it.
         add: counts the next step, by its [loss_sum, *task.running, weight].
     """
@@ -109,9 +129,11 @@ class RunningSums:
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
         self.skip_not_finite = skip_not_finite
         self.totals = torch.zeros(width(task), dtype=sum_dtype(device), device=device)
-        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)  # index s % LONGEST: step s
+        # index s % LONGEST: step s
+        self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)
         self.norm: torch.Tensor | None = None
-        self._place = torch.zeros(1, dtype=torch.int64, device=device)  # of the last step: a CUDA graph counts steps, too
+        # of the last step: a CUDA graph counts steps, too
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self.add: Callable[[torch.Tensor], None] = self._add
 
     @property
@@ -135,7 +157,8 @@ class RunningSums:
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:
-        """Return the number of the first step since the last call whose loss is not finite; inf if there is none.
+        """Return the number of the first step since the last call whose loss is not finite; inf if
+        there is none.
 
         Call it at least every LONGEST steps. It does not wait for the device.
 

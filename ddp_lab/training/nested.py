@@ -21,7 +21,8 @@ def sums_of(
         task: whose sums are computed.
         batch: inputs and targets, with padding at the end.
         real: number of samples without padding.
-        outputs: of the model for all inputs; None: they are computed, for a batch whose padding has been cut.
+        outputs: of the model for all inputs; None: they are computed, for a batch whose padding has
+            been cut.
     """
     if outputs is None:
         inputs, _ = batch
@@ -41,4 +42,7 @@ def sums_of(
     loss, weight = strategy.task.loss_sum(own.outputs, own.targets)
     found = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
     counted = {"loss": own.counts, "weight": own.counts}
-    return {name: value if counted.get(name, other.counts) else torch.zeros_like(value) for name, value in found.items()}
+    return {
+        name: value if counted.get(name, other.counts) else torch.zeros_like(value)
+        for name, value in found.items()
+    }

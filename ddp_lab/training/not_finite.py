@@ -1,4 +1,6 @@
-"""What is said about metrics of evaluations that are not finite: one message for all of them, and each metric once."""
+"""What is said about metrics of evaluations that are not finite: one message for all of them, and
+each metric once.
+"""
 
 import math
 from collections.abc import Mapping
@@ -10,8 +12,8 @@ from ddp_lab.training.metrics import Evaluation
 class NotFiniteNotes:
     """Logs which metrics of evaluations are not finite, each once.
 
-    A set whose targets are all ignored has no metrics: the message is about the set. Its numbers are null in metrics.jsonl, as
-    all that are not finite.
+    A set whose targets are all ignored has no metrics: the message is about the set. Its numbers
+    are null in metrics.jsonl, as all that are not finite.
 
     Args:
         is_main: whether this rank logs.
@@ -35,9 +37,15 @@ class NotFiniteNotes:
                 sets.append(f"{name} set" if name else "set that was evaluated")
                 continue
             values = evaluation.metrics(name) if name else evaluation.values
-            metrics |= {metric: value for metric, value in values.items() if not math.isfinite(value)}
+            metrics |= {
+                metric: value for metric, value in values.items() if not math.isfinite(value)
+            }
         messages = [describe_sets([each for each in sets if each not in self._said])]
-        messages.append(describe_metrics({each: metrics[each] for each in metrics if each not in self._said}, when))
+        messages.append(
+            describe_metrics(
+                {each: metrics[each] for each in metrics if each not in self._said}, when
+            )
+        )
         if self.is_main and any(messages):
             log.warning(". ".join(filter(None, messages)))
         self._said.update(sets, metrics)
@@ -48,15 +56,23 @@ def describe_sets(names: list[str]) -> str:
     if not names:
         return ""
     return (
-        f"the {' and the '.join(names)} {'has' if len(names) == 1 else 'have'} no weight: all targets are ignored, so that "
-        "there is no loss, and the metrics mean nothing. Use a set with targets that count"
+        f"the {' and the '.join(names)} {'has' if len(names) == 1 else 'have'} no weight: all "
+        "targets are ignored, so that there is no loss, and the metrics mean nothing. Use a set "
+        "with targets that count"
     )
 
 
 def describe_metrics(values: Mapping[str, float], when: str) -> str:
-    """Return the message about metrics that are not finite; "" if there is none. `when` is as in `NotFiniteNotes.check`."""
+    """Return the message about metrics that are not finite; "" if there is none.
+
+    `when` is as in `NotFiniteNotes.check`.
+    """
     if not values:
         return ""
     listed = ", ".join(f"{name} ({value})" for name, value in values.items())
-    never_best = "; such a value is never the best one" if any(name.startswith("val_") for name in values) else ""
+    never_best = (
+        "; such a value is never the best one"
+        if any(name.startswith("val_") for name in values)
+        else ""
+    )
     return f"not finite{when}: {listed}{never_best}"

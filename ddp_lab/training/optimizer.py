@@ -1,7 +1,9 @@
-"""What an optimizer needs besides torch: fused kernels, a step on the local shards of DTensors, and its state's tensors.
+"""What an optimizer needs besides torch: fused kernels, a step on the local shards of DTensors, and
+its state's tensors.
 
-torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph needs it, is a plain tensor.
-Optimizers that update each element by itself get the same result from the shards, without DTensor's work for each tensor.
+torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph
+needs it, is a plain tensor. Optimizers that update each element by itself get the same result from
+the shards, without DTensor's work for each tensor.
 """
 
 from collections import defaultdict
@@ -18,17 +20,21 @@ from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 FEW = 1_000_000  # elements of an optimizer
-ELEMENTWISE = (SGD, Adam, AdamW)  # with fused kernels for GPUs; others may compute norms of complete tensors
+# with fused kernels for GPUs; others may compute norms of complete tensors
+ELEMENTWISE = (SGD, Adam, AdamW)
 
 
-def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool) -> list[dict[str, Any]]:
+def param_groups(
+    parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool
+) -> list[dict[str, Any]]:
     """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
     Args:
-        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do not support.
-        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with fewer than two
-            dimensions, which are biases and the weights of normalization layers, form a second group, as in timm. Every rank
-            has both groups, which may be empty.
+        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do
+            not support.
+        decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with
+            fewer than two dimensions, which are biases and the weights of normalization layers,
+            form a second group, as in timm. Every rank has both groups, which may be empty.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     kinds = {hasattr(parameter, "to_local") for parameter in parameters}
@@ -40,11 +46,15 @@ def param_groups(parameters: Iterable[nn.Parameter], decay_norms_and_biases: boo
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
 
 
-def construct_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer of some groups of parameters. One group is passed as a list of parameters, as loops do.
+def construct_optimizer(
+    make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Return the optimizer of some groups of parameters.
 
-    A function of the user's may then iterate over the parameters, and make groups of its own. Where this rank has no
-    parameter the group is passed, because torch's optimizers refuse an empty list.
+    One group is passed as a list of parameters, as loops do.
+
+    A function of the user's may then iterate over the parameters, and make groups of its own. Where
+    this rank has no parameter the group is passed, because torch's optimizers refuse an empty list.
 
     Args:
         make: the user's function of parameters.
@@ -66,27 +76,44 @@ def construct_optimizer(make: Callable[..., torch.optim.Optimizer], groups: list
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether DTensors are among the optimizer's parameters."""
-    return any(hasattr(parameter, "to_local") for group in optimizer.param_groups for parameter in group["params"])
+    return any(
+        hasattr(parameter, "to_local")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch has a fused kernel of the optimizer for GPUs. A subclass may need the complete tensors of shards."""
-    return type(optimizer) in ELEMENTWISE or (isinstance(optimizer, ELEMENTWISE) and not has_shards(optimizer))
+    """Return whether torch has a fused kernel of the optimizer for GPUs.
+
+    A subclass may need the complete tensors of shards.
+    """
+    return type(optimizer) in ELEMENTWISE or (
+        isinstance(optimizer, ELEMENTWISE) and not has_shards(optimizer)
+    )
 
 
 def configure_optimizer(
-    optimizer: torch.optim.Optimizer, device: torch.device, fused: bool | None, captured: bool, compiled: bool
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    fused: bool | None,
+    captured: bool,
+    compiled: bool,
 ) -> torch.optim.Optimizer:
-    """Set the optimizer's options that are left to this launch, and return it. Called before the optimizer has a state.
+    """Set the optimizer's options that are left to this launch, and return it.
 
-    A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is fused in all runs on GPUs:
-    torch's default, foreach, needs temporary memory of the size of all parameters.
+    Called before the optimizer has a state.
+
+    A CUDA graph requires that it reads its learning rate and step counters on the GPU. AdamW is
+    fused in all runs on GPUs: torch's default, foreach, needs temporary memory of the size of all
+    parameters.
 
     Args:
         optimizer: of the strategy's parameters.
         device: the device of this rank.
         fused: whether to use torch's fused kernel; None leaves it to torch.
-        captured, compiled: whether the step is. The optimizer of a captured step is fused, too, unless it is compiled.
+        captured, compiled: whether the step is. The optimizer of a captured step is fused, too,
+            unless it is compiled.
     """
     compiled = captured and compiled and compiles_optimizer(optimizer)
     wanted = (captured or fused) and can_be_fused(optimizer)
@@ -101,12 +128,16 @@ def configure_optimizer(
 
 
 def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step that is captured and compiled compiles its optimizer, too, in place of torch's fused kernel.
+    """Return whether a step that is captured and compiled compiles its optimizer, too, in place of
+    torch's fused kernel.
 
-    A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2. With ResNet-18's 11 million a
-    compiled optimizer saves 0.5 % of a step, but compiling it takes 5 s, from the cache 1 s (an H200, docs/log/benchmarks.md).
+    A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2.
+    With ResNet-18's 11 million a compiled optimizer saves 0.5 % of a step, but compiling it takes 5
+    s, from the cache 1 s (an H200, docs/log/benchmarks.md).
     """
-    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    elements = sum(
+        parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
+    )
     return not has_shards(optimizer) and (elements < FEW or not can_be_fused(optimizer))
 
 
@@ -138,7 +169,9 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 class StepObserver(NamedTuple):
-    """A hook on an optimizer's step that reads no parameters, so that it may be called while these are shards."""
+    """A hook on an optimizer's step that reads no parameters, so that it may be called while these
+    are shards.
+    """
 
     function: Callable[[], None]
 
@@ -147,16 +180,25 @@ class StepObserver(NamedTuple):
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered that are called before or after a step, besides observers."""
+    """Return whether functions are registered that are called before or after a step, besides
+    observers.
+    """
     private: Any = optimizer
-    hooks = [*private._optimizer_step_pre_hooks.values(), *private._optimizer_step_post_hooks.values()]
+    hooks = [
+        *private._optimizer_step_pre_hooks.values(),
+        *private._optimizer_step_post_hooks.values(),
+    ]
     return any(not isinstance(hook, StepObserver) for hook in hooks)
 
 
 @contextmanager
 def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Let the optimizer have this rank's shards as its parameters and state. Its new state becomes DTensors at the end."""
-    groups, state = optimizer.param_groups, optimizer.state
+    """Let the optimizer have this rank's shards as its parameters and state.
+
+    Its new state becomes DTensors at the end.
+    """
+    groups = optimizer.param_groups
+    state = optimizer.state
     wholes: list[list[nn.Parameter]] = [group["params"] for group in groups]
     shards = {whole: shard_of(whole) for group in wholes for whole in group}
     for group, held in zip(groups, wholes, strict=True):
@@ -170,7 +212,11 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
         for whole, shard in shards.items():
             for key, value in optimizer.state[shard].items():
                 if key not in state[whole]:
-                    same = isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim() > 0
+                    same = (
+                        isinstance(value, torch.Tensor)
+                        and value.shape == shard.shape
+                        and value.dim() > 0
+                    )
                     state[whole][key] = sharded_as(whole, value) if same else value
         for group, held in zip(groups, wholes, strict=True):
             group["params"] = held
@@ -184,7 +230,9 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
     return shard
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+def state_tensors(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """Yield the parameter, the name and the value of each tensor of the optimizer's state."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -193,7 +241,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tens
 
 
 def state_copies(make_optimizer: MakeOptimizer) -> int:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it, found by a step with two elements.
+    """Return how many tensors of a parameter's shape an optimizer keeps for it, found by a step
+    with two elements.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
@@ -206,4 +255,7 @@ def state_copies(make_optimizer: MakeOptimizer) -> int:
     optimizer = for_cpu(make_optimizer([probe]))
     require_no_closure(optimizer)
     optimizer.step()
-    return sum(isinstance(value, torch.Tensor) and value.shape == probe.shape for value in optimizer.state[probe].values())
+    return sum(
+        isinstance(value, torch.Tensor) and value.shape == probe.shape
+        for value in optimizer.state[probe].values()
+    )

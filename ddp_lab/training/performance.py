@@ -1,4 +1,6 @@
-"""How a training step is executed: the performance options of a run, and their choice by plain facts."""
+"""How a training step is executed: the performance options of a run, and their choice by plain
+facts.
+"""
 
 import sys
 from collections.abc import Generator, Mapping
@@ -12,8 +14,11 @@ from ddp_lab.world.device import size
 from ddp_lab.world.runtime import Runtime
 
 AUTO = "auto"
-DATA_SHARE = 0.5  # of the device's free memory; the rest is for the model, its gradients and its activations
-MODEL_SHARE = 0.05  # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and momenta
+# of the device's free memory; the rest is for the model, its gradients and its activations
+DATA_SHARE = 0.5
+# of that memory: a capture warms up with steps whose effects are undone, from copies of weights and
+# momenta
+MODEL_SHARE = 0.05
 KEYS = {  # the config keys, by the name of the option
     "loader": "data.loader",
     "cuda_graph": "cuda_graph",
@@ -41,7 +46,9 @@ class Wanted(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether no option is wanted that a strategy, a model or a device may not support."""
-        return not any(self.options[name] is True for name in ("cuda_graph", "channels_last", "compile"))
+        return not any(
+            self.options[name] is True for name in ("cuda_graph", "channels_last", "compile")
+        )
 
 
 class PerformanceOptions(NamedTuple):
@@ -52,9 +59,10 @@ class PerformanceOptions(NamedTuple):
         cuda_graph: whether a step is captured as a CUDA graph.
         channels_last: whether images and convolutions use the channels-last memory format.
         fused: whether the optimizer uses torch's fused kernel; None leaves it to torch.
-        compile: whether a step is compiled by torch.compile; "auto" is decided by `build_step`, which has measured a step.
-        reasons: by name of an option that speed=auto has chosen, why it is off, or what an option that is on depended on. The
-            others have the config's value, or that of speed=off.
+        compile: whether a step is compiled by torch.compile; "auto" is decided by `build_step`,
+            which has measured a step.
+        reasons: by name of an option that speed=auto has chosen, why it is off, or what an option
+            that is on depended on. The others have the config's value, or that of speed=off.
         disabled: for the log, the options that the config requires and that are not supported.
     """
 
@@ -73,12 +81,16 @@ class PerformanceOptions(NamedTuple):
 
     @contextmanager
     def backend_flags(self, runtime: Runtime) -> Generator[None]:
-        """Set torch's global flags for these options. Enter it before `Strategy.setup`, leave it after training."""
+        """Set torch's global flags for these options.
+
+        Enter it before `Strategy.setup`, leave it after training.
+        """
         with runtime.side_stream() if self.cuda_graph else nullcontext():
             try:
                 yield
             finally:
-                if "torch._dynamo" in sys.modules:  # which takes seconds to start, and most runs never compile
+                # which takes seconds to start, and most runs never compile
+                if "torch._dynamo" in sys.modules:
                     torch.compiler.set_stance("default")
 
     def log_choices(self) -> None:
@@ -93,7 +105,8 @@ class PerformanceOptions(NamedTuple):
 
 
 def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
-    """Return the options of a run in which nothing is chosen, and nothing is wanted that may not be supported.
+    """Return the options of a run in which nothing is chosen, and nothing is wanted that may not be
+    supported.
 
     Args:
         wanted: what the config says.
@@ -130,12 +143,23 @@ def choose(
         reasons["loader"] = "the images are read one by one"
         if data_bytes is not None:
             chosen["loader"] = "device" if data_bytes <= DATA_SHARE * free_bytes else "workers"
-            reasons["loader"] = f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"
+            reasons["loader"] = (
+                f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"
+            )
     if chosen.get("loader") == "workers":
-        needs = "not supported by data.loader=workers, which prepares batches on the host; use data.loader=device"
+        needs = (
+            "not supported by data.loader=workers, which prepares batches on the host; use "
+            "data.loader=device"
+        )
         refusals = {"cuda_graph": needs} | dict(refusals)
-    disabled = [name for name in ("cuda_graph", "channels_last", "compile") if chosen.get(name) and name in refusals]
-    lines = tuple(f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled)
+    disabled = [
+        name
+        for name in ("cuda_graph", "channels_last", "compile")
+        if chosen.get(name) and name in refusals
+    ]
+    lines = tuple(
+        f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled
+    )
     chosen |= dict.fromkeys(disabled, False)
     if model_bytes > MODEL_SHARE * free_bytes:
         sizes = f"the weights have {size(model_bytes)}, {size(free_bytes)} are free on the device"

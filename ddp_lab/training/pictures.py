@@ -13,9 +13,9 @@ SHOWN = 8  # samples of each rank: rank 0 draws its own
 class Pictures(Hook):
     """Passes a few samples with their predictions, and the confusion matrix, to the logger.
 
-    The samples are the first ones of the validation set or, if there is none, of the test set. They are read once, and are
-    predicted only after epochs with a picture, and only if the logger draws it: rank 0 knows whether it does, and all ranks
-    take part in a prediction.
+    The samples are the first ones of the validation set or, if there is none, of the test set. They
+    are read once, and are predicted only after epochs with a picture, and only if the logger draws
+    it: rank 0 knows whether it does, and all ranks take part in a prediction.
     """
 
     def on_start(self, run: Run) -> None:
@@ -24,7 +24,9 @@ class Pictures(Hook):
         loader = run.loaders[self.name]
         self.is_drawable = run.strategy.task.pictures and len(loader.data.shape) == 3
         runtime = run.strategy.runtime
-        self.predicts = self.is_drawable and runtime.agree("pictures", lambda: run.logger.draws_predictions)
+        self.predicts = self.is_drawable and runtime.agree(
+            "pictures", lambda: run.logger.draws_predictions
+        )
         self.samples = loader.first(SHOWN) if self.predicts else None
 
     def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
@@ -46,7 +48,8 @@ class Pictures(Hook):
 
 
 def is_drawn(epoch: int) -> bool:
-    """Return whether an epoch has a picture: each of the first 9, then every tenth, after 99 every hundredth, and so on.
+    """Return whether an epoch has a picture: each of the first 9, then every tenth, after 99 every
+    hundredth, and so on.
 
     A picture takes 0.1 s, and TensorBoard shows ten of a run.
     """

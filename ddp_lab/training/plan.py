@@ -1,4 +1,6 @@
-"""The batch sizes, steps and learning rate of a run, computed from the config, the replicas and the dataset; and its end."""
+"""The batch sizes, steps and learning rate of a run, computed from the config, the replicas and the
+dataset; and its end.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,11 +18,13 @@ class FitSettings:
 
     Attributes:
         epochs: number of the last epoch.
-        patience: stop early after this many epochs in a row without a better `criterion`; None: never.
+        patience: stop early after this many epochs in a row without a better `criterion`; None:
+            never.
         evaluate_test: after every epoch, or after the last one only.
         criterion: a metric of the validation set.
         log_every: when the metrics of steps are recorded.
-        full_rate: samples per second at which the devices compute with the FLOP/s of their data sheet; None: unknown.
+        full_rate: samples per second at which the devices compute with the FLOP/s of their data
+            sheet; None: unknown.
     """
 
     epochs: int
@@ -40,7 +44,8 @@ class Plan:
         replicas: number of model copies that share a global batch.
         global_batch_size: samples of one optimizer step, over all replicas.
         steps_per_epoch: optimizer steps, with the partial last batch.
-        samples_at_once: samples of a full local batch, or of one micro-batch with gradient accumulation.
+        samples_at_once: samples of a full local batch, or of one micro-batch with gradient
+            accumulation.
         lr: learning rate after scaling.
         train_size: number of training samples.
     """
@@ -54,13 +59,16 @@ class Plan:
     train_size: int
 
     @classmethod
-    def make(cls, keys: Mapping[str, Any], lr: float, world_size: int, replicas: int, train_size: int) -> "Plan":
+    def make(
+        cls, keys: Mapping[str, Any], lr: float, world_size: int, replicas: int, train_size: int
+    ) -> "Plan":
         """Compute the plan of a run.
 
         Args:
-            keys: the config keys batch_size, scaling, accumulate, lr_scaling and lr_base_batch_size, with their values.
-                lr_scaling=linear multiplies the learning rate by k = global batch size / lr_base_batch_size (Goyal et al.
-                2017, arXiv:1706.02677), sqrt by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
+            keys: the config keys batch_size, scaling, accumulate, lr_scaling and
+                lr_base_batch_size, with their values. lr_scaling=linear multiplies the learning
+                rate by k = global batch size / lr_base_batch_size (Goyal et al. 2017,
+                arXiv:1706.02677), sqrt by the square root of k (Krizhevsky 2014, arXiv:1404.5997).
             lr: learning rate before scaling.
             world_size: number of ranks.
             replicas: number of model copies.
@@ -69,36 +77,55 @@ class Plan:
         Raises:
             ConfigError: the global batch is not divisible by the number of replicas.
         """
-        batch_size, scaling = keys["batch_size"], keys["scaling"]
+        batch_size = keys["batch_size"]
+        scaling = keys["scaling"]
         batch_size *= replicas if scaling == "weak" else 1
         if batch_size % replicas:
             raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must be divisible by the {replicas} replicas that share it; "
-                f"use {multiples(batch_size, replicas)}, or scaling=weak to give every replica {batch_size}"
+                f"batch_size={batch_size}: is the global batch and must be divisible by the "
+                f"{replicas} replicas that share it; use {multiples(batch_size, replicas)}, or "
+                f"scaling=weak to give every replica {batch_size}"
             )
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])
-        return cls(world_size, replicas, batch_size, math.ceil(train_size / batch_size), at_once, lr, train_size)
+        return cls(
+            world_size,
+            replicas,
+            batch_size,
+            math.ceil(train_size / batch_size),
+            at_once,
+            lr,
+            train_size,
+        )
 
     def steps_before(self, progress: Progress) -> int:
         """Return the number of learning-rate schedule steps before `progress`.
 
-        It differs from `progress.step`, the number of optimizer steps taken, if an earlier launch had another batch size.
+        It differs from `progress.step`, the number of optimizer steps taken, if an earlier launch
+        had another batch size.
         """
-        return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(progress.samples / self.global_batch_size)
+        return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(
+            progress.samples / self.global_batch_size
+        )
 
     def warning(self) -> str | None:
-        """Return a warning about a global batch that the training set cannot fill; None if it can."""
+        """Return a warning about a global batch that the training set cannot fill; None if it
+        can.
+        """
         if self.global_batch_size <= self.train_size:
             return None
         return (
-            f"the global batch of {self.global_batch_size} samples is larger than the training set: every epoch is a single "
-            f"step on a partial batch of {self.train_size} (lr_scaling counts {self.global_batch_size}, and mixup and cutmix "
-            "change full batches only). Use a smaller batch_size"
+            f"the global batch of {self.global_batch_size} samples is larger than the training "
+            f"set: every epoch is a single step on a partial batch of {self.train_size} "
+            f"(lr_scaling counts {self.global_batch_size}, and mixup and cutmix change full "
+            "batches only). Use a smaller batch_size"
         )
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        batch = f"global batch {self.global_batch_size} = {self.replicas} x {self.global_batch_size // self.replicas}"
+        batch = (
+            f"global batch {self.global_batch_size} = {self.replicas} x "
+            f"{self.global_batch_size // self.replicas}"
+        )
         return f"{ranks}, {batch}, {self.steps_per_epoch} steps an epoch, lr {self.lr:g}"

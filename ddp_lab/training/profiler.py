@@ -1,8 +1,9 @@
-"""profile=true: record some steps on every rank with torch.profiler, and report where their time went.
+"""profile=true: record some steps on every rank with torch.profiler, and report where their time
+went.
 
-Nothing is synchronised within these steps, because the times of the kernels are read from the trace (time_split.py). The
-recorded steps are slower than others, because recording each operation costs the host time. Use the fractions of a step from
-here and the throughput from other epochs.
+Nothing is synchronised within these steps, because the times of the kernels are read from the trace
+(time_split.py). The recorded steps are slower than others, because recording each operation costs
+the host time. Use the fractions of a step from here and the throughput from other epochs.
 """
 
 import gzip
@@ -25,7 +26,9 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
-SKIP, RECORD = 5, 10  # steps; in the one between them the profiler initialises
+# steps; in the one between them the profiler initialises
+SKIP = 5
+RECORD = 10
 NEEDED = SKIP + 1 + RECORD
 
 
@@ -41,27 +44,37 @@ def check_profile(steps: int, device: torch.device) -> None:
     """
     if device.type == "mps":
         raise ConfigError(
-            "profile=true: is not supported on device=mps: torch.profiler does not record its kernels. Use device=cpu"
+            "profile=true: is not supported on device=mps: torch.profiler does not record its "
+            "kernels. Use device=cpu"
         )
     if steps < NEEDED:
-        raise ConfigError(f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise epochs")
+        raise ConfigError(
+            f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise "
+            "epochs"
+        )
 
 
 class Profiled(Hook):
-    """Profiles some steps, each of which is a range STEP in the trace. It is the first hook: what others do belongs to no step.
+    """Profiles some steps, each of which is a range STEP in the trace.
+
+    It is the first hook: what others do belongs to no step.
 
     Args:
         runtime: the process group.
         logger: gets the table and the diagnosis.
-        folder: directory for summary.json and a trace of each rank for Perfetto or chrome://tracing.
+        folder: directory for summary.json and a trace of each rank for Perfetto or
+            chrome://tracing.
         graph: whether the step replays a CUDA graph.
-        bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other strategies.
+        bubble: a pipeline's bubble by the formula, as a fraction of a step; None for other
+            strategies.
 
     Attributes:
         loading: must be the last hook.
     """
 
-    def __init__(self, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None):
+    def __init__(
+        self, runtime: Runtime, logger: Logger, folder: Path, graph: bool, bubble: float | None
+    ):
         self.runtime = runtime
         self.logger = logger
         self.folder = folder
@@ -70,11 +83,15 @@ class Profiled(Hook):
         self.loading = Loading()
         self._is_closed = False
         if runtime.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier launch, which may have had more ranks
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs on every rank's stderr that there is no GPU
+            # of an earlier launch, which may have had more ranks
+            shutil.rmtree(folder, ignore_errors=True)
+        # otherwise Kineto logs on every rank's stderr that there is no GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []
         plan = schedule(wait=SKIP, warmup=1, active=RECORD, repeat=1)
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=plan, on_trace_ready=self._finish)
+        self.profiler = profile(
+            activities=[ProfilerActivity.CPU, *gpu], schedule=plan, on_trace_ready=self._finish
+        )
         self.profiler.start()
 
     def before_step(self, batch: Any) -> Any:
@@ -89,14 +106,21 @@ class Profiled(Hook):
             self.profiler.step()
 
     def close(self, status: Status) -> None:
-        """Stop the profiler if this launch, finished or interrupted, ends before the profile is complete."""
+        """Stop the profiler if this launch, finished or interrupted, ends before the profile is
+        complete.
+        """
         if self.profiler.step_num < NEEDED and not self._is_closed:
             self._is_closed = True
             self.profiler.stop()
-            log.info(f"profile=true: this launch ended before its {NEEDED}th step; there is no profile")
+            log.info(
+                f"profile=true: this launch ended before its {NEEDED}th step; there is no profile"
+            )
 
     def _finish(self, profiler: profile) -> None:
-        """Write this rank's trace; rank 0 also collects and reports the steps of all ranks. Called when the profiler stops."""
+        """Write this rank's trace; rank 0 also collects and reports the steps of all ranks.
+
+        Called when the profiler stops.
+        """
         if profiler.step_num < NEEDED:
             return
         self.folder.mkdir(exist_ok=True)
@@ -111,17 +135,27 @@ class Profiled(Hook):
         """Log the time split of all ranks and its diagnosis, and write summary.json."""
         rows = compare([rank["devices"] for rank in ranks], pipeline=self.bubble is not None)
         diagnosis = diagnose(rows, self.graph, self.bubble)
-        summary = {"rows": rows, "diagnosis": diagnosis, "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks]}
+        summary = {
+            "rows": rows,
+            "diagnosis": diagnosis,
+            "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
+        }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
         text = table(rows)
-        log.info(f"milliseconds of a step, the means of {RECORD} (traces for ui.perfetto.dev: {self.folder})\n{text}")
+        log.info(
+            f"milliseconds of a step, the means of {RECORD} (traces for ui.perfetto.dev: "
+            f"{self.folder})\n{text}"
+        )
         for line in diagnosis:
             log.info(line)
         self.logger.text("profile", f"```\n{text}\n```\n\n" + "\n\n".join(diagnosis))
 
 
 class Loading(Hook):
-    """Makes each request of a batch a range DATA in the trace of `Profiled`. It is the last hook, and begins the range."""
+    """Makes each request of a batch a range DATA in the trace of `Profiled`.
+
+    It is the last hook, and begins the range.
+    """
 
     def __init__(self) -> None:
         self._range: record_function | None = None
@@ -152,6 +186,15 @@ class Loading(Hook):
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as an aligned text table, times in milliseconds."""
     names = ("rank", "device", "step", *PARTS)
-    lines = [names, *([row["rank"], row["device"], *(f"{row[name]:.2f}" for name in names[2:])] for row in rows)]
+    lines = [
+        names,
+        *(
+            [row["rank"], row["device"], *(f"{row[name]:.2f}" for name in names[2:])]
+            for row in rows
+        ),
+    ]
     widths = [max(8, len(name) + 2) for name in names]
-    return "\n".join("".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-Criterion = str  # the metric of the validation set by which the best checkpoint is chosen, for example val_loss
+# the metric of the validation set by which the best checkpoint is chosen, for example val_loss
+Criterion = str
 
 
 @dataclass
@@ -14,18 +15,22 @@ class Progress:
 
     Attributes:
         epoch: epoch being trained, from 1.
-        samples: samples of this epoch trained on so far, over all ranks: a multiple of the global batch size, or all samples.
+        samples: samples of this epoch trained on so far, over all ranks: a multiple of the global
+            batch size, or all samples.
         step: optimizer steps since the beginning of the run.
-        averaged_from: the step after which the averages of the weights (ema) begin: 0, or that of a checkpoint without them,
-            from which the run was resumed.
-        sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty at its beginning.
+        averaged_from: the step after which the averages of the weights (ema) begin: 0, or that of a
+            checkpoint without them, from which the run was resumed.
+        sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty
+            at its beginning.
         recorded: the sums at the last recorded row of this epoch; empty before the first one.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.
-        best: best value of each metric of the validation set so far, by name, for example val_loss; empty without such a set.
+        best: best value of each metric of the validation set so far, by name, for example val_loss;
+            empty without such a set.
         best_epochs: their epochs.
-        first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a run that a loop in a Lab
-            began, else 1. None: a checkpoint of an older version, which does not say who began the run.
+        first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a
+            run that a loop in a Lab began, else 1. None: a checkpoint of an older version, which
+            does not say who began the run.
     """
 
     epoch: int = 1
@@ -47,30 +52,43 @@ class Progress:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Progress":
-        """Return the position in a checkpoint. Older versions chose the best by the test set: that choice is left out."""
+        """Return the position in a checkpoint.
+
+        Older versions chose the best by the test set: that choice is left out.
+        """
         known = {each.name for each in fields(cls)}
         values = {key: value for key, value in saved.items() if key in known}
         values.setdefault("first_order", None)
         return cls(**values)
 
-    def next_epoch(self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]) -> "Progress":
-        """Return the position at the beginning of the next epoch. A metric that is not finite is no better one.
+    def next_epoch(
+        self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]
+    ) -> "Progress":
+        """Return the position at the beginning of the next epoch.
+
+        A metric that is not finite is no better one.
 
         Args:
             validation: the metrics val_* after the epoch that ends; none without a validation set.
             lower_is_better: as `Task.lower_is_better`.
         """
-        following = replace(self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0)
+        following = replace(
+            self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0
+        )
         better = {
             name: value
             for name, value in validation.items()
-            if math.isfinite(value) and self._is_better(name, value, lower_is_better(name.removeprefix("val_")))
+            if math.isfinite(value)
+            and self._is_better(name, value, lower_is_better(name.removeprefix("val_")))
         }
-        following.best, following.best_epochs = self.best | better, self.best_epochs | dict.fromkeys(better, self.epoch)
+        following.best = self.best | better
+        following.best_epochs = self.best_epochs | dict.fromkeys(better, self.epoch)
         return following
 
     def _is_better(self, name: str, value: float, lower: bool) -> bool:
-        return name not in self.best or (value < self.best[name] if lower else value > self.best[name])
+        return name not in self.best or (
+            value < self.best[name] if lower else value > self.best[name]
+        )
 
     def stalled(self, criterion: Criterion) -> int:
         """Return how many epochs in a row were not better than an earlier one, by a metric."""
@@ -82,7 +100,9 @@ class Progress:
 
     def without_best(self, criterion: Criterion) -> "Progress":
         """Return this position without the best by a metric, so that the next epoch is the best."""
-        return replace(self, best={name: value for name, value in self.best.items() if name != criterion})
+        return replace(
+            self, best={name: value for name, value in self.best.items() if name != criterion}
+        )
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"

@@ -1,7 +1,8 @@
-"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the run.
+"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the
+run.
 
-A shape is a function of `progress`, the fraction of the steps after the warm-up, from 0 to below 1; or of `epoch`, the epochs
-since the beginning of the run, with a fraction within an epoch.
+A shape is a function of `progress`, the fraction of the steps after the warm-up, from 0 to below 1;
+or of `epoch`, the epochs since the beginning of the run, with a fraction within an epoch.
 """
 
 import inspect
@@ -21,7 +22,9 @@ def constant(progress: float) -> float:
 
 
 def cosine(progress: float) -> float:
-    """Return a factor that falls from 1 to 0 along half a cosine (Loshchilov and Hutter 2016, arXiv:1608.03983, one period)."""
+    """Return a factor that falls from 1 to 0 along half a cosine (Loshchilov and Hutter 2016,
+    arXiv:1608.03983, one period).
+    """
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -29,7 +32,8 @@ def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> flo
     """Return a factor that starts at 1 and changes at milestones, as torch's MultiStepLR.
 
     Args:
-        milestones: epochs from the beginning of the run after which the learning rate is multiplied by gamma.
+        milestones: epochs from the beginning of the run after which the learning rate is multiplied
+            by gamma.
         gamma: factor of the learning rate at each milestone.
     """
     return gamma ** sum(epoch >= milestone for milestone in milestones)
@@ -52,8 +56,9 @@ def try_shape(shape: Callable[..., float], target: str, epochs: int) -> None:
             float(shape(position))
         except Exception as error:
             raise ConfigError(
-                f"scheduler._target_={target}: failed for {name}={position:g}: {describe_error(error)}. It must "
-                f"return a number, the factor of optimizer.lr, for each {name} from 0 to {end}"
+                f"scheduler._target_={target}: failed for {name}={position:g}: "
+                f"{describe_error(error)}. It must return a number, the factor of optimizer.lr, "
+                f"for each {name} from 0 to {end}"
             ) from None
 
 
@@ -63,11 +68,16 @@ def by_epoch(shape: Callable[..., float]) -> bool:
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, shape: Callable[..., float], epochs: int, steps_per_epoch: int, warmup_steps: int
+    optimizer: torch.optim.Optimizer,
+    shape: Callable[..., float],
+    epochs: int,
+    steps_per_epoch: int,
+    warmup_steps: int,
 ) -> LambdaLR:
     """Return a scheduler that multiplies the learning rate by a factor.
 
-    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After the warm-up it is that of the shape.
+    In warm-up step s (from 0) the factor is (s + 1) / (warmup_steps + 1). After the warm-up it is
+    that of the shape.
 
     Args:
         shape: maps `progress` or `epoch`, whichever it has a parameter for, to a factor.

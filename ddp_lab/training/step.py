@@ -31,7 +31,9 @@ class TrainStep(Protocol):
         ...
 
     def gather(self, batch: Any) -> Batch:
-        """Return the batch for an element of `batches`, which `__call__` then takes in its place."""
+        """Return the batch for an element of `batches`, which `__call__` then takes in its
+        place.
+        """
         ...
 
     def __call__(self, batch: Any) -> None:
@@ -44,7 +46,8 @@ class StepOptions:
 
     Attributes:
         accumulate: number of gradient-accumulation steps.
-        max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled down. None: no clipping.
+        max_grad_norm: largest L2 norm of the complete model's gradient; larger gradients are scaled
+            down. None: no clipping.
         skip_not_finite: replace a gradient that is not finite by zeros.
         mix: mixes the samples of each batch; None: they stay as they are.
         seed: of the run.
@@ -58,7 +61,8 @@ class StepOptions:
 
 
 class Step:
-    """A training step: gradients of one global batch, one optimizer step, one step of the learning-rate schedule.
+    """A training step: gradients of one global batch, one optimizer step, one step of the
+    learning-rate schedule.
 
     Args:
         strategy: computes the gradients; after `Strategy.setup`.
@@ -70,7 +74,8 @@ class Step:
     Attributes:
         running_sums: sums of the losses, each computed before the optimizer's step.
         lr: learning rate of the last step.
-        sums: the last step's [loss_sum, *task.running, weight] of this rank, which the next step may overwrite.
+        sums: the last step's [loss_sum, *task.running, weight] of this rank, which the next step
+            may overwrite.
     """
 
     sums: torch.Tensor
@@ -83,35 +88,44 @@ class Step:
         options: StepOptions,
         ema: "EMA | None",
     ):
-        self.strategy, self.optimizer, self.scheduler = strategy, optimizer, scheduler
-        self.options, self.ema = options, ema
+        self.strategy = strategy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.options = options
+        self.ema = ema
         self.mix = options.mix and options.mix.to(strategy.device)
         self.drop_paths: list[DropPath] = []
         if any(getattr(module, "drops_by_step", False) for module in strategy.module.modules()):
             from ddp_lab.models.drop_path import drop_paths_of
 
             self.drop_paths = drop_paths_of(strategy.module.modules())
-        self.running_sums = RunningSums(strategy.task, strategy.device, self.options.skip_not_finite)
+        self.running_sums = RunningSums(
+            strategy.task, strategy.device, self.options.skip_not_finite
+        )
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
         self.lr = 0.0
 
     def compile(self, compile_fn: partial[Any]) -> None:
-        """Compile the running sums, with `compile_fn`, and the optimizer's step but the first, with torch.compile's defaults.
+        """Compile the running sums, with `compile_fn`, and the optimizer's step but the first, with
+        torch.compile's defaults.
 
-        An optimizer with a fused kernel or with shards is not compiled. The learning rate of others must be a tensor: a number
-        would be compiled again whenever it changes.
+        An optimizer with a fused kernel or with shards is not compiled. The learning rate of others
+        must be a tensor: a number would be compiled again whenever it changes.
         """
         fused = any(group.get("fused") for group in self.optimizer.param_groups)
         if not fused and not has_shards(self.optimizer):
-            # The first step creates the optimizer's state: compiled, it would be compiled a second time for the next ones.
+            # The first step creates the optimizer's state: compiled, it would be compiled a second
+            # time for the next ones.
             steps = chain([self.optimizer.step], repeat(torch.compile(self.optimizer.step)))
             self._optimize = lambda: next(steps)()
         self.running_sums.compile(compile_fn)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
-        """Return the argument of `__call__` for each remaining step of the epoch, in order: the loader's batches."""
+        """Return the argument of `__call__` for each remaining step of the epoch, in order: the
+        loader's batches.
+        """
         return loader
 
     def gather(self, batch: Batch) -> Batch:
@@ -125,10 +139,11 @@ class Step:
         self.advance()
 
     def prepare(self) -> None:
-        """Do the work on the host that a step needs: draw how its batch is mixed, and seed what it draws, as dropout masks.
+        """Do the work on the host that a step needs: draw how its batch is mixed, and seed what it
+        draws, as dropout masks.
 
-        So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer draw the same; replicas, and
-        the stages of a pipeline, do not.
+        So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer
+        draw the same; replicas, and the stages of a pipeline, do not.
         """
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
@@ -140,7 +155,9 @@ class Step:
             branch.prepare(self.options.seed, step)
 
     def seed_alike(self) -> None:
-        """Seed what is drawn between the steps on all ranks alike, so that a model constructed there is the same on each."""
+        """Seed what is drawn between the steps on all ranks alike, so that a model constructed
+        there is the same on each.
+        """
         self._seed(seed_of("between", seed=self.options.seed, step=self.scheduler.last_epoch))
 
     def _seed(self, key: int) -> None:
@@ -155,7 +172,8 @@ class Step:
 
     def compute(self, batch: Batch) -> None:
         """Queue the work of a step on the device. A CUDA graph captures this method."""
-        skip, largest = self.options.skip_not_finite, self.options.max_grad_norm
+        skip = self.options.skip_not_finite
+        largest = self.options.max_grad_norm
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
         self.sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
         if self.running_sums.norm is not None:
@@ -165,7 +183,9 @@ class Step:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
-                clip_grads_with_norm_(self.strategy.module.parameters(), largest, norm.nan_to_num(), foreach=foreach)
+                clip_grads_with_norm_(
+                    self.strategy.module.parameters(), largest, norm.nan_to_num(), foreach=foreach
+                )
         self._optimize()
         if self.ema is not None:
             self.ema.update()
@@ -173,15 +193,18 @@ class Step:
         self.running_sums.add(self.sums)
 
     def advance(self) -> None:
-        """Do the work of a step on the host: record its learning rate and set that of the next step."""
+        """Do the work of a step on the host: record its learning rate and set that of the next
+        step.
+        """
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
-        """Set the gradients to zero and restore the buffers (BatchNorm's statistics), unless `finite`.
+        """Set the gradients to zero and restore the buffers (BatchNorm's statistics), unless
+        `finite`.
 
-        `finite` is the same on all ranks, because it comes from the gradient norm of the complete model. This does not wait
-        for the device.
+        `finite` is the same on all ranks, because it comes from the gradient norm of the complete
+        model. This does not wait for the device.
 
         Args:
             finite: bool, [].

@@ -1,10 +1,12 @@
 """What the ranks exchange between steps: one clock, and one small all_reduce.
 
-Each rank has a part of what concerns all: its sums of the losses, a loss that is not finite, a signal that it has received.
-About twice a second, after the same step on every rank, one all_reduce adds these parts, and every rank then acts on the same
-result. The ranks wait for it and for their devices, so it does not run after every step: clocks differ between ranks, and rank
-0 says in each exchange how many steps lie before the next one. Between these exchanges only rows that are due every N steps
-need another one; their sums are copied to the host while the next steps run, and no rank waits for them.
+Each rank has a part of what concerns all: its sums of the losses, a loss that is not finite, a
+signal that it has received. About twice a second, after the same step on every rank, one all_reduce
+adds these parts, and every rank then acts on the same result. The ranks wait for it and for their
+devices, so it does not run after every step: clocks differ between ranks, and rank 0 says in each
+exchange how many steps lie before the next one. Between these exchanges only rows that are due
+every N steps need another one; their sums are copied to the host while the next steps run, and no
+rank waits for them.
 """
 
 import math
@@ -33,10 +35,12 @@ class Exchanged(NamedTuple):
         time: on this rank, as time.perf_counter counts it.
         sums: [loss_sum, *task.running, weight] of the epoch so far.
         gradient_norm: of the step; None if it does not compute one.
-        waited: seconds in which a rank has waited for batches in this epoch, on average over the ranks.
+        waited: seconds in which a rank has waited for batches in this epoch, on average over the
+            ranks.
         is_row: whether the steps since the last row are a row of metrics.jsonl.
         flags: whether a flag is set on any rank, in the order of `Sync.flags`.
-        not_finite: (step, rank) of the first loss since the last exchange that is not finite; None if all are finite.
+        not_finite: (step, rank) of the first loss since the last exchange that is not finite; None
+            if all are finite.
         weights_not_finite: whether any of the given weights is not finite.
     """
 
@@ -57,7 +61,8 @@ class Sent(NamedTuple):
     Attributes:
         values: on the host once `arrived` has happened; on the device if the ranks wait for them.
         arrived: None on a CPU, and if the ranks wait.
-        first_bad: step of this rank's first loss that is not finite, [] on the device; inf if there is none. None: not wanted.
+        first_bad: step of this rank's first loss that is not finite, [] on the device; inf if there
+            is none. None: not wanted.
         position, time: as in `Exchanged`.
     """
 
@@ -75,12 +80,13 @@ class Sync:
         strategy: whose ranks exchange.
         running_sums: of the steps.
         every: when a row of metrics.jsonl is due; Every(): never.
-        flags: returns what this rank has to say, for example whether it was asked to stop. None: nothing is ever decided.
+        flags: returns what this rank has to say, for example whether it was asked to stop. None:
+            nothing is ever decided.
         read: gets the results after steps, in order, from which rows are made.
 
     Attributes:
-        next: the first step after which `after_step` has something to do; while a rank waits for the sums of a row, another one
-            than on other ranks.
+        next: the first step after which `after_step` has something to do; while a rank waits for
+            the sums of a row, another one than on other ranks.
         recorded: the sums of the epoch at its last row.
     """
 
@@ -129,7 +135,8 @@ class Sync:
             waited: seconds in which this rank has waited for the batches of this epoch.
 
         Returns:
-            What the ranks have exchanged now, on which all of them may act; None if that is not due.
+            What the ranks have exchanged now, on which all of them may act; None if that is not
+            due.
         """
         step = position.step
         if self._pending and (self._pending.arrived is None or self._pending.arrived.query()):
@@ -146,15 +153,22 @@ class Sync:
         self._set_next(step)
         return exchanged
 
-    def exchange(self, step: int, position: Progress, weights: Iterable[torch.Tensor] = ()) -> Exchanged:
-        """Exchange now, before something that all ranks must agree on. Collective; waits for the device.
+    def exchange(
+        self, step: int, position: Progress, weights: Iterable[torch.Tensor] = ()
+    ) -> Exchanged:
+        """Exchange now, before something that all ranks must agree on.
+
+        Collective; waits for the device.
 
         Args:
-            step: number of the last step, which in an evaluation counts batches, too. `is_due` takes the same number.
+            step: number of the last step, which in an evaluation counts batches, too. `is_due`
+                takes the same number.
             position: as in `Exchanged`.
             weights: the tensors of this rank to check for values that are not finite.
         """
-        exchanged = self._receive(self._send(step, position, 0.0, is_row=False, waits=True, weights=weights))
+        exchanged = self._receive(
+            self._send(step, position, 0.0, is_row=False, waits=True, weights=weights)
+        )
         self._set_next(step)
         return exchanged
 
@@ -211,20 +225,28 @@ class Sync:
             ahead = min(LONGEST, max(1, round((step - self._last_step) * self.period / elapsed)))
             self._last_step = step
             self._last_time = now
-        host = [waited, float(is_first * ahead), float(is_first and is_row), *map(float, self.flags())]
+        host = [
+            waited,
+            float(is_first * ahead),
+            float(is_first and is_row),
+            *map(float, self.flags()),
+        ]
         own = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
         first_bad = self.running_sums.first_bad(step) if waits else None
         is_bad = totals.new_zeros(()) if first_bad is None else first_bad.isfinite().to(totals)
         bad_weights = [1.0 - tensor.isfinite().all().to(totals) for tensor in weights]
         worst_weight = torch.stack(bad_weights).max() if bad_weights else torch.zeros_like(is_bad)
-        on_host = torch.tensor(host, dtype=totals.dtype, pin_memory=cuda).to(device, non_blocking=cuda)
+        on_host = torch.tensor(host, dtype=totals.dtype, pin_memory=cuda).to(
+            device, non_blocking=cuda
+        )
         on_device = [on_host, torch.stack([is_bad, worst_weight]), own]
         if self.running_sums.norm is not None:  # the same on every rank
             on_device.append(self.running_sums.norm * is_first)
         values = runtime.all_reduce(torch.cat(on_device))
         arrived = None
         if waits and cuda:
-            torch.cuda.synchronize(device)  # in a file of torch, by which the watchdog recognises a rank that waits
+            # in a file of torch, by which the watchdog recognises a rank that waits
+            torch.cuda.synchronize(device)
         elif cuda:
             arrived = torch.cuda.Event()
             values = values.to("cpu", non_blocking=True)
@@ -232,7 +254,10 @@ class Sync:
         return Sent(values, arrived, first_bad, replace(position), now)
 
     def _receive(self, sent: Sent) -> Exchanged:
-        """Return what the ranks have sent. Collective if a loss is not finite, which `_send` has made known to all."""
+        """Return what the ranks have sent.
+
+        Collective if a loss is not finite, which `_send` has made known to all.
+        """
         if sent.arrived is not None:
             sent.arrived.synchronize()
         waited, ahead, is_row, *rest = sent.values.tolist()
@@ -250,12 +275,16 @@ class Sync:
             waited=waited / self.strategy.runtime.world_size,
             is_row=bool(is_row),
             flags=flags,
-            not_finite=self._find_first(sent.first_bad) if is_bad and sent.first_bad is not None else None,
+            not_finite=self._find_first(sent.first_bad)
+            if is_bad and sent.first_bad is not None
+            else None,
             weights_not_finite=bool(bad_weights),
         )
 
     def _find_first(self, first_bad: torch.Tensor) -> tuple[int, int]:
-        """Return the first step of all ranks whose loss is not finite, and the first rank with it. Collective.
+        """Return the first step of all ranks whose loss is not finite, and the first rank with it.
+
+        Collective.
 
         Step and rank are encoded in one negative number, of which MAX finds the earliest.
         """

@@ -1,4 +1,6 @@
-"""How a model is trained, and what trains it: its optimizer and its step, on the devices of a strategy."""
+"""How a model is trained, and what trains it: its optimizer and its step, on the devices of a
+strategy.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -114,13 +116,15 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank holds. Collective.
 
     Raises:
-        ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what the strategy holds.
+        ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what
+            the strategy holds.
     """
     make = recipe.optimizer
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise ConfigError(
-            "optimizer: must be a function of parameters, because the strategy may replace those of the model, for example "
-            f"partial(torch.optim.AdamW, lr=1e-3), got {type(make).__name__}"
+            "optimizer: must be a function of parameters, because the strategy may replace those "
+            "of the model, for example partial(torch.optim.AdamW, lr=1e-3), got "
+            f"{type(make).__name__}"
         )
     groups = param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases)
     try:
@@ -134,4 +138,6 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
 
         check_divided(make, optimizer, strategy, recipe.decay_norms_and_biases)
     how = recipe.performance
-    return configure_optimizer(optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True)
+    return configure_optimizer(
+        optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True
+    )

@@ -1,1 +1,3 @@
-"""The distributed environment of this process: rank, device, process group, and the other processes of this machine."""
+"""The distributed environment of this process: rank, device, process group, and the other processes
+of this machine.
+"""

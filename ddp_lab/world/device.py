@@ -1,4 +1,6 @@
-"""The devices of this machine, the memory that this process has used of them, and their precision."""
+"""The devices of this machine, the memory that this process has used of them, and their
+precision.
+"""
 
 import re
 import resource
@@ -11,8 +13,8 @@ import torch
 
 from ddp_lab.config.errors import NodeError
 
-# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16, which no program reaches, and
-# GB/s to the other GPUs of a machine by NVLink, else PCIe.
+# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16,
+# which no program reaches, and GB/s to the other GPUs of a machine by NVLink, else PCIe.
 CARDS = {
     "B200": (178.4, 1125, 2250, 900),
     "H200": (139.8, 494, 989, 450),
@@ -30,7 +32,10 @@ CARDS = {
 def list_devices() -> str:
     """Return a description of the devices of this machine, for messages."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    gpus = [f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)" for i, gpu in enumerate(properties)]
+    gpus = [
+        f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"
+        for i, gpu in enumerate(properties)
+    ]
     gpus += ["mps"] if torch.backends.mps.is_available() else []
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
@@ -52,12 +57,17 @@ def find_device(name: str, key: str = "device") -> torch.device:
     else:
         available = name == "cpu" or (name == "mps" and torch.backends.mps.is_available())
     if not available:
-        raise NodeError(f"{key}={name}: there is no such device on {socket.gethostname()}. Available: {list_devices()}")
+        raise NodeError(
+            f"{key}={name}: there is no such device on {socket.gethostname()}. Available: "
+            f"{list_devices()}"
+        )
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, number)
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak resident size of the process."""
+    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak
+    resident size of the process.
+    """
     if torch.cuda.is_initialized():
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
@@ -70,8 +80,11 @@ def size(count: int) -> str:
 
 
 def card_of(name: str) -> str | None:
-    """Return the card of CARDS that a device is, by the name that torch reports; None for others."""
-    words = re.split("[ -]", name.replace("RTX ", "RTX"))  # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
+    """Return the card of CARDS that a device is, by the name that torch reports; None for
+    others.
+    """
+    # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
+    words = re.split("[ -]", name.replace("RTX ", "RTX"))
     return next((card for card in CARDS if card.partition("-")[0] in words), None)
 
 
@@ -82,7 +95,9 @@ def peak_flops(card: str | None, precision: str) -> float | None:
 
 @contextmanager
 def float32_matmul(precision: str) -> Generator[None]:
-    """Let float32 matrix multiplications use full precision ("highest"), or TF32 on GPUs that have it ("high")."""
+    """Let float32 matrix multiplications use full precision ("highest"), or TF32 on GPUs that have
+    it ("high").
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

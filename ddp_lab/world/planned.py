@@ -1,4 +1,6 @@
-"""The rank of a launch that is only planned: its place among the others, a fake process group, and bf16 as on a GPU."""
+"""The rank of a launch that is only planned: its place among the others, a fake process group, and
+bf16 as on a GPU.
+"""
 
 import copy
 from collections.abc import Callable, Generator
@@ -17,23 +19,31 @@ from ddp_lab.world.runtime import Runtime
 
 
 class PlannedRuntime(Runtime):
-    """A rank of a launch that is only planned. It answers questions by itself, and its process group sends nothing.
+    """A rank of a launch that is only planned.
+
+    It answers questions by itself, and its process group sends nothing.
 
     Args:
         world_size: number of ranks.
         per_node: number of ranks, or of GPUs, of each machine.
         precision: "float32" or "bf16".
         gpus: number of GPUs that the strategies of one process may use.
-        kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the CPU in any case.
+        kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the
+            CPU in any case.
 
     Attributes:
         free: free bytes of each GPU before the run, on which speed=auto depends.
     """
 
-    def __init__(self, world_size: int, per_node: int, precision: str, gpus: int = 1, kind: str = "cuda"):
-        self.rank, self.world_size = 0, world_size
-        self.local_rank, self.local_world_size = 0, min(per_node, world_size)
-        self.precision, self.timeout = precision, timedelta(seconds=600)
+    def __init__(
+        self, world_size: int, per_node: int, precision: str, gpus: int = 1, kind: str = "cuda"
+    ):
+        self.rank = 0
+        self.world_size = world_size
+        self.local_rank = 0
+        self.local_world_size = min(per_node, world_size)
+        self.precision = precision
+        self.timeout = timedelta(seconds=600)
         self.kind = kind
         self.free = 0
         self._meshes = {}
@@ -65,25 +75,37 @@ class PlannedRuntime(Runtime):
     def open_group(self) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", rank=self.rank, world_size=self.world_size, store=FakeStore())
+        dist.init_process_group(
+            "fake", rank=self.rank, world_size=self.world_size, store=FakeStore()
+        )
 
     @contextmanager
     def autocast(self) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with ExitStack() as stack:
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"))
+            stack.enter_context(
+                torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
+            )
             if self.precision == "bf16" and self.kind == "cuda":
                 stack.enter_context(Float32Norms())
             yield
 
 
 class Float32Norms(TorchFunctionMode):
-    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA and not on the CPU."""
+    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA and not on
+    the CPU.
+    """
 
     functions = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in self.functions:
-            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: tensor.float(), (args, kwargs)
+            )
         return func(*args, **kwargs or {})

@@ -1,4 +1,5 @@
-"""This process as torchrun started it, its place in the launch, and the other processes of this machine.
+"""This process as torchrun started it, its place in the launch, and the other processes of this
+machine.
 
 This module does not import torch, so that a command can report an error before torch is loaded.
 """
@@ -18,7 +19,8 @@ from typing import Any
 
 import psutil
 
-# Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a launch.
+# Requests to save a checkpoint and exit. A scheduler or a terminal sends them to all processes of a
+# launch.
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # Of glibc's malloc.h.
 TRIM_THRESHOLD = -1
@@ -29,7 +31,9 @@ NEVER = 2**31 - 1
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of which node a process is. A node is what one torchrun agent starts, usually one machine.
+    """Which rank of which node a process is.
+
+    A node is what one torchrun agent starts, usually one machine.
 
     Attributes:
         rank, world_size: Index of this process and number of processes.
@@ -46,8 +50,11 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Place":
-        """Return the place that torchrun's environment variables describe; that of a single process without them."""
-        rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        """Return the place that torchrun's environment variables describe; that of a single process
+        without them.
+        """
+        rank = int(environment.get("RANK", 0))
+        world_size = int(environment.get("WORLD_SIZE", 1))
         local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
         node = int(environment.get("GROUP_RANK", rank // local_size))
         nodes = int(environment.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
@@ -67,9 +74,10 @@ def run_id() -> str | None:
 def launch_id() -> str:
     """Return an identifier of this launch; an elastic restart does not change it.
 
-    It consists of the host, process id and start time of torchrun's agent, which outlives its ranks. torchrun's run id does not
-    identify a launch: without --standalone it is "none", and users reuse theirs. Neither does the number of restarts, which
-    each node counts separately. A requeued Slurm job sets its own identifier (scripts/slurm/train.sbatch).
+    It consists of the host, process id and start time of torchrun's agent, which outlives its
+    ranks. torchrun's run id does not identify a launch: without --standalone it is "none", and
+    users reuse theirs. Neither does the number of restarts, which each node counts separately. A
+    requeued Slurm job sets its own identifier (scripts/slurm/train.sbatch).
     """
     if "DDP_LAB_LAUNCH" in os.environ:
         return os.environ["DDP_LAB_LAUNCH"]
@@ -78,11 +86,15 @@ def launch_id() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of a process, which distinguishes processes with the same id; empty if it cannot be read."""
+    """Return the start time of a process, which distinguishes processes with the same id; empty if
+    it cannot be read.
+    """
     try:
         if (
             sys.platform == "linux"
-        ):  # in clock ticks since boot. psutil adds the boot time, which changes when the clock is set.
+            # in clock ticks since boot. psutil adds the boot time, which changes when the clock is
+            # set.
+        ):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return str(psutil.Process(pid).create_time())
     except (psutil.Error, OSError):
@@ -92,8 +104,8 @@ def start_time(pid: int) -> str:
 def is_alive(pid: int) -> bool:
     """Return whether a process of this machine is running. A zombie counts as not running.
 
-    A process whose state cannot be read counts as running: a missed dead rank is still detected by the timeout, whereas a
-    healthy launch that is ended by mistake is lost.
+    A process whose state cannot be read counts as running: a missed dead rank is still detected by
+    the timeout, whereas a healthy launch that is ended by mistake is lost.
     """
     try:
         os.kill(pid, 0)  # signal 0 only checks that the process exists
@@ -108,20 +120,23 @@ def is_alive(pid: int) -> bool:
 
 
 def die_with_torchrun() -> None:
-    """Arrange for this rank to be killed when its agent dies, on Linux; otherwise it would survive a SIGKILL of the agent."""
+    """Arrange for this rank to be killed when its agent dies, on Linux; otherwise it would survive
+    a SIGKILL of the agent.
+    """
     if run_id() is not None and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def show(message: str, code: int = 1, began: float | None = None, secondary: bool = False) -> None:
-    """Report an error: print it to stderr, or under torchrun write it to the error file, which the launcher prints.
+    """Report an error: print it to stderr, or under torchrun write it to the error file, which the
+    launcher prints.
 
     Args:
         message: The text to report.
         code: The exit code of this rank.
-        began: Unix time at which the problem began; None: now. Of several ranks' errors the earliest
-            is shown.
+        began: Unix time at which the problem began; None: now. Of several ranks' errors the
+            earliest is shown.
         secondary: Whether the error most likely follows from the end of another rank. It is then
             shown only if there is no other.
     """
@@ -144,7 +159,11 @@ def show(message: str, code: int = 1, began: float | None = None, secondary: boo
 def discard_output() -> None:
     """Continue without stdout, whose reader has gone, and report it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print("stopped: the reader of the output has gone, for example `| head`", file=sys.stderr, flush=True)
+    print(
+        "stopped: the reader of the output has gone, for example `| head`",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextmanager
@@ -159,11 +178,14 @@ def default_timeout(seconds: float) -> Generator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed memory for its next tensors. Return whether its C library supports that: glibc does.
+    """Let this process keep freed memory for its next tensors.
 
-    By default glibc gives it back to the system, which has to clear and map every page again in the next step: 3,100 pages in
-    a step of LeNet with 64 images, which then took 32.5 ms of CPU time in place of 24.3 (2 CPU cores, not quiet, torch 2.15,
-    2026-11-26). The cost: what the process once had, it holds until its end.
+    Return whether its C library supports that: glibc does.
+
+    By default glibc gives it back to the system, which has to clear and map every page again in the
+    next step: 3,100 pages in a step of LeNet with 64 images, which then took 32.5 ms of CPU time in
+    place of 24.3 (2 CPU cores, not quiet, torch 2.15, 2026-11-26). The cost: what the process once
+    had, it holds until its end.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -16,8 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.world.process import Place, env_int, launch_id
 
-DECISION_TIMEOUT = timedelta(minutes=30)  # the longest wait is for a slow dataset download on another rank
-START_TIMEOUT = timedelta(minutes=5)  # the shortest timeout for other ranks to start, which import from a slow disk
+# the longest wait is for a slow dataset download on another rank
+DECISION_TIMEOUT = timedelta(minutes=30)
+# the shortest timeout for other ranks to start, which import from a slow disk
+START_TIMEOUT = timedelta(minutes=5)
 
 Answer = TypeVar("Answer", bound=str | list[Any] | float | None)
 Result = TypeVar("Result")
@@ -38,9 +40,12 @@ class Ranks:
     """
 
     def __init__(self, place: Place, timeout: timedelta):
-        self.rank, self.world_size = place.rank, place.world_size
-        self.local_rank, self.local_world_size = place.local_rank, place.local_world_size
-        self.node, self.nodes = place.node, place.nodes
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.node = place.node
+        self.nodes = place.nodes
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None
@@ -59,42 +64,57 @@ class Ranks:
 
     @property
     def agent_keeps_store(self) -> bool:
-        """Whether torchrun's agent opens the store before any rank starts; otherwise rank 0 opens it."""
+        """Whether torchrun's agent opens the store before any rank starts; otherwise rank 0 opens
+        it.
+        """
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
     def store(self) -> Store:
-        """The key-value store of the ranks; it can be used before the process group is open. Collective the first time."""
+        """The key-value store of the ranks; it can be used before the process group is open.
+
+        Collective the first time.
+        """
         if self._store is None:
             if self.world_size == 1 and "MASTER_ADDR" not in os.environ:
                 self._store = HashStore()
             else:
-                store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=self.timeout))
+                store, _, _ = next(
+                    rendezvous("env://", self.rank, self.world_size, timeout=self.timeout)
+                )
                 self._store = PrefixStore(f"attempt_{self._attempt(store)}", store)
         return self._store
 
     def connect(self, prefix: str) -> Store:
-        """Return another connection to the keys of the store that begin with a prefix, for another thread.
+        """Return another connection to the keys of the store that begin with a prefix, for another
+        thread.
 
         Threads cannot share a connection: a thread that waits for a key would block the others.
         """
         return PrefixStore(prefix, self.store.clone())
 
     def _attempt(self, store: Store) -> str:
-        """Return a name of this start: the agent's store outlives a restart, with the dead ranks' addresses in it."""
+        """Return a name of this start: the agent's store outlives a restart, with the dead ranks'
+        addresses in it.
+        """
         if self.agent_keeps_store:
             from ddp_lab.world.store import agree_on_attempt
 
-            return agree_on_attempt(store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT))
+            return agree_on_attempt(
+                store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT)
+            )
         return "0"  # the store is rank 0's, and new at each start
 
     def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
-        """Run `decide` on one rank and return its answer on every rank. Collective; it does not need the process group.
+        """Run `decide` on one rank and return its answer on every rank.
+
+        Collective; it does not need the process group.
 
         Args:
             key: Name of the question, which all ranks must ask in the same order.
             decide: Returns the answer.
-            per_node: Whether `decide` runs on the first rank of each machine, for the ranks of that machine, or only on rank 0.
+            per_node: Whether `decide` runs on the first rank of each machine, for the ranks of that
+                machine, or only on rank 0.
 
         Raises:
             ConfigError: `decide` raised it on a rank where it ran.
@@ -106,7 +126,8 @@ class Ranks:
         answer_key = answer_of(self._questions)
         if not per_node or self.nodes == 1:
             return self._ask(answer_key, key, decide, self.rank == 0)
-        answer, problem = None, None
+        answer = None
+        problem = None
         try:
             answer = self._ask(f"{answer_key}/{self.node}", key, decide, self.local_rank == 0)
         except Exception as error:
@@ -117,7 +138,9 @@ class Ranks:
             raise problem or error from None
         return cast("Answer", answer)
 
-    def _ask(self, answer_key: str, name: str, decide: Callable[[], Answer], answers: bool) -> Answer:
+    def _ask(
+        self, answer_key: str, name: str, decide: Callable[[], Answer], answers: bool
+    ) -> Answer:
         """Return the answer of the rank that `answers`, or raise what stands for its exception.
 
         Raises:
@@ -160,7 +183,9 @@ class Ranks:
             self._pass_on([answer_key, *of_nodes], error)
 
     def succeed(self, key: str, work: Callable[[], Result]) -> Result:
-        """Run `work` on every rank, and return its result once all ranks have succeeded. Collective.
+        """Run `work` on every rank, and return its result once all ranks have succeeded.
+
+        Collective.
 
         So nothing is written, and no process group opens, if only one rank fails. A rank that fails
         does not wait.
@@ -230,7 +255,9 @@ class Ranks:
         return [found.decode() for found in self.store.multi_get(keys)]
 
     def conclude(self, key: str, value: Any, decide: Callable[[list[Any]], Answer]) -> Answer:
-        """Return on every rank what rank 0 concludes from the values of all ranks. Collective, as `agree`.
+        """Return on every rank what rank 0 concludes from the values of all ranks.
+
+        Collective, as `agree`.
 
         Args:
             key: Name of the question in the store.
@@ -246,7 +273,9 @@ class Ranks:
 
     @property
     def launch(self) -> str:
-        """The identifiers of this launch, one per line: each node's agent has its own. Collective the first time.
+        """The identifiers of this launch, one per line: each node's agent has its own.
+
+        Collective the first time.
 
         They are complete on rank 0 only.
         """
@@ -256,10 +285,12 @@ class Ranks:
         return self._launch
 
     def exit_if_abandoned(self, code: int) -> None:
-        """Exit at once, without the interpreter's finalization, if an abandoned thread still waits for the store.
+        """Exit at once, without the interpreter's finalization, if an abandoned thread still waits
+        for the store.
 
-        If the store answers a thread during the finalization, C++ code of torch aborts the process. torchrun would take this
-        rank, which has finished, for a failed one, and start the ranks of its node again, for which no other node waits.
+        If the store answers a thread during the finalization, C++ code of torch aborts the process.
+        torchrun would take this rank, which has finished, for a failed one, and start the ranks of
+        its node again, for which no other node waits.
         """
         if any(thread.is_alive() for thread in self.abandoned):
             sys.stdout.flush()

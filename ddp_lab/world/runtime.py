@@ -1,6 +1,8 @@
-"""The distributed environment of a rank: its devices, its process group, and what `ranks.py` says of the other ranks.
+"""The distributed environment of a rank: its devices, its process group, and what `ranks.py` says
+of the other ranks.
 
-Only files of this subpackage read the environment variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, ...).
+Only files of this subpackage read the environment variables that torchrun sets (RANK, LOCAL_RANK,
+WORLD_SIZE, ...).
 """
 
 import gc
@@ -25,19 +27,22 @@ from ddp_lab.world.device import card_of, find_device, list_devices, peak_flops
 from ddp_lab.world.process import Place, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
-STORE_GRACE = 1.0  # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
+# seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
+STORE_GRACE = 1.0
 
 
 class Runtime(Ranks):
     """Rank, device and process group of this process.
 
-    Use it as a context manager. Objects that use the process group must be local to a function called inside it: an object that
-    still refers to the group (a DDP module, for example) can make its destruction at exit hang.
+    Use it as a context manager. Objects that use the process group must be local to a function
+    called inside it: an object that still refers to the group (a DDP module, for example) can make
+    its destruction at exit hang.
 
     Attributes:
         device: The device of this rank.
-        devices: The devices that a one-process strategy may use: every visible GPU, the requested one, or the CPU. "auto" means
-            the CUDA GPUs if there are any, else the CPU. A Mac's GPU (mps) must be requested: it has never been tested here.
+        devices: The devices that a one-process strategy may use: every visible GPU, the requested
+            one, or the CPU. "auto" means the CUDA GPUs if there are any, else the CPU. A Mac's GPU
+            (mps) must be requested: it has never been tested here.
 
     Args:
         device: The config key `device`.
@@ -46,11 +51,18 @@ class Runtime(Ranks):
         place: Which rank this is; None: torchrun's environment variables say it.
 
     Raises:
-        NodeError: The device does not exist, there are more ranks than GPUs, or the device does not support the precision.
+        NodeError: The device does not exist, there are more ranks than GPUs, or the device does not
+            support the precision.
         ConfigError: Several ranks were started with device=mps.
     """
 
-    def __init__(self, device: str = "auto", precision: str = "float32", timeout: float = 600.0, place: Place | None = None):
+    def __init__(
+        self,
+        device: str = "auto",
+        precision: str = "float32",
+        timeout: float = 600.0,
+        place: Place | None = None,
+    ):
         super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
@@ -67,27 +79,38 @@ class Runtime(Ranks):
         first = find_device(name)
         if name == "mps" and self.world_size > 1:
             raise ConfigError(
-                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such device, and gloo and NCCL do not "
-                "support its tensors. Start one process (ddp-lab train device=mps), or set device=cpu"
+                f"device=mps: is not supported by {self.world_size} ranks: a Mac has one such "
+                "device, and gloo and NCCL do not support its tensors. Start one process (ddp-lab "
+                "train device=mps), or set device=cpu"
             )
         if name in ("cpu", "mps"):
             return [first]
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if name == "cuda" else [first]
+        devices = (
+            [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+            if name == "cuda"
+            else [first]
+        )
         if self.local_world_size > len(devices):
             raise NodeError(
-                f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one GPU each, but this "
-                f"setting provides {len(devices)}. Available: {list_devices()}. "
+                f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one "
+                f"GPU each, but this setting provides {len(devices)}. Available: {list_devices()}. "
                 f"Use --nproc_per_node={len(devices)}, or set device=cpu"
-                + ("" if name == "cuda" else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda")
+                + (
+                    ""
+                    if name == "cuda"
+                    else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
+                )
             )
         return devices
 
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:
-        """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot be captured.
+        """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot
+        be captured.
 
-        Enter it before `Strategy.setup`. Work that waits for the default stream cannot be captured either, and a DDP module
-        constructed on the default stream makes its gradients wait for that stream.
+        Enter it before `Strategy.setup`. Work that waits for the default stream cannot be captured
+        either, and a DDP module constructed on the default stream makes its gradients wait for that
+        stream.
         """
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
@@ -99,11 +122,19 @@ class Runtime(Ranks):
         return torch.cuda.mem_get_info(self.device)[0]
 
     def peak_flops(self) -> float | None:
-        """Return the FLOP/s of this rank's card by its data sheet; None on CPUs and unknown cards."""
-        return peak_flops(card_of(torch.cuda.get_device_name()), self.precision) if self.device.type == "cuda" else None
+        """Return the FLOP/s of this rank's card by its data sheet; None on CPUs and unknown
+        cards.
+        """
+        return (
+            peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
+            if self.device.type == "cuda"
+            else None
+        )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of mixed precision for the forward pass; with precision=float32 it excludes an outer one."""
+        """Return the context of mixed precision for the forward pass; with precision=float32 it
+        excludes an outer one.
+        """
         if self.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()  # a step of small kernels on a CPU notices torch's
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -123,11 +154,14 @@ class Runtime(Ranks):
         )
 
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
-        """Return a device mesh over all ranks, the same one for the same axes. Collective; it needs the process group.
+        """Return a device mesh over all ranks, the same one for the same axes.
 
-        The last axis varies fastest: {"dp": 2, "pp": 2} has one pipeline of ranks 0-1 and one of 2-3. The groups are made here
-        and not by `init_device_mesh`, which would give them torch's default timeout of up to 30 minutes. They are kept until
-        the process group closes, because NCCL keeps 0.8 GiB of a GPU for each (two H200s, torch 2.11, 2026-11-23).
+        Collective; it needs the process group.
+
+        The last axis varies fastest: {"dp": 2, "pp": 2} has one pipeline of ranks 0-1 and one of
+        2-3. The groups are made here and not by `init_device_mesh`, which would give them torch's
+        default timeout of up to 30 minutes. They are kept until the process group closes, because
+        NCCL keeps 0.8 GiB of a GPU for each (two H200s, torch 2.11, 2026-11-23).
 
         Args:
             axes: Size of each axis by name; their product must be the world size.
@@ -140,8 +174,8 @@ class Runtime(Ranks):
     def keep(self, value: object) -> None:
         """Keep an object until the process group closes.
 
-        Something that ranks construct together, and find again later, must live equally long on all of
-        them. Without this it would live until each rank collects its garbage.
+        Something that ranks construct together, and find again later, must live equally long on all
+        of them. Without this it would live until each rank collects its garbage.
         """
         self._kept.append(value)
 
@@ -153,24 +187,39 @@ class Runtime(Ranks):
             group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=self.timeout)
             groups.append(group)
         return DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0], self.device.type, ranks, mesh_dim_names=tuple(axes)
+            groups if len(groups) > 1 else groups[0],
+            self.device.type,
+            ranks,
+            mesh_dim_names=tuple(axes),
         )
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Sum `tensor` over all ranks in place, or combine it by another operation, and return it."""
+    def all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Sum `tensor` over all ranks in place, or combine it by another operation, and return
+        it.
+        """
         if self.world_size > 1:
             dist.all_reduce(tensor, op)
         return tensor
 
     def on_any_rank(self, here: bool) -> bool:
         """Return whether a value is true on any rank. Collective; it waits for the device."""
-        return bool(self.all_reduce(torch.tensor(float(here), device=self.device), dist.ReduceOp.MAX))
+        return bool(
+            self.all_reduce(torch.tensor(float(here), device=self.device), dist.ReduceOp.MAX)
+        )
 
     def __enter__(self) -> "Runtime":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        # Only after success: the frames in an error's traceback keep objects alive that refer to the group.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Only after success: the frames in an error's traceback keep objects alive that refer to
+        # the group.
         self._meshes.clear()
         self._kept.clear()
         if kind is None and dist.is_initialized():

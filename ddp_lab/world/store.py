@@ -1,8 +1,9 @@
 """A name for each start of the ranks in their key-value store.
 
-torchrun's store outlives an elastic restart, with the addresses of dead ranks in it, so the ranks of each start need keys of
-their own. The number of restarts cannot be their prefix. Each agent counts its own: an agent whose ranks were healthy, or that
-was itself started again, has another number. And a restart because a node joins or leaves (--nnodes=1:2) does not count.
+torchrun's store outlives an elastic restart, with the addresses of dead ranks in it, so the ranks
+of each start need keys of their own. The number of restarts cannot be their prefix. Each agent
+counts its own: an agent whose ranks were healthy, or that was itself started again, has another
+number. And a restart because a node joins or leaves (--nnodes=1:2) does not count.
 """
 
 import time
@@ -14,20 +15,25 @@ from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateI
 
 from ddp_lab.config.errors import NodeError
 
-POLL = 0.01, 1.0  # seconds between the first two looks at the store, which double, and the most within the first 10 s
-LATER = 0.1  # of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 % later
+# seconds between the first two looks at the store, which double, and the most within the first 10 s
+POLL = 0.01, 1.0
+# of the time waited so far, the most after that: 60 looks in 10 minutes, and a start that is 10 %
+# later
+LATER = 0.1
 LISTED = 8  # the most ranks that the message names
 NEW_TORCHRUN = (
-    "If torchrun was started again on one node only, its ranks and those of the other nodes do not find each other: use "
-    "`ddp-lab train` in place of torchrun on every node, or start torchrun again on all nodes"
+    "If torchrun was started again on one node only, its ranks and those of the other nodes do not "
+    "find each other: use `ddp-lab train` in place of torchrun on every node, or start torchrun "
+    "again on all nodes"
 )
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name that all ranks of this start get, and that no other start had. Collective.
 
-    Rank 0 publishes a new name. The name that another rank reads first may still be that of an earlier start. So it answers
-    with a random word, and uses the name only if rank 0 repeats that word: the rank 0 of an earlier start cannot have seen it.
+    Rank 0 publishes a new name. The name that another rank reads first may still be that of an
+    earlier start. So it answers with a random word, and uses the name only if rank 0 repeats that
+    word: the rank 0 of an earlier start cannot have seen it.
 
     Args:
         store: torchrun's store.
@@ -41,9 +47,13 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelt
     if rank == 0:
         return publish(store, word, world_size, timeout)
     begin = time.monotonic()
-    pause, waited, name = POLL[0], 0.0, ""
+    pause = POLL[0]
+    waited = 0.0
+    name = ""
     while waited < timeout.total_seconds():
-        if (name or store.check(["attempt"])) and (published := store.get("attempt").decode()) != name:
+        if (name or store.check(["attempt"])) and (
+            published := store.get("attempt").decode()
+        ) != name:
             name = published
             store.set(f"{name}/{rank}", word)
         answer = f"{name}/{rank}/repeated"
@@ -72,4 +82,7 @@ def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str
 
 def not_started(ranks: str, timeout: timedelta) -> NodeError:
     """Return the error that these ranks have not started, but others have."""
-    return NodeError(f"{ranks} did not start within {timeout.total_seconds():.0f} s after the others. {NEW_TORCHRUN}")
+    return NodeError(
+        f"{ranks} did not start within {timeout.total_seconds():.0f} s after the others. "
+        f"{NEW_TORCHRUN}"
+    )

@@ -1,4 +1,6 @@
-"""Write the handwritten digits of scikit-learn as images/train/CLASS/NUMBER.png and images/val/CLASS/NUMBER.png."""
+"""Write the handwritten digits of scikit-learn as images/train/CLASS/NUMBER.png and
+images/val/CLASS/NUMBER.png.
+"""
 
 from pathlib import Path
 

@@ -52,16 +52,29 @@ def own_model(name: str) -> list[str]:
 
 
 def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command):
-    files = f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html {tmp_path}/advice.html"
-    code, output, errors = command(advise.main, *f"--gpus 2xH100 batch_size=256 strategy=ddp {files}".split())
+    files = (
+        f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html "
+        f"{tmp_path}/advice.html"
+    )
+    code, output, errors = command(
+        advise.main, *f"--gpus 2xH100 batch_size=256 strategy=ddp {files}".split()
+    )
     assert code == 0, errors
     lines = output.splitlines()
-    assert lines[0] == "2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32"
-    assert lines[-2] == "Recommended: ddp, the simplest that fits and uses all GPUs, in the order of the table"
+    assert (
+        lines[0]
+        == "2 x H100 (79.1 GiB); 129,068 parameters, images 1x28x28, batch_size=256, float32"
+    )
+    assert (
+        lines[-2]
+        == "Recommended: ddp, the simplest that fits and uses all GPUs, in the order of the table"
+    )
     assert "images/s" not in output, "nobody has measured it"
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / "advice.json").read_text())
-    assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {row["name"] for row in found["rows"]}
+    assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {
+        row["name"] for row in found["rows"]
+    }
     row = found["rows"][1]
     (rank,) = row["plans"]
     assert rank["held"]["parameters"] == 4 * 129_068
@@ -69,7 +82,9 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
     assert rank["total"] == rank["allocated"] + rank["outside"]
     assert [each["bytes_sent"] for each in rank["collectives"]] == [4 * 129_068]
     assert (
-        lines[-1].strip() == row["launch"] == "torchrun --standalone --nproc_per_node=2 -m ddp_lab batch_size=256 strategy=ddp"
+        lines[-1].strip()
+        == row["launch"]
+        == "torchrun --standalone --nproc_per_node=2 -m ddp_lab batch_size=256 strategy=ddp"
     )
     assert found["recommended"] == ["strategy=ddp"]
     assert row["launch"] in (tmp_path / "advice.html").read_text()
@@ -77,7 +92,10 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
 
 @pytest.mark.slow
 def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
-    found = replace(advised(("single", "pipeline"), *VIT, gpus="4xH100"), notes=["<script>document.title='injected'</script>"])
+    found = replace(
+        advised(("single", "pipeline"), *VIT, gpus="4xH100"),
+        notes=["<script>document.title='injected'</script>"],
+    )
     (tmp_path / "advice.html").write_text(page(found))
     shown = open_page((tmp_path / "advice.html").as_uri(), tmp_path, "--dump-dom")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", shown))
@@ -86,7 +104,9 @@ def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path
     assert "pipeline, by rank" in text
     assert all(f"rank {rank}" in text for rank in range(4))
     boxes = re.findall(r"fill: #ffffff[^>]*>(\d)</text>", shown)
-    assert Counter(boxes) == {str(number): 8 for number in range(8)}, "forward and backward of 8 micro-batches on 4 ranks"
+    assert Counter(boxes) == {str(number): 8 for number in range(8)}, (
+        "forward and backward of 8 micro-batches on 4 ranks"
+    )
     assert "<title>What a run needs</title>" in shown, "notes are escaped"
     assert not re.search(r"""(src|href)=["'](?!#)|url\((?!#)|@import""", shown), "nothing is loaded"
     options = f"--screenshot={tmp_path}/shot.png", "--window-size=1400,2400"
@@ -94,7 +114,9 @@ def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path
     from PIL import Image
 
     colours = Image.open(tmp_path / "shot.png").convert("RGB").getcolors(1_000_000)
-    assert sum(count for count, colour in colours if max(colour) - min(colour) > 40) > 20_000, "coloured bars are drawn"
+    assert sum(count for count, colour in colours if max(colour) - min(colour) > 40) > 20_000, (
+        "coloured bars are drawn"
+    )
 
 
 def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
@@ -120,7 +142,10 @@ def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are
     found = advisor(*VIT, nodes=2)
     found.rows = [found.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]
     assert [plan.rank for plan in found.rows[0].plans] == [0, 1]
-    crossing = {each["name"]: each["crosses_machines"] for each in as_json(found)["rows"][0]["plans"][0]["collectives"]}
+    crossing = {
+        each["name"]: each["crosses_machines"]
+        for each in as_json(found)["rows"][0]["plans"][0]["collectives"]
+    }
     assert crossing == {"send": False, "recv": False, "allreduce": True}
 
 
@@ -128,11 +153,15 @@ def test_thousands_of_ranks_are_planned():
     row = planned("fsdp", *VIT, "batch_size=8192", gpus="8xH100", nodes=512)
     assert row.devices == 4096
     assert {len(group.ranks) for group in row.fullest.calls} == {4096}
-    assert row.bound == pytest.approx(sum(row.fullest.sent.values()) / 50e9), "all of it crosses machines"
+    assert row.bound == pytest.approx(sum(row.fullest.sent.values()) / 50e9), (
+        "all of it crosses machines"
+    )
 
 
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
-    """Before a compiled step, which warms up once, the optimizer has no state that would be copied."""
+    """Before a compiled step, which warms up once, the optimizer has no state that would be
+    copied.
+    """
     held = planned("ddp", *VIT).fullest.held
     for keys, expected in {
         "cuda_graph=true": held["parameters"] + held["optimizer"] + held["buffers"],
@@ -144,7 +173,10 @@ def test_warm_up_before_a_capture_copies_weights_and_momenta():
 
 def test_unsharded_gradients_of_accumulation_are_counted():
     once, twice = (planned("fsdp", *VIT, f"accumulate={number}").fullest for number in (1, 2))
-    assert twice.peak["gradients"] + twice.peak["in flight"] > once.peak["gradients"] + once.peak["in flight"]
+    assert (
+        twice.peak["gradients"] + twice.peak["in flight"]
+        > once.peak["gradients"] + once.peak["in flight"]
+    )
 
 
 def test_own_strategy_is_planned_with_its_options_as_they_were_given():
@@ -160,16 +192,31 @@ def test_strategy_of_the_user_is_planned_without_a_method_for_it(tmp_path):
     (tmp_path / "strategy" / "mine.yaml").write_text("_target_: own_strategies.Mine\n")
     found = Advisor.of(["strategy=mine", *VIT], str(tmp_path), find_devices("4xH100"))
     row = found.plan(found.own)
-    assert sum(row.fullest.calls.values()) == len(list(found.model.parameters())), "an all-reduce for each parameter"
+    assert sum(row.fullest.calls.values()) == len(list(found.model.parameters())), (
+        "an all-reduce for each parameter"
+    )
 
 
 def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
     shown = table(advised(("single", "mesh tp=3"), *VIT, "strategy=mesh", "strategy.tp=3"))
     assert "\nnot in the table: mesh tp=3: strategy.tp=3: cannot lay 2 ranks on a mesh" in shown
-    brief = table(advised(("single", "pipeline"), "model=torchvision", "model.name=resnet18", "data=cifar10", "speed=off"))
-    assert "\nnot in the table: pipeline: needs a model made of blocks, but model.name=resnet18 is a ResNet\n" in brief
+    brief = table(
+        advised(
+            ("single", "pipeline"),
+            "model=torchvision",
+            "model.name=resnet18",
+            "data=cifar10",
+            "speed=off",
+        )
+    )
+    assert (
+        "\nnot in the table: pipeline: needs a model made of blocks, but model.name=resnet18 is a "
+        "ResNet\n" in brief
+    )
     assert "Use single" not in brief, "nobody has chosen them"
-    with pytest.raises(ConfigError, match=r"single: a step on tensors without values failed: DataDep"):
+    with pytest.raises(
+        ConfigError, match=r"single: a step on tensors without values failed: DataDep"
+    ):
         advised(("single", "ddp"), *own_model("waiting_blocks"), gpus="1xH100")
 
 
@@ -185,7 +232,9 @@ def test_model_that_fails_is_refused_with_the_message_of_train():
 def test_nothing_that_does_not_fit_is_recommended():
     found = advised(("single",), *VIT)
     small = replace(
-        found, rows=[replace(row, fits=False) for row in found.rows], devices=replace(found.devices, memory=GiB / 10)
+        found,
+        rows=[replace(row, fits=False) for row in found.rows],
+        devices=replace(found.devices, memory=GiB / 10),
     )
     assert small.ranked == []
     assert small.conclusion.startswith("Nothing fits: ")
@@ -197,7 +246,12 @@ def test_card_is_found_by_the_name_that_torch_reports(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))
     names = {
-        **{"NVIDIA A100-SXM4-40GB": "A100-80", "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "NVIDIA GeForce RTX 4090": "RTX4090"},
+        **{
+            "NVIDIA A100-SXM4-40GB": "A100-80",
+            "NVIDIA L40S": "L40S",
+            "NVIDIA L4": "L4",
+            "NVIDIA GeForce RTX 4090": "RTX4090",
+        },
         "NVIDIA T4": None,
     }
     for name, card in names.items():
@@ -212,11 +266,16 @@ REFUSED = {
     "--gpus 2xH100 --nodes 0": "--nodes 0: must be a number above 0",
     "--gpus 2xH100 --picture a.xyz": "--picture a.xyz: must be the name of a .png file",
     "--gpus 2xH100 --html a.png": "--html a.png: must be the name of a .html file",
-    "--gpus 2xH100 device=cpu": "device and strategy.devices: plans are made for all devices that --gpus names; leave them out",
-    "--gpus 2xH100 batch_size=auto": "batch_size=auto: is chosen when training starts; use a number for plans",
-    "--gpus 2xH100 --config-dir /nope": "--config-dir /nope: there is no such directory. Use the directory of your own yaml",
-    "--gpus 2xH100 --measure": "--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of 2xH100",
-    "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: /no/such does not exist",
+    "--gpus 2xH100 device=cpu": "device and strategy.devices: plans are made for all devices that "
+    "--gpus names; leave them out",
+    "--gpus 2xH100 batch_size=auto": "batch_size=auto: is chosen when training starts; use a "
+    "number for plans",
+    "--gpus 2xH100 --config-dir /nope": "--config-dir /nope: there is no such directory. Use the "
+    "directory of your own yaml",
+    "--gpus 2xH100 --measure": "--measure: measures the devices here; use --gpus here, or --gpus "
+    "2xcpu, in place of 2xH100",
+    "--gpus 2xH100 --json /no/such/file.json": "--json /no/such/file.json: cannot be written: "
+    "/no/such does not exist",
     **(
         {}
         if torch.cuda.is_available()

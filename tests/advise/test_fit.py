@@ -1,4 +1,6 @@
-"""Runs that do not fit on their devices are refused, and batch_size=auto is the largest that fits."""
+"""Runs that do not fit on their devices are refused, and batch_size=auto is the largest that
+fits.
+"""
 
 import re
 from pathlib import Path
@@ -23,12 +25,18 @@ WAITING = ["model=own", "model._target_=own_models.waiting_blocks", "data=digits
 def check_state(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> None:
     """Check whether a run fits on GPUs of a size."""
     cfg = compose_config(overrides, None)
-    fit.check_state(cfg, build(cfg, PlannedRuntime(ranks, ranks, "float32", gpus=gpus, kind="cpu")), size)
+    fit.check_state(
+        cfg, build(cfg, PlannedRuntime(ranks, ranks, "float32", gpus=gpus, kind="cpu")), size
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "size"),
-    [([*LENET, "strategy=ddp"], STATE), ([*LENET, "strategy=fsdp"], STATE - 1), ([*WAITING, "strategy=fsdp"], 1000)],
+    [
+        ([*LENET, "strategy=ddp"], STATE),
+        ([*LENET, "strategy=fsdp"], STATE - 1),
+        ([*WAITING, "strategy=fsdp"], 1000),
+    ],
     ids=["complete", "in shards", "not planned"],
 )
 def test_state_that_fits_or_cannot_be_planned_is_accepted(overrides, size):
@@ -37,16 +45,25 @@ def test_state_that_fits_or_cannot_be_planned_is_accepted(overrides, size):
 
 def test_refusal_names_the_two_simplest_alternatives():
     with pytest.raises(ConfigError) as refused:
-        check_state([*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"], STATE // 3 * 4 - 1, 1, gpus=4)
+        check_state(
+            [*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"],
+            STATE // 3 * 4 - 1,
+            1,
+            gpus=4,
+        )
     text = str(refused.value)
     first, second = text[text.index("Use ") :].split(" or ")
-    assert first.startswith("Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy=")
+    assert first.startswith(
+        "Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy="
+    )
     assert re.search(r", the simplest of \d+ that fit on 4 such devices$", second)
 
 
 def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
     runs = tmp_path / "runs"
-    first, second = run_world(2, refusal_in_world, f"strategy=ddp memory_limit={(STATE - 1) / 2**30:.9f} runs_dir={runs}")
+    first, second = run_world(
+        2, refusal_in_world, f"strategy=ddp memory_limit={(STATE - 1) / 2**30:.9f} runs_dir={runs}"
+    )
     code, text = first
     assert code == 2
     state = "parameters, gradients and optimizer state take 1.5 MiB on rank 0, a device has 1.5 MiB"
@@ -58,7 +75,8 @@ def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "parts"), [("pipeline", 16), ("ddp_pipeline strategy.pp=2", 32), ("mesh strategy.pp=2", 32), ("mesh", 4)]
+    ("strategy", "parts"),
+    [("pipeline", 16), ("ddp_pipeline strategy.pp=2", 32), ("mesh strategy.pp=2", 32), ("mesh", 4)],
 )
 def test_chosen_batch_can_be_divided_into_the_micro_batches_of_every_replica(strategy, parts):
     chosen = ["strategy.num_microbatches=16", *f"strategy={strategy}".split()]
@@ -67,7 +85,8 @@ def test_chosen_batch_can_be_divided_into_the_micro_batches_of_every_replica(str
     cfg.batch_size = "auto"
     sizes = fit.values_of(cfg, made, 1437, 1)
     assert (min(sizes), {size % parts for size in sizes}) == (parts, {0})
-    cfg.batch_size, cfg.accumulate = 32 * parts, "auto"
+    cfg.batch_size = 32 * parts
+    cfg.accumulate = "auto"
     assert max(fit.values_of(cfg, made, 1437, 1)) == 32
 
 
@@ -76,20 +95,28 @@ def config_of(tmp_path: Path) -> dict:
 
 
 def resume_planned(tmp_path: Path, line: str) -> dict:
-    """Train on this rank without a real step before, whose process would import torch anew; return the recorded config."""
+    """Train on this rank without a real step before, whose process would import torch anew; return
+    the recorded config.
+    """
     fit.take_real_step = lambda cfg, runtime: (2**20, "")
     main_in_world(f"runs_dir={tmp_path}", "optimizer.lr=0.01", *line.split())
     return config_of(tmp_path)
 
 
-def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices(tmp_path):
+def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices(
+    tmp_path,
+):
     limit = "lr_scaling=sqrt memory_limit=0.34 name=auto batch_size=auto"
     command = "torchrun --standalone --nproc_per_node=2 train.py"
-    code, output = launch(f"{command} runs_dir={tmp_path} optimizer.lr=0.01 {limit} strategy=ddp epochs=1")
+    code, output = launch(
+        f"{command} runs_dir={tmp_path} optimizer.lr=0.01 {limit} strategy=ddp epochs=1"
+    )
     assert code == 0, output
     size = config_of(tmp_path)["batch_size"]
     line = re.search(
-        r"batch_size=auto: (\d+)\. A real step took (\d+\.\d) MiB of the 348\.2 MiB of a device; batch_size=\1, lr", output
+        r"batch_size=auto: (\d+)\. A real step took (\d+\.\d) MiB of the 348\.2 MiB of a device; "
+        r"batch_size=\1, lr",
+        output,
     )
     assert output.count("batch_size=auto:") == 1
     assert int(line[1]) == size
@@ -101,13 +128,17 @@ def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_ot
     cfg = run_world(1, resume_planned, tmp_path, f"{limit} strategy=single epochs=2")[0]
     assert cfg["batch_size"] == size, "the batch is part of the result"
     assert cfg["accumulate"] > 1, "one device cannot hold it at once"
-    assert f"accumulate=auto: {cfg['accumulate']}. A real step took" in (tmp_path / "auto" / "train.log").read_text()
+    assert (
+        f"accumulate=auto: {cfg['accumulate']}. A real step took"
+        in (tmp_path / "auto" / "train.log").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
     """The plan of a step may be too low; a process that ran out of memory says so."""
-    cfg, runtime = compose_config(["batch_size=auto", "memory_limit=0.5"], None), PlannedRuntime(1, 1, "float32", kind="cpu")
+    cfg = compose_config(["batch_size=auto", "memory_limit=0.5"], None)
+    runtime = PlannedRuntime(1, 1, "float32", kind="cpu")
     tried = []
 
     def step(cfg, runtime):
@@ -120,7 +151,10 @@ def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
     assert f"batch_size=auto: {tried[2]}." in text
     monkeypatch.setattr(fit, "take_real_step", lambda cfg, runtime: (2**40, ""))
     cfg.batch_size = "auto"
-    with pytest.raises(ConfigError, match=r"auto: a real step with batch_size=\d+ does not fit: takes 1,024.0 GiB of"):
+    with pytest.raises(
+        ConfigError,
+        match=r"auto: a real step with batch_size=\d+ does not fit: takes 1,024.0 GiB of",
+    ):
         fit.choose_batch(cfg, runtime)
 
 
@@ -132,6 +166,10 @@ def test_accumulate_auto_takes_as_few_steps_as_fit(monkeypatch):
     text = fit.choose_batch(cfg, runtime)
     assert f"accumulate=auto: {cfg.accumulate}." in text
     assert (cfg.batch_size, 1 < cfg.accumulate < 10) == (64, True)
-    cfg.accumulate, cfg.batch_size, cfg.memory_limit = "auto", 8, 0.004
-    with pytest.raises(ConfigError, match=r"accumulate=auto: not even 8 fits: .* With activations, on"):
+    cfg.accumulate = "auto"
+    cfg.batch_size = 8
+    cfg.memory_limit = 0.004
+    with pytest.raises(
+        ConfigError, match=r"accumulate=auto: not even 8 fits: .* With activations, on"
+    ):
         fit.choose_batch(cfg, runtime)

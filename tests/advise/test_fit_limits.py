@@ -1,4 +1,6 @@
-"""The quick check of memory against copies counted by hand, the batch of weak scaling, and runs without memory_limit."""
+"""The quick check of memory against copies counted by hand, the batch of weak scaling, and runs
+without memory_limit.
+"""
 
 import psutil
 import pytest
@@ -31,12 +33,16 @@ def planned(ranks: int, kind: str = "cpu") -> PlannedRuntime:
         (["optimizer=adamw", "ema=0.9"], 5),
     ],
 )
-def test_state_that_fits_exactly_is_accepted_and_a_byte_less_is_refused(overrides, copies, monkeypatch):
+def test_state_that_fits_exactly_is_accepted_and_a_byte_less_is_refused(
+    overrides, copies, monkeypatch
+):
     monkeypatch.setattr(fit, "alternatives", lambda advisor, runtime: "Use a larger device")
     cfg = compose_config([*LENET, *overrides], None)
     job = build(cfg, planned(1))
     fit.check_state(cfg, job, copies * WEIGHTS)
-    with pytest.raises(ConfigError, match=r"parameters, gradients and optimizer state take .* on rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"parameters, gradients and optimizer state take .* on rank 0"
+    ):
         fit.check_state(cfg, job, copies * WEIGHTS - 4)
 
 
@@ -72,7 +78,8 @@ def test_chosen_global_batch_is_at_most_the_training_set(scaling, ranks, largest
     ],
 )
 def test_memory_is_the_limit_or_else_that_of_the_device(limit, kind, found, monkeypatch):
-    cfg, runtime = compose_config([f"memory_limit={limit or 'null'}"], None), planned(2, "cpu")
+    cfg = compose_config([f"memory_limit={limit or 'null'}"], None)
+    runtime = planned(2, "cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 900))
     runtime.device = torch.device(kind)
@@ -92,7 +99,9 @@ def test_batch_is_chosen_without_a_limit_from_what_is_free(monkeypatch):
     monkeypatch.setattr(fit, "take_real_step", lambda cfg, runtime: (2**20, ""))
     chosen = []
     for limit in ("null", free / 2**30):
-        cfg = compose_config([*LENET[:2], "strategy=single", "batch_size=auto", f"memory_limit={limit}"], None)
+        cfg = compose_config(
+            [*LENET[:2], "strategy=single", "batch_size=auto", f"memory_limit={limit}"], None
+        )
         text = fit.choose_batch(cfg, planned(1))
         assert "A real step took 1.0 MiB of the 348.2 MiB of a device" in text
         chosen.append(cfg.batch_size)

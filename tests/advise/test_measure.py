@@ -1,4 +1,6 @@
-"""`advise --measure`: what short runs of train.py take, and how their results are kept and offered again."""
+"""`advise --measure`: what short runs of train.py take, and how their results are kept and offered
+again.
+"""
 
 import sys
 
@@ -13,7 +15,13 @@ from ddp_lab.advise.report import table
 from ddp_lab.commands import advise
 from ddp_lab.launchers.short_run import ShortRun
 
-LENET = ["data=synthetic", "data.dataset.channels=1", "data.dataset.train_size=64", "data.dataset.test_size=8", "batch_size=64"]
+LENET = [
+    "data=synthetic",
+    "data.dataset.channels=1",
+    "data.dataset.train_size=64",
+    "data.dataset.test_size=8",
+    "batch_size=64",
+]
 
 
 def run_of(*rates: float, **profile) -> ShortRun:
@@ -28,14 +36,18 @@ def advisor(monkeypatch, tmp_path) -> Advisor:
     return found
 
 
-def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(advisor, monkeypatch, capsys):
+def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(
+    advisor, monkeypatch, capsys
+):
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(sys, "executable", str(programs() / "python"))
     measure.measure(advisor, minutes=5)
     assert advisor.notes == []
     found = [row.measured for row in advisor.rows]
     assert all(each["images_per_second"] > 100 for each in found)
-    assert all("mfu" not in each and "allocated" not in each for each in found), "those of a CPU are not known"
+    assert all("mfu" not in each and "allocated" not in each for each in found), (
+        "those of a CPU are not known"
+    )
     assert "ddp-0 ..." in capsys.readouterr().out
     advisor.rows = [advisor.plan(["strategy=single"])]
     offer(advisor)
@@ -46,8 +58,15 @@ def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(adv
 def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Advisor, "candidates", lambda self: [["strategy=ddp"], ["strategy=fsdp"]])
-    monkeypatch.setattr(measure, "train", lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0))
-    for more, expected in ((["--measure", "--minutes", "1"], " 800"), ([], "images/s were measured on ")):
+    monkeypatch.setattr(
+        measure,
+        "train",
+        lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0),
+    )
+    for more, expected in (
+        (["--measure", "--minutes", "1"], " 800"),
+        ([], "images/s were measured on "),
+    ):
         advise.main(["--gpus", "2xcpu", *more, *LENET])
         shown = capfd.readouterr().out
         assert expected in shown
@@ -66,15 +85,23 @@ def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch)
     measure.measure(advisor, minutes=1)
     assert advisor.notes == []
     assert order == ["single", "ddp", "single", "ddp", "single", "single", "single"]
-    assert (advisor.rows[0].measured["images_per_second"], advisor.rows[0].measured["runs"]) == (104.0, 5)
+    assert (advisor.rows[0].measured["images_per_second"], advisor.rows[0].measured["runs"]) == (
+        104.0,
+        5,
+    )
 
 
-def test_what_does_not_run_again_or_has_no_time_is_reported_and_results_are_kept(advisor, monkeypatch):
+def test_what_does_not_run_again_or_has_no_time_is_reported_and_results_are_kept(
+    advisor, monkeypatch
+):
     failed = ShortRun([], None, "it failed")
     runs = iter([run_of(100.0), failed, failed])
     monkeypatch.setattr(measure, "train", lambda *given: next(runs))
     measure.measure(advisor, minutes=1)
-    assert advisor.notes == ["ddp was not measured: it failed", "single was not measured again: it failed"]
+    assert advisor.notes == [
+        "ddp was not measured: it failed",
+        "single was not measured again: it failed",
+    ]
     assert advisor.rows[0].measured["images_per_second"] == 100.0
     measure.measure(advisor, minutes=1e-9)
     assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
@@ -86,10 +113,13 @@ def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypa
     advisor = Advisor.of(LENET, None, find_devices("2xH100"))
     slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
     rows = [{"step": 10.0, "communication": 1.0}, {"step": 10.0, "communication": 3.0}]
-    found = summary(advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)])
+    found = summary(
+        advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)]
+    )
     assert found["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
     assert (found["exposed"], found["allocated"]) == (0.2, 2**31)
-    slow.measured, fast.measured = found, found | {"images_per_second": 700.0}
+    slow.measured = found
+    fast.measured = found | {"images_per_second": 700.0}
     assert advisor.conclusion.startswith("Recommended: fsdp, the fastest that was measured")
     line = next(line for line in table(advisor).splitlines() if line.startswith("ddp "))
     planned = slow.fullest.allocated / 2**30
@@ -97,7 +127,13 @@ def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypa
 
 
 def test_cache_depends_on_the_run_and_the_machine_but_not_on_the_strategy(advisor):
-    others = [([*LENET[:-1], "batch_size=32"], "2xcpu"), (LENET, "3xcpu"), ([*LENET, "strategy=ddp"], "2xcpu")]
-    smaller, more, same = (cache_of(Advisor.of(overrides, None, find_devices(gpus))) for overrides, gpus in others)
+    others = [
+        ([*LENET[:-1], "batch_size=32"], "2xcpu"),
+        (LENET, "3xcpu"),
+        ([*LENET, "strategy=ddp"], "2xcpu"),
+    ]
+    smaller, more, same = (
+        cache_of(Advisor.of(overrides, None, find_devices(gpus))) for overrides, gpus in others
+    )
     assert len({cache_of(advisor), smaller, more}) == 3
     assert cache_of(advisor) == same

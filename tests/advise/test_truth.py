@@ -1,4 +1,6 @@
-"""The plan is what real runs need: the state to the byte, and the peak that torch's profiler records on four CPU ranks."""
+"""The plan is what real runs need: the state to the byte, and the peak that torch's profiler
+records on four CPU ranks.
+"""
 
 import gc
 from collections.abc import Callable
@@ -23,7 +25,8 @@ from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss are small beside
-# Convolutions of the CPU and DDP's reducer allocate memory of their own, which counts in models as small as these.
+# Convolutions of the CPU and DDP's reducer allocate memory of their own, which counts in models as
+# small as these.
 ON_FOUR = (
     "scratch ema=0.8",
     f"ddp {VIT}",
@@ -44,7 +47,9 @@ ALONE = ["single", f"single {VIT} adamw ema=0.8"]
 
 
 class Real(NamedTuple):
-    """What a rank held when the optimizer's step began, by kind, and the most bytes that lived in a step."""
+    """What a rank held when the optimizer's step began, by kind, and the most bytes that lived in a
+    step.
+    """
 
     held: dict[str, int]
     peak: int
@@ -57,7 +62,11 @@ def nbytes(tensors: Any) -> int:
 def receive_buffers() -> dict[int, int]:
     """Return the bytes of what the stages of torch's pipelines receive into, by storage."""
     found = [each.buffer for each in gc.get_objects() if type(each).__name__ == "_RecvInfo"]
-    return {buffer.untyped_storage()._cdata: buffer.nbytes for buffer in found if isinstance(buffer, torch.Tensor)}
+    return {
+        buffer.untyped_storage()._cdata: buffer.nbytes
+        for buffer in found
+        if isinstance(buffer, torch.Tensor)
+    }
 
 
 def measure(runtime: Runtime, case: str) -> Real:
@@ -67,11 +76,17 @@ def measure(runtime: Runtime, case: str) -> Real:
         job = build(config_of(case), runtime)
         trainer = job.trainer()
         job.loaders["train"].set_epoch(1)
-        batch, module, gradients = next(iter(job.loaders["train"])), job.strategy.module, list[int]()
+        batch = next(iter(job.loaders["train"]))
+        module = job.strategy.module
+        gradients = list[int]()
         parameters = list(module.parameters())
         job.strategy.train()
         noting = trainer.optimizer.register_step_pre_hook(
-            StepObserver(lambda: gradients.append(nbytes(each.grad for each in parameters if each.grad is not None)))
+            StepObserver(
+                lambda: gradients.append(
+                    nbytes(each.grad for each in parameters if each.grad is not None)
+                )
+            )
         )
         trainer.eager_step(batch)
         noting.remove()
@@ -85,10 +100,16 @@ def measure(runtime: Runtime, case: str) -> Real:
             "averages": nbytes(trainer.ema.averages.values()) if trainer.ema else 0,
             "buffers": nbytes(module.buffers()),
         }
-    # What lives between steps: the state without gradients, the batch, the running sums of the loss, and buffers.
+    # What lives between steps: the state without gradients, the batch, the running sums of the
+    # loss, and buffers.
     buckets = held["gradients"] if "ddp" in job.strategy.name else 0
     buckets += sum(size for key, size in receive_buffers().items() if key not in others)
-    between = sum(held.values()) - held["gradients"] + nbytes([*batch[:2], *trainer.eager_step.running_sums.state]) + buckets
+    between = (
+        sum(held.values())
+        - held["gradients"]
+        + nbytes([*batch[:2], *trainer.eager_step.running_sums.state])
+        + buckets
+    )
     return Real(held, between + peak)
 
 
@@ -97,8 +118,12 @@ def growth(step: Callable[[], object]) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    records = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())))
+    records = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    return max(
+        accumulate(event.nbytes() for event in sorted(records, key=lambda event: event.start_ns()))
+    )
 
 
 def measure_all(cases: tuple[str, ...]) -> dict[str, Real]:
@@ -113,22 +138,27 @@ def world(cases: tuple[str, ...]) -> list[dict[str, Real]]:
 
 def plan(case: str, ranks: int, rank: int) -> list[Planned]:
     with dtype_of(case):
-        runtime, cfg = PlannedRuntime(ranks, ranks, "float32", kind="cpu"), config_of(case)
+        runtime = PlannedRuntime(ranks, ranks, "float32", kind="cpu")
+        cfg = config_of(case)
         job = build(cfg, runtime.of_rank(rank))
         return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
-@pytest.mark.parametrize("case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)])
+@pytest.mark.parametrize(
+    "case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)]
+)
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
-        (planned,), real = plan(case, 4, rank), world(SECOND if case in SECOND else ON_FOUR)[rank][case]
+        (planned,) = plan(case, 4, rank)
+        real = world(SECOND if case in SECOND else ON_FOUR)[rank][case]
         assert planned.held == real.held, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_plan_is_what_one_process_holds_and_needs(case):
-    (planned,), real = plan(case, 1, 0), measure(Runtime("cpu"), case)
+    (planned,) = plan(case, 1, 0)
+    real = measure(Runtime("cpu"), case)
     assert planned.held == real.held
     assert planned.allocated == pytest.approx(real.peak, rel=0.05)
 
@@ -140,7 +170,10 @@ def test_split_holds_a_stage_on_each_device():
     assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held
 
 
-IMAGES = "data=synthetic data.dataset.image_size=224 data.dataset.num_classes=1000 batch_size=64 precision=bf16 speed=off"
+IMAGES = (
+    "data=synthetic data.dataset.image_size=224 data.dataset.num_classes=1000 batch_size=64 "
+    "precision=bf16 speed=off"
+)
 # torchvision's models that differ most in what they keep, and two Vision Transformers.
 ON_GPU = {
     name: f"model=torchvision model.name={name} optimizer=sgd"
@@ -167,10 +200,14 @@ def test_plan_is_what_a_gpu_allocates(capsys):
         sizes = "data.dataset.train_size=64 data.dataset.test_size=64"
         cfg = compose_config([*options.split(), *IMAGES.split(), *sizes.split()], None)
         found = allocated(cfg)
-        advisor = Advisor.of([*options.split(), *IMAGES.split(), *sizes.split()], None, find_devices("1xH100"))
+        advisor = Advisor.of(
+            [*options.split(), *IMAGES.split(), *sizes.split()], None, find_devices("1xH100")
+        )
         planned = advisor.plan(["strategy=single"]).fullest.allocated
         errors[model] = planned / found - 1
-        lines.append(f"{model:20} {planned / 2**20:11,.0f} {found / 2**20:14,.0f} {errors[model]:+6.1%}")
+        lines.append(
+            f"{model:20} {planned / 2**20:11,.0f} {found / 2**20:14,.0f} {errors[model]:+6.1%}"
+        )
     worst = sorted(errors, key=lambda name: -abs(errors[name]))[:2]
     lines.append("worst: " + ", ".join(f"{name} {errors[name]:+.1%}" for name in worst))
     with capsys.disabled():

@@ -1,4 +1,6 @@
-"""Every strategy writes the checkpoint that `single` writes, in both formats, and resumes from what any other wrote."""
+"""Every strategy writes the checkpoint that `single` writes, in both formats, and resumes from what
+any other wrote.
+"""
 
 import json
 from dataclasses import replace
@@ -13,8 +15,9 @@ from worlds import run_world
 from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
-# Runs by what they train, in three steps an epoch, with their numbers of ranks. Each writes both formats, and resumes from one
-# format of the run before it and the other of the second before. That suffices, because all write the same.
+# Runs by what they train, in three steps an epoch, with their numbers of ranks. Each writes both
+# formats, and resumes from one format of the run before it and the other of the second before. That
+# suffices, because all write the same.
 RUNS = {
     "lenet samples=49 ema=0.8": {
         "single": 1,
@@ -31,7 +34,8 @@ RUNS = {
         "mesh shard=null tp=2 sequence_parallel=true": 4,
         "mesh pp=2 tp=2 schedule=interleaved1f1b": 4,
     },
-    "tied adamw samples=49 ema=0.8": {"single": 1, "fsdp": 2, "pipeline": 2},  # also a frozen bias and unused parameters
+    # also a frozen bias and unused parameters
+    "tied adamw samples=49 ema=0.8": {"single": 1, "fsdp": 2, "pipeline": 2},
 }
 BACK = {"pt": 1, "sharded": 2}
 WRITERS = [(model, strategy) for model, runs in RUNS.items() for strategy in runs]
@@ -41,8 +45,8 @@ READERS = [
     for i, strategy in enumerate(runs)
     for form, back in BACK.items()
 ]
-# Runs of `single` with the step of a checkpoint, and the runs that resume from it: within an epoch; with one group of
-# parameters instead of the two that were saved.
+# Runs of `single` with the step of a checkpoint, and the runs that resume from it: within an epoch;
+# with one group of parameters instead of the two that were saved.
 RECIPES = {"recipe": "single recipe checkpoint.at_steps=[4]", "groups": "single unbiased undecayed"}
 STEPS = {"recipe": 4, "groups": 3}
 RESUMED = [
@@ -62,9 +66,15 @@ def file_of(folder: Path, *writer: str, form: str = "pt", step: int = 3) -> Path
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory) -> tuple[Path, dict]:
-    """Let each run train for two epochs, and then each reader resume; return the folder and the outcomes, for each rank."""
-    folder, outcomes = tmp_path_factory.mktemp("moved"), {}
-    first = {(model, run): (f"{run} {model} save={folder_of(folder, model, run)}", RUNS[model][run]) for model, run in WRITERS}
+    """Let each run train for two epochs, and then each reader resume; return the folder and the
+    outcomes, for each rank.
+    """
+    folder = tmp_path_factory.mktemp("moved")
+    outcomes = {}
+    first = {
+        (model, run): (f"{run} {model} save={folder_of(folder, model, run)}", RUNS[model][run])
+        for model, run in WRITERS
+    }
     first |= {name: (f"{case} save={folder_of(folder, name)}", 1) for name, case in RECIPES.items()}
     then = {
         (model, writer, reader, form): (
@@ -86,12 +96,16 @@ def moved(tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.mark.parametrize(("model", "writer", "reader", "form"), READERS)
 def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, moved):
-    """Weights, averages, momentum and sums end as those of `single` without an interruption, and are the same on all ranks."""
+    """Weights, averages, momentum and sums end as those of `single` without an interruption, and
+    are the same on all ranks.
+    """
     _, outcomes = moved
     first, *others = outcomes[model, writer, reader, form]
     straight = outcomes[model, "single"][0]
     assert len(first.sums) == 1, "it started from the beginning"
-    assert_equal(first, replace(straight, sums=straight.sums[1:], evaluations=straight.evaluations[1:]))
+    assert_equal(
+        first, replace(straight, sums=straight.sums[1:], evaluations=straight.evaluations[1:])
+    )
     for outcome in others:
         assert (outcome.sums, outcome.evaluations) == (first.sums, first.evaluations)
 
@@ -106,11 +120,18 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, move
         for part in ("model", "ema"):
             assert largest_difference(found[part], expected[part]) <= 1e-6
         states = [state["optimizer"]["state"] for state in (found, expected)]
-        flat = [{f"{name}.{key}": value for name, held in state.items() for key, value in held.items()} for state in states]
+        flat = [
+            {f"{name}.{key}": value for name, held in state.items() for key, value in held.items()}
+            for state in states
+        ]
         assert largest_difference(*flat) <= 1e-5
-        # tp sets another `foreach`, which affects how a step is computed and is not part of the state.
+        # tp sets another `foreach`, which affects how a step is computed and is not part of the
+        # state.
         groups, same = (
-            [group | {"foreach": None, "params": sorted(group["params"])} for group in state["optimizer"]["param_groups"]]
+            [
+                group | {"foreach": None, "params": sorted(group["params"])}
+                for group in state["optimizer"]["param_groups"]
+            ]
             for state in (found, expected)
         )
         assert json.dumps(groups, sort_keys=True) == json.dumps(same, sort_keys=True)
@@ -119,7 +140,8 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, move
 
 
 def test_every_rank_of_a_sharded_or_cut_model_writes_a_part_and_nothing_twice(moved):
-    folder, (model, *_) = moved[0], RUNS
+    folder = moved[0]
+    (model, *_) = RUNS
     size = file_of(folder, model, "single", step=6).stat().st_size
     for writer in list(RUNS[model])[2:4]:
         path = file_of(folder, model, writer, form="sharded", step=6)
@@ -133,10 +155,15 @@ def test_every_rank_of_a_sharded_or_cut_model_writes_a_part_and_nothing_twice(mo
 @pytest.mark.parametrize(("writer", "case"), RESUMED)
 def test_recipe_resumes_under_any_strategy(writer, case, moved):
     _, outcomes = moved
-    alone, straight = outcomes[writer, reference_of(case)][0], outcomes[writer][0]
+    alone = outcomes[writer, reference_of(case)][0]
+    straight = outcomes[writer][0]
     assert_equal(outcomes[writer, case][0], alone)
     if writer == "recipe":
-        assert largest_difference(alone.weights, straight.weights) == 0, "resumed within an epoch it must be bitwise the same"
+        assert largest_difference(alone.weights, straight.weights) == 0, (
+            "resumed within an epoch it must be bitwise the same"
+        )
         assert alone.sums == straight.sums[1:]
     else:
-        assert largest_difference(alone.weights, straight.weights) > 1e-5, "the groups must be those of this launch"
+        assert largest_difference(alone.weights, straight.weights) > 1e-5, (
+            "the groups must be those of this launch"
+        )

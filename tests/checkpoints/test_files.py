@@ -1,4 +1,6 @@
-"""Checkpoints of both formats, without a run: what is kept, what they hold, and what is left when something goes wrong."""
+"""Checkpoints of both formats, without a run: what is kept, what they hold, and what is left when
+something goes wrong.
+"""
 
 import json
 import os
@@ -34,7 +36,8 @@ def path_of(folder: Path, step: int, form: str) -> Path:
 @both_formats
 @pytest.mark.parametrize(("best", "expected"), [("val_loss", 2), ("val_accuracy", 3), (None, None)])
 def test_newest_two_and_the_best_checkpoint_are_kept(best, expected, form, tmp_path):
-    losses, accuracies = [3.0, 1.0, 2.0, 4.0, float("nan")], [0.3, 0.2, 0.5, 0.4, 0.45]
+    losses = [3.0, 1.0, 2.0, 4.0, float("nan")]
+    accuracies = [0.3, 0.2, 0.5, 0.4, 0.45]
     progress = save_epochs(tiny(tmp_path, best, form == "sharded"), losses, None, accuracies)
     assert progress.best == {"val_loss": 1.0, "val_accuracy": 0.5}
     assert progress.best_epochs == {"val_loss": 2, "val_accuracy": 3}
@@ -45,7 +48,9 @@ def test_newest_two_and_the_best_checkpoint_are_kept(best, expected, form, tmp_p
         path, progress = result_in(tmp_path, best)
         assert (bias_in(path), progress.epoch - 1) == (expected, expected)
     other = {"val_loss": "val_accuracy", "val_accuracy": "val_loss"}.get(best, "val_loss")
-    assert result_in(tmp_path, other) is result_in(tmp_path, None) is None, "it was not chosen by them"
+    assert result_in(tmp_path, other) is result_in(tmp_path, None) is None, (
+        "it was not chosen by them"
+    )
 
 
 @both_formats
@@ -55,19 +60,26 @@ def test_newest_two_and_the_best_checkpoint_are_kept(best, expected, form, tmp_p
         ([2.0, 1.0, 3.0], False, 3, 2, 2),  # the best is from before
         ([3.0, 2.0, 1.0], True, 3, 3, 3),  # killed between the checkpoint and its link
         ([3.0, 2.0, 1.0], False, 2, 2, 2),  # the newest is given up
-        ([1.0, 3.0, 0.5], False, 2, None, 3),  # the best is given up, and as the one before it is gone, the next one is best
+        # the best is given up, and as the one before it is gone, the next one is best
+        ([1.0, 3.0, 0.5], False, 2, None, 3),
     ],
 )
-def test_best_checkpoint_is_corrected_on_resume(losses, lost, resumed, expected, afterwards, form, tmp_path):
+def test_best_checkpoint_is_corrected_on_resume(
+    losses, lost, resumed, expected, afterwards, form, tmp_path
+):
     save_epochs(tiny(tmp_path, sharded=form == "sharded"), losses)
     if lost:
         best_in(tmp_path).unlink()
     again = tiny(tmp_path, sharded=form == "sharded")
     progress = resume(again, str(path_of(tmp_path, resumed, form)))
     assert (bias_in(best_in(tmp_path)) if best_in(tmp_path) else None) == expected
-    assert steps_in(tmp_path)[-1] == path_of(tmp_path, resumed, form), "checkpoints of later steps are abandoned"
+    assert steps_in(tmp_path)[-1] == path_of(tmp_path, resumed, form), (
+        "checkpoints of later steps are abandoned"
+    )
     save_epochs(again, [9.0], progress)
-    assert bias_in(best_in(tmp_path)) == afterwards, "the best val_loss must survive a resume, if its weights do"
+    assert bias_in(best_in(tmp_path)) == afterwards, (
+        "the best val_loss must survive a resume, if its weights do"
+    )
 
 
 def test_best_by_another_metric_begins_anew(tmp_path):
@@ -118,7 +130,8 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(form, tmp_path):
     checkpoints = tiny(tmp_path, None, form == "sharded")
     save_epochs(checkpoints, [1.0])  # the first save loads modules
     checkpoints.before_write = lambda path: time.sleep(0.5)
-    module, seconds = checkpoints.state.strategy.module, []
+    module = checkpoints.state.strategy.module
+    seconds = []
     for number in (2, 3):
         step(checkpoints)
         counted = checkpoints.state.optimizer.state[module.weight]["step"].item()
@@ -172,14 +185,19 @@ def test_optimizer_state_is_resumed_exactly(make, form, tmp_path):
 def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(form, tmp_path):
     """channels_last is an option of a launch, and fused kernels require equal strides."""
     models = nn.Conv2d(2, 3, 3), nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-    first, second = (tiny(tmp_path, None, form == "sharded", torch.optim.SGD, model) for model in models)
+    first, second = (
+        tiny(tmp_path, None, form == "sharded", torch.optim.SGD, model) for model in models
+    )
     models[0](torch.ones(1, 2, 4, 4)).sum().backward()
     first.state.optimizer.step()
     first.save(Progress(step=1))
     first.wait()
     resume(second)
-    held, expected = second.state.optimizer.state[models[1].weight], first.state.optimizer.state[models[0].weight]
-    assert held["momentum_buffer"].stride() == models[1].weight.stride() != models[0].weight.stride()
+    held = second.state.optimizer.state[models[1].weight]
+    expected = first.state.optimizer.state[models[0].weight]
+    assert (
+        held["momentum_buffer"].stride() == models[1].weight.stride() != models[0].weight.stride()
+    )
     assert torch.equal(held["momentum_buffer"], expected["momentum_buffer"])
 
 
@@ -198,7 +216,11 @@ def test_checkpoint_during_an_evaluation_has_weights_and_averages_in_their_place
     first.wait()
     second.state.ema = EMA(second.state.strategy, 0.75, warmup=False)
     resume(second)
-    assert (bias.item(), second.state.strategy.module.bias.item(), second.state.ema.averages["bias"].item()) == (5, 5, 2)
+    assert (
+        bias.item(),
+        second.state.strategy.module.bias.item(),
+        second.state.ema.averages["bias"].item(),
+    ) == (5, 5, 2)
     assert bias_in(path_of(tmp_path, 1, form)) == 2, "the averages are the weights to evaluate"
 
 
@@ -232,8 +254,13 @@ def updates_of(checkpoints: Checkpoints) -> set[float]:
 def test_hashes_pass_sha256sum(form, tmp_path):
     save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0])
     sums = sums_of(path_of(tmp_path, 1, form))
-    checked = subprocess.run(["sha256sum", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True)
-    assert checked.stdout == {"file": "step_00000001.pt: OK\n", "sharded": f"{SHARD}: OK\n{STATE}: OK\n"}[form]
+    checked = subprocess.run(
+        ["sha256sum", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True
+    )
+    assert (
+        checked.stdout
+        == {"file": "step_00000001.pt: OK\n", "sharded": f"{SHARD}: OK\n{STATE}: OK\n"}[form]
+    )
 
 
 def warnings_in(caplog) -> list[str]:
@@ -256,10 +283,15 @@ def damage(kind: str, path: Path) -> None:
         file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
 
 
-KINDS = {"file": ["truncated", "flipped", "unhashed"], "sharded": ["missing", "flipped", "added", STATE]}
+KINDS = {
+    "file": ["truncated", "flipped", "unhashed"],
+    "sharded": ["missing", "flipped", "added", STATE],
+}
 
 
-@pytest.mark.parametrize(("form", "kind"), [(form, kind) for form, kinds in KINDS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("form", "kind"), [(form, kind) for form, kinds in KINDS.items() for kind in kinds]
+)
 def test_damaged_checkpoint_is_named_and_the_previous_one_resumed(form, kind, tmp_path, caplog):
     save_epochs(tiny(tmp_path, None, form == "sharded"), [1.0, 1.0])
     before, newest = steps_in(tmp_path)
@@ -274,7 +306,9 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_resumed(form, kind, tm
     assert warning.startswith(f"{newest} is damaged (")
     assert warning.endswith(f"); using {before}, the newest valid checkpoint")
     damage(kind, before)
-    with pytest.raises(ConfigError, match=r"resume=auto: none of the run's checkpoints is valid: .*step_00000001"):
+    with pytest.raises(
+        ConfigError, match=r"resume=auto: none of the run's checkpoints is valid: .*step_00000001"
+    ):
         resume(tiny(tmp_path, None))
 
 
@@ -293,25 +327,59 @@ def renamed(path: Path) -> dict:
 
 
 GAP = {"DCP_SHARDING_INFO": json.dumps({"model.bias": {"saved_offsets": [5]}})}
-CRAFTED = {  # what replaces a file of a checkpoint, of both formats: the file, what writes it, and a part of the message
-    "pickle": ("", lambda path, bad: path.write_bytes(pickle.dumps({"progress": bad})), "UnpicklingError"),
+# what replaces a file of a checkpoint, of both formats: the file, what writes it, and a part of the
+# message
+CRAFTED = {
+    "pickle": (
+        "",
+        lambda path, bad: path.write_bytes(pickle.dumps({"progress": bad})),
+        "UnpicklingError",
+    ),
     "archive": ("", lambda path, bad: torch.save({"progress": bad}, path), "UnpicklingError"),
     "text": ("", lambda path, bad: path.write_text("junk"), "is not a checkpoint of ddp_lab ("),
-    "foreign": ("", lambda path, bad: torch.save({"bias": torch.ones(1)}, path), "it lacks model, optimizer, progress, "),
-    "renamed": ("", lambda path, bad: torch.save(renamed(path), path), "weight is missing in the checkpoint, (1, 2) in the "),
-    "pickled shard": (SHARD, lambda path, bad: path.write_bytes(pickle.dumps(bad)), "SafetensorError"),
-    "pickled state": (STATE, lambda path, bad: path.write_bytes(pickle.dumps(bad)), "is not a checkpoint of ddp_lab ("),
-    "keys": (STATE, lambda path, bad: path.write_text('{"progress": {}, "optimizer": {}}'), "it lacks scheduler, seed"),
-    "gap": (SHARD, lambda path, bad: save_file({"model.bias": torch.zeros(1)}, path, GAP), "shards of model.bias are missing"),
+    "foreign": (
+        "",
+        lambda path, bad: torch.save({"bias": torch.ones(1)}, path),
+        "it lacks model, optimizer, progress, ",
+    ),
+    "renamed": (
+        "",
+        lambda path, bad: torch.save(renamed(path), path),
+        "weight is missing in the checkpoint, (1, 2) in the ",
+    ),
+    "pickled shard": (
+        SHARD,
+        lambda path, bad: path.write_bytes(pickle.dumps(bad)),
+        "SafetensorError",
+    ),
+    "pickled state": (
+        STATE,
+        lambda path, bad: path.write_bytes(pickle.dumps(bad)),
+        "is not a checkpoint of ddp_lab (",
+    ),
+    "keys": (
+        STATE,
+        lambda path, bad: path.write_text('{"progress": {}, "optimizer": {}}'),
+        "it lacks scheduler, seed",
+    ),
+    "gap": (
+        SHARD,
+        lambda path, bad: save_file({"model.bias": torch.zeros(1)}, path, GAP),
+        "shards of model.bias are missing",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", CRAFTED)
 def test_crafted_checkpoint_is_refused_and_does_not_run_code(kind, tmp_path):
-    """The hashes reveal the change. Restricted loading protects from somebody who writes other hashes, too."""
+    """The hashes reveal the change.
+
+    Restricted loading protects from somebody who writes other hashes, too.
+    """
     name, write, message = CRAFTED[kind]
     save_epochs(tiny(tmp_path, None, bool(name)), [1.0])
-    path, trace = path_of(tmp_path, 1, "sharded" if name else "file"), tmp_path / "executed"
+    path = path_of(tmp_path, 1, "sharded" if name else "file")
+    trace = tmp_path / "executed"
     file = path / name
     write(file, Malicious(trace))
     with pytest.raises(ConfigError, match="is damaged"):
@@ -346,6 +414,12 @@ def test_interrupted_save_is_removed_and_the_previous_checkpoint_resumed(left, t
 
 
 def test_format_depends_on_size_and_ranks():
-    found = [is_sharded_format("auto", ranks, size) for ranks, size in ((2, SHARDED_FROM), (2, SHARDED_FROM - 1), (1, 2**50))]
+    found = [
+        is_sharded_format("auto", ranks, size)
+        for ranks, size in ((2, SHARDED_FROM), (2, SHARDED_FROM - 1), (1, 2**50))
+    ]
     assert found == [True, False, False]
-    assert (is_sharded_format("full", 2, SHARDED_FROM), is_sharded_format("sharded", 1, 1)) == (False, True)
+    assert (is_sharded_format("full", 2, SHARDED_FROM), is_sharded_format("sharded", 1, 1)) == (
+        False,
+        True,
+    )

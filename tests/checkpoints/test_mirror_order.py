@@ -1,4 +1,6 @@
-"""checkpoint.mirror: the order of uploads and downloads, recorded, and that a run waits for its last upload."""
+"""checkpoint.mirror: the order of uploads and downloads, recorded, and that a run waits for its
+last upload.
+"""
 
 import contextlib
 import shutil
@@ -32,7 +34,8 @@ class RecordingFileSystem:
     """
 
     def __init__(self, real: fsspec.AbstractFileSystem, before: Callable[[], None]):
-        self.real, self.before = real, before
+        self.real = real
+        self.before = before
         self.changes: list[tuple[str, str]] = []
 
     def __getattr__(self, name: str):
@@ -75,7 +78,8 @@ def test_hashes_are_uploaded_after_all_files_and_removed_before_them(sharded, tm
     mirror.fs = recording = RecordingFileSystem(mirror.fs, lambda: None)
     upload_epochs(mirror, [4.0, 3.0, 2.0], sharded)
     end = ".sharded" if sharded else ".pt"
-    one, three = f"step_00000001{end}", f"step_00000003{end}"
+    one = f"step_00000001{end}"
+    three = f"step_00000003{end}"
     uploaded = [(what, path) for what, path in recording.changes if path.startswith(three)]
     (path,) = [path for path in steps_in(mirror.folder) if path.name == three]
     files = sorted(each.name for each in path.iterdir()) if sharded else [three]
@@ -83,14 +87,18 @@ def test_hashes_are_uploaded_after_all_files_and_removed_before_them(sharded, tm
     pipes = [("pipe_file", f"{three}/{file}") for file in ("metrics.jsonl", "SHA256SUMS")]
     assert uploaded == [*puts, *pipes], "each file once, and the hashes last"
     best = recording.changes.index(("pipe_file", "run/best"), recording.changes.index(pipes[-1]))
-    assert best == recording.changes.index(pipes[-1]) + 1, "the best one is named when it is complete"
+    assert best == recording.changes.index(pipes[-1]) + 1, (
+        "the best one is named when it is complete"
+    )
     removals = [("rm", f"{one}/SHA256SUMS"), ("rm", f"run/{one}")]
     first = recording.changes.index(removals[0])
     assert recording.changes[first : first + 2] == removals
 
 
 def restored(store: dict, tmp_path: Path) -> list[str]:
-    """Return the names of the checkpoints that a launch on an empty disk gets from a copy of the memory."""
+    """Return the names of the checkpoints that a launch on an empty disk gets from a copy of the
+    memory.
+    """
     memory = fsspec.filesystem("memory")
     kept = memory.store.copy()
     memory.store.clear()

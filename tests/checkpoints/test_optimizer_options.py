@@ -1,4 +1,6 @@
-"""A checkpoint whose optimizer has the options of another release of torch is resumed; that of another optimizer is not."""
+"""A checkpoint whose optimizer has the options of another release of torch is resumed; that of
+another optimizer is not.
+"""
 
 import json
 import shutil
@@ -49,7 +51,9 @@ def change(checkpoint: Path, how: str) -> None:
     CHANGES[how](state["optimizer"])
     (checkpoint / STATE).write_text(json.dumps(state))
     names = [line.split()[1] for line in (checkpoint / SUMS).read_text().splitlines()]
-    (checkpoint / SUMS).write_text("".join(f"{sha256(checkpoint / name)}  {name}\n" for name in names))
+    (checkpoint / SUMS).write_text(
+        "".join(f"{sha256(checkpoint / name)}  {name}\n" for name in names)
+    )
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
@@ -59,18 +63,37 @@ def test_run_resumes_a_checkpoint_of_another_release_of_torch(how, form, tmp_pat
     first = first_launch(tmp_path.parent, 1, ("epochs=1", *overrides))
     for name in ("straight", "changed"):
         shutil.copytree(first, tmp_path / name)
-    (checkpoint,) = [path for path in (tmp_path / "changed" / "checkpoints").glob("step_*") if path.suffix != ".sha256"]
+    (checkpoint,) = [
+        path
+        for path in (tmp_path / "changed" / "checkpoints").glob("step_*")
+        if path.suffix != ".sha256"
+    ]
     change(checkpoint, how)
-    found = [train(tmp_path, name, "epochs=2", "checkpoint.format=full") for name in ("straight", "changed")]
+    found = [
+        train(tmp_path, name, "epochs=2", "checkpoint.format=full")
+        for name in ("straight", "changed")
+    ]
     assert_same(*found, tolerance=0)
     log = (tmp_path / "changed" / "train.log").read_text()
     said = (
-        "has the option of_another_release, which" if how == "has_more" else "has no option differentiable, of which the values"
+        "has the option of_another_release, which"
+        if how == "has_more"
+        else "has no option differentiable, of which the values"
     )
     assert log.count(f"the optimizer in the checkpoint {said}") == 1
-    line = [*SMALL, f"runs_dir={tmp_path}", "name=changed", "epochs=3", "optimizer=adamw", "scheduler=constant"]
+    line = [
+        *SMALL,
+        f"runs_dir={tmp_path}",
+        "name=changed",
+        "epochs=3",
+        "optimizer=adamw",
+        "scheduler=constant",
+    ]
     ((code, printed),) = run_world(1, refusal_in_world, " ".join(line))
-    assert (code, printed.count("was written with another optimizer: its options are ")) == (2, 1), printed
+    assert (code, printed.count("was written with another optimizer: its options are ")) == (
+        2,
+        1,
+    ), printed
 
 
 def lab_trainer(lab: Lab, optimizer):
@@ -90,8 +113,12 @@ def test_lab_resumes_a_checkpoint_of_another_release_of_torch(how, tmp_path):
         other = lab_trainer(lab, optimizer)
         assert other.resume(tmp_path) == (1, 0)
         found = other.fit(data, data, epochs=2)
-        assert {key: found[key] for key in found if "loss" in key} == {key: expected[key] for key in found if "loss" in key}
-        with pytest.raises(ConfigError, match="was written with another optimizer: its options are"):
+        assert {key: found[key] for key in found if "loss" in key} == {
+            key: expected[key] for key in found if "loss" in key
+        }
+        with pytest.raises(
+            ConfigError, match="was written with another optimizer: its options are"
+        ):
             lab_trainer(lab, partial(SGD, lr=0.1, momentum=0.9)).resume(tmp_path)
 
 
@@ -111,13 +138,20 @@ def made(name: str) -> torch.optim.Optimizer:
 
 def saved(name: str, kind: bool, change: str = "") -> SavedOptimizer:
     optimizer = made(name)
-    options = {"": set, "lacks": lambda names: names - {"maximize"}, "has_more": lambda names: names | {"new"}}[change]
+    options = {
+        "": set,
+        "lacks": lambda names: names - {"maximize"},
+        "has_more": lambda names: names | {"new"},
+    }[change]
     states = states_of(optimizer)
     assert states is not None
-    return SavedOptimizer(type(optimizer).__name__ if kind else None, options(options_of(optimizer)), states)
+    return SavedOptimizer(
+        type(optimizer).__name__ if kind else None, options(options_of(optimizer)), states
+    )
 
 
-# Whether a checkpoint of the first optimizer is one of the second: with equal options; with a recorded class; without it.
+# Whether a checkpoint of the first optimizer is one of the second: with equal options; with a
+# recorded class; without it.
 SAME = {
     ("sgd", "sgd"): (True, True, True),
     ("sgd", "momentum"): (True, True, False),
@@ -140,7 +174,9 @@ def test_optimizer_is_identified_by_its_options_its_class_or_its_state(first, se
         assert is_same(saved(first, kind), made(second)) is equal or by_state is None
         for change in ("lacks", "has_more"):
             expected = by_class if kind else by_state
-            assert is_same(saved(first, kind, change), made(second)) is expected or expected is None, (kind, change)
+            assert (
+                is_same(saved(first, kind, change), made(second)) is expected or expected is None
+            ), (kind, change)
 
 
 def test_states_are_those_of_a_step():

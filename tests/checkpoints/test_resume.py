@@ -1,4 +1,6 @@
-"""A run that resumes ends as one without an interruption, or begins, continues or refuses as the config says."""
+"""A run that resumes ends as one without an interruption, or begins, continues or refuses as the
+config says.
+"""
 
 from pathlib import Path
 
@@ -13,11 +15,16 @@ from ddp_lab.training.loop import why_over
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 
-CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}  # files that every launch changes
+# files that every launch changes
+CHANGING = {"train.log", "status.json", ".launch", ".lock", "0.json"}
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in CHANGING}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in CHANGING
+    }
 
 
 def test_finished_run_is_not_changed(tmp_path):
@@ -27,7 +34,10 @@ def test_finished_run_is_not_changed(tmp_path):
     train(tmp_path, "done", "epochs=2")
     assert contents(tmp_path / "done") == before
     log = (tmp_path / "done" / "train.log").read_text()
-    assert "nothing to do: 2 of epochs=2 are done; raise epochs to continue, or use another name" in log
+    assert (
+        "nothing to do: 2 of epochs=2 are done; raise epochs to continue, or use another name"
+        in log
+    )
 
 
 NOT_BELOW = "the last 3 epochs had no better val_loss than epoch 3"
@@ -38,7 +48,11 @@ NOT_BELOW = "the last 3 epochs had no better val_loss than epoch 3"
     [
         (4, 9, {"epochs": "6 of epochs=4 are done"}),
         (9, 2, {"patience above 3": f"{NOT_BELOW} (patience=2)"}),
-        (6, 3, {"epochs": "6 of epochs=6 are done", "patience above 3": f"{NOT_BELOW} (patience=3)"}),
+        (
+            6,
+            3,
+            {"epochs": "6 of epochs=6 are done", "patience above 3": f"{NOT_BELOW} (patience=3)"},
+        ),
         (9, 4, {}),
     ],
 )
@@ -48,7 +62,10 @@ def test_remedy_for_a_run_that_is_over_names_what_ended_it(epochs, patience, exp
 
 
 def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):
-    """This is the state after a kill between the metrics and the checkpoint of the last epoch. The schedule spans the run."""
+    """This is the state after a kill between the metrics and the checkpoint of the last epoch.
+
+    The schedule spans the run.
+    """
     overrides = "epochs=3", "scheduler=cosine", "warmup_epochs=0.5"
     straight = train(tmp_path, "cut", *overrides)
     records = read_metrics(tmp_path / "cut")
@@ -70,11 +87,15 @@ def test_resume_from_a_path_continues_there_and_removes_later_checkpoints_and_me
     train(tmp_path, "run", "epochs=5")
     path = tmp_path / "old" / "checkpoints" / "step_00000010.pt"
     continued = train(tmp_path, "run", "epochs=3", f"resume={path}")
-    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("step_*.pt"))] == ["step_00000015.pt"]
+    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("step_*.pt"))] == [
+        "step_00000015.pt"
+    ]
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3]
     assert_same(continued, train(tmp_path, "new", "epochs=3", f"resume={path}"), tolerance=0)
     assert [record["epoch"] for record in read_metrics(tmp_path / "new")] == [3]
-    assert "config/text_summary" in EventAccumulator(str(tmp_path / "new")).Reload().Tags()["tensors"]
+    assert (
+        "config/text_summary" in EventAccumulator(str(tmp_path / "new")).Reload().Tags()["tensors"]
+    )
 
 
 def test_momentum_may_be_added_and_removed_on_resume(tmp_path):
@@ -92,7 +113,9 @@ def test_another_batch_size_keeps_the_position_in_the_schedule(tmp_path):
     train(tmp_path, "moved", "epochs=2", "scheduler=cosine", "batch_size=4")
     train(tmp_path, "moved", "epochs=4", "scheduler=cosine", "batch_size=50")
     train(tmp_path, "straight", "epochs=4", "scheduler=cosine", "batch_size=50")
-    moved, straight = ([record["lr"] for record in read_metrics(tmp_path / name)] for name in ("moved", "straight"))
+    moved, straight = (
+        [record["lr"] for record in read_metrics(tmp_path / name)] for name in ("moved", "straight")
+    )
     assert moved[2:] == pytest.approx(straight[2:])
     assert moved[2] > 0.001
 
@@ -105,17 +128,25 @@ def test_new_options_of_the_optimizer_apply_after_a_resume_and_a_new_seed_is_war
     assert "so the order of the samples changes" not in log.read_text()
     train(tmp_path, "mine", "epochs=4", "seed=4")
     assert [record["lr"] for record in read_metrics(tmp_path / "mine")] == [0.01, 0.01, 0.02, 0.01]
-    assert "WARNING seed=4: the checkpoint has seed=0, so the order of the samples changes from here on" in log.read_text()
+    assert (
+        "WARNING seed=4: the checkpoint has seed=0, so the order of the samples changes from here "
+        "on" in log.read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer=adamw", "step_00000010.pt: was written with another optimizer: its options are "),
+        (
+            "optimizer=adamw",
+            "step_00000010.pt: was written with another optimizer: its options are ",
+        ),
         ("resume=never", "already contains a run. Choose another name"),
     ],
 )
-def test_launch_that_cannot_resume_a_run_is_refused_and_does_not_change_it(override, message, tmp_path):
+def test_launch_that_cannot_resume_a_run_is_refused_and_does_not_change_it(
+    override, message, tmp_path
+):
     train(tmp_path, "mine", "epochs=2")
     before = (tmp_path / "mine" / "metrics.jsonl").read_text()
     line = [*SMALL, "scheduler=constant", f"runs_dir={tmp_path}", "name=mine", "epochs=3", override]

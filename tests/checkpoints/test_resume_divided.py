@@ -1,4 +1,6 @@
-"""A run resumes on another number of replicas, if they divide its batch; otherwise it is refused and not changed."""
+"""A run resumes on another number of replicas, if they divide its batch; otherwise it is refused
+and not changed.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,10 @@ from launches import SMALL, newest, refusal_in_world
 from worlds import run_world
 
 LINE = ("strategy=ddp", "epochs=1")  # of a global batch of 24 samples
-REFUSED = "batch_size=24: is the global batch and must be divisible by the 5 replicas that share it; use 20 or 25"
+REFUSED = (
+    "batch_size=24: is the global batch and must be divisible by the 5 replicas that share it; use "
+    "20 or 25"
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -30,25 +30,38 @@ def high_water() -> int:
 
 
 def reset_high_water() -> int:
-    """Reset the peak of this process's memory, and return the memory in use. What is free is returned to the system first."""
+    """Reset the peak of this process's memory, and return the memory in use.
+
+    What is free is returned to the system first.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return high_water()
 
 
-def wide(runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8, **options: Any) -> Checkpoints:
+def wide(
+    runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8, **options: Any
+) -> Checkpoints:
     """Return the checkpoints of a model with layers of 1 MiB, after a training step."""
     strategy.example = torch.empty(2, 512, device="meta")
-    strategy.setup(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)))
+    strategy.setup(
+        nn.Sequential(
+            *(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)
+        )
+    )
     optimizer = torch.optim.SGD(strategy.module.parameters(), lr=0.1, momentum=0.9)
     strategy.forward(torch.randn(4, 512)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     shapes = {f"{i}.weight": (512, 512) for i in range(layers)}
-    shapes |= {f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()}
+    shapes |= {
+        f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()
+    }
     scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
-    return Checkpoints(folder, State(strategy, optimizer, scheduler, shapes), sharded=True, **options)
+    return Checkpoints(
+        folder, State(strategy, optimizer, scheduler, shapes), sharded=True, **options
+    )
 
 
 def measure_memory(folder: Path) -> dict[str, int]:
@@ -82,7 +95,8 @@ def fail_in_turn(folder: Path) -> list[str | None]:
 
         strategy = DDP(runtime, "local", 25.0, find_unused_parameters=False)
         checkpoints = wide(runtime, folder, strategy, layers=1, before_write=write_fails)
-        checkpoints.state.strategy.module[1].running_mean.fill_(runtime.rank)  # within an epoch, statistics differ
+        # within an epoch, statistics differ
+        checkpoints.state.strategy.module[1].running_mean.fill_(runtime.rank)
         problems = []
         for number in (1, 2, 3):
             checkpoints.save(Progress(step=number))
@@ -92,19 +106,29 @@ def fail_in_turn(folder: Path) -> list[str | None]:
 
 
 def test_no_rank_needs_more_memory_than_its_share(tmp_path):
-    """The state has 16 MiB, of which each of two ranks has 8. Rank 0 needs 32 MiB for one file: gathered and copied."""
+    """The state has 16 MiB, of which each of two ranks has 8.
+
+    Rank 0 needs 32 MiB for one file: gathered and copied.
+    """
     for peaks in run_world(2, measure_memory, tmp_path):
-        assert 6 * 2**20 < peaks["save"] < 14 * 2**20, "the copy of the shards, and up to three times the size of a file"
+        assert 6 * 2**20 < peaks["save"] < 14 * 2**20, (
+            "the copy of the shards, and up to three times the size of a file"
+        )
         assert peaks["resume"] < 6 * 2**20, "one part of a tensor at a time"
 
 
 def test_rank_that_cannot_write_its_shards_fails_the_checkpoint(tmp_path):
     problems, _ = run_world(2, fail_in_turn, tmp_path)
     assert problems[0] is problems[2] is None
-    assert "step_00000002.sharded could not be written (rank 1: [Errno 28] No space left on device" in problems[1]
+    assert (
+        "step_00000002.sharded could not be written (rank 1: [Errno 28] No space left on device"
+        in problems[1]
+    )
     assert f"the last valid checkpoint is {tmp_path}/step_00000001.sharded" in problems[1]
     assert names(tmp_path) == ["step_00000001.sharded", "step_00000003.sharded"]
-    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").content()["model"]["1.running_mean"]
+    statistics = ShardedCheckpoint(tmp_path / "step_00000003.sharded").content()["model"][
+        "1.running_mean"
+    ]
     assert statistics.eq(0).all(), "BatchNorm's statistics must be those of replica 0"
 
 

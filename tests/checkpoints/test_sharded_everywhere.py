@@ -1,4 +1,6 @@
-"""Wherever a checkpoint is looked for, a sharded one is found as one file is: the same run in both formats."""
+"""Wherever a checkpoint is looked for, a sharded one is found as one file is: the same run in both
+formats.
+"""
 
 import json
 import shutil
@@ -41,7 +43,9 @@ def newest_of(run_dir: Path, form: str) -> Path:
 
 
 def test_both_formats_are_of_the_same_run(originals):
-    losses = [[row["train_loss"] for row in read_metrics(run_dir)] for run_dir in originals.values()]
+    losses = [
+        [row["train_loss"] for row in read_metrics(run_dir)] for run_dir in originals.values()
+    ]
     assert losses[0] == losses[1]
     for form, run_dir in originals.items():
         assert steps_in(run_dir / "checkpoints")[-1] == newest_of(run_dir, form)
@@ -49,7 +53,8 @@ def test_both_formats_are_of_the_same_run(originals):
 
 @every_format
 def test_launch_resumes_by_name_by_path_and_after_a_restart(run_dir, form):
-    newest, folder = newest_of(run_dir, form), run_dir / "checkpoints"
+    newest = newest_of(run_dir, form)
+    folder = run_dir / "checkpoints"
     assert find_source(run_dir.parent, "mine", "auto", None) == folder
     assert find_source(run_dir.parent, "mine", "never", "mine") == folder, "of an elastic restart"
     assert find_source(run_dir.parent, None, "auto", "mine") == folder
@@ -77,18 +82,23 @@ def test_result_of_the_log_and_of_a_launch_with_nothing_to_do_is_the_best_checkp
 @every_format
 @pytest.mark.parametrize("choice", ["auto", "best", "last", "path"])
 def test_commands_evaluate_the_chosen_checkpoint(choice, run_dir, form, command, tmp_path):
-    newest, best = newest_of(run_dir, form), best_in(run_dir / "checkpoints")
+    newest = newest_of(run_dir, form)
+    best = best_in(run_dir / "checkpoints")
     chosen = {"auto": best, "best": best, "last": newest, "path": newest}[choice]
     given = str(newest) if choice == "path" else choice
     output = tmp_path / "found.json"
-    code, _, errors = command(evaluate.main, run_dir, "split=val", "--checkpoint", given, "--json", output)
+    code, _, errors = command(
+        evaluate.main, run_dir, "split=val", "--checkpoint", given, "--json", output
+    )
     assert code == 0, errors
     found = json.loads(output.read_text())
     row = next(row for row in read_metrics(run_dir) if row["epoch"] == found["epoch"])
     assert found["checkpoint"] == str(chosen)
     assert found["val_accuracy"] == row["val_accuracy"]
     exported = tmp_path / "model.safetensors"
-    code, printed, errors = command(export.main, run_dir, "--checkpoint", given, "--output", exported)
+    code, printed, errors = command(
+        export.main, run_dir, "--checkpoint", given, "--output", exported
+    )
     assert code == 0, errors
     assert f": {chosen}; " in printed
 
@@ -132,7 +142,9 @@ def test_clean_keeps_a_run_with_a_checkpoint_and_deletes_it_without(run_dir, for
 
 
 @every_format
-def test_mirror_begins_no_download_over_a_checkpoint_on_the_disk(run_dir, form, tmp_path, monkeypatch):
+def test_mirror_begins_no_download_over_a_checkpoint_on_the_disk(
+    run_dir, form, tmp_path, monkeypatch
+):
     (run_dir / "status.json").unlink()
     mirror = Mirror(f"file://{tmp_path}/mirror", run_dir)
     monkeypatch.setattr(mirror, "_restore", lambda: pytest.fail("the disk has a checkpoint"))
@@ -147,7 +159,9 @@ def test_merge_makes_one_file_of_the_best_checkpoint(originals, command, tmp_pat
     assert f"{run_dir}/checkpoints/best.sharded" in printed
 
 
-def test_sharded_checkpoint_as_weights_is_refused_with_the_command_that_merges_it(originals, tmp_path):
+def test_sharded_checkpoint_as_weights_is_refused_with_the_command_that_merges_it(
+    originals, tmp_path
+):
     newest = newest_of(originals["sharded"], "sharded")
     line = " ".join([*SMALL, f"model.weights={newest}", f"runs_dir={tmp_path}/runs", "name=new"])
     ((code, printed),) = run_world(1, refusal_in_world, line)

@@ -12,7 +12,9 @@ both_formats = pytest.mark.parametrize("sharded", [False, True], ids=["file", "s
 
 
 def save_again(checkpoints: Checkpoints, progress: Progress) -> None:
-    """Save other weights at the same step, as a run does that is preempted right after a checkpoint."""
+    """Save other weights at the same step, as a run does that is preempted right after a
+    checkpoint.
+    """
     checkpoints.state.strategy.module.bias.data.fill_(9)
     checkpoints.save(progress)
     checkpoints.wait()
@@ -66,7 +68,8 @@ def test_directory_of_shards_gets_its_name_after_all_its_files_are_synced(tmp_pa
         checkpoints.wait()
     name = "step_00000007.sharded"
     named = recorder.operations.index(("rename", name))
-    before, after = recorder.operations[:named], recorder.operations[named + 1 :]
+    before = recorder.operations[:named]
+    after = recorder.operations[named + 1 :]
     files = {path.name for path in (tmp_path / "run" / name).iterdir()}
     assert files <= set(names_after(before, "sync")), "a file is not on the disk when it counts"
     written = [each for each in names_after(before, "open") if each in files]

@@ -11,13 +11,20 @@ from ddp_lab.run.build import build_shape
 
 class Wrong:
     def __init__(self, error: str):
-        raise {"bug": TypeError("a bug."), "mistake": ConfigError("size=3: must be even"), "memory": MemoryError()}[error]
+        raise {
+            "bug": TypeError("a bug."),
+            "mistake": ConfigError("size=3: must be even"),
+            "memory": MemoryError(),
+        }[error]
 
 
 def test_constructor_that_raises_is_reported_with_key_type_text_and_place():
     with pytest.raises(ConfigError) as error:
         construct("task", {"_target_": f"{__name__}.Wrong", "error": "bug"})
-    expected = rf"task\._target_={__name__}\.Wrong: cannot be constructed: TypeError: a bug \(test_construct\.py, line \d+\)"
+    expected = (
+        rf"task\._target_={__name__}\.Wrong: cannot be constructed: TypeError: a bug "
+        r"\(test_construct\.py, line \d+\)"
+    )
     assert re.fullmatch(expected, str(error.value))
     assert error.value.__suppress_context__, "a traceback of Hydra would follow"
 
@@ -34,5 +41,7 @@ def test_exception_of_a_class_of_ours_keeps_its_traceback():
 
 
 def test_shape_of_a_scheduler_that_cannot_be_constructed_is_reported():
-    with pytest.raises(ConfigError, match=r"^scheduler\._target_=.*Wrong: cannot be constructed: TypeError: a bug"):
+    with pytest.raises(
+        ConfigError, match=r"^scheduler\._target_=.*Wrong: cannot be constructed: TypeError: a bug"
+    ):
         build_shape({"_target_": f"{__name__}.Wrong", "error": "bug"}, 3)

@@ -9,7 +9,10 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.overrides import check_overrides
 
 PLAIN = ["model=own", "model._target_=own_models.Plain"]
-SEARCH = "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a seed"
+SEARCH = (
+    "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a "
+    "seed"
+)
 REFUSED = {
     "an option that does not exist": (
         ["strategy=ddq"],
@@ -19,46 +22,89 @@ REFUSED = {
         ["strategy=ddp,ddq"],
         "strategy=ddp,ddq: has several values. Use one of them, ",
     ),
-    "no option": (["model=null"], "model=null: a group cannot be null or a list. Use one of: book_resnet18"),
-    "a list of options": (["model=[gpt]"], "model=[gpt]: a group cannot be null or a list. Use one of: "),
-    "several values": (["optimizer.lr=1,2"], "optimizer.lr=1,2: has several values. Use one of them, "),
-    "a key": (["batchsize=3"], "batchsize=3: there is no such key; did you mean batch_size? allowed: seed, "),
-    "a key in a number": (["epochs.a=3"], "epochs.a=3: there is no such key; did you mean epochs? allowed: "),
-    "a key of a group": (["checkpoint.hidden=8"], "checkpoint.hidden=8: there is no such key; allowed: "),
-    "a key of another option": (["strategy.tp=2"], "strategy.tp=2: there is no such key; allowed: "),
-    "the first of two keys": (["eppochs=3", "batchsize=3"], "eppochs=3: there is no such key; did you"),
+    "no option": (
+        ["model=null"],
+        "model=null: a group cannot be null or a list. Use one of: book_resnet18",
+    ),
+    "a list of options": (
+        ["model=[gpt]"],
+        "model=[gpt]: a group cannot be null or a list. Use one of: ",
+    ),
+    "several values": (
+        ["optimizer.lr=1,2"],
+        "optimizer.lr=1,2: has several values. Use one of them, ",
+    ),
+    "a key": (
+        ["batchsize=3"],
+        "batchsize=3: there is no such key; did you mean batch_size? allowed: seed, ",
+    ),
+    "a key in a number": (
+        ["epochs.a=3"],
+        "epochs.a=3: there is no such key; did you mean epochs? allowed: ",
+    ),
+    "a key of a group": (
+        ["checkpoint.hidden=8"],
+        "checkpoint.hidden=8: there is no such key; allowed: ",
+    ),
+    "a key of another option": (
+        ["strategy.tp=2"],
+        "strategy.tp=2: there is no such key; allowed: ",
+    ),
+    "the first of two keys": (
+        ["eppochs=3", "batchsize=3"],
+        "eppochs=3: there is no such key; did you",
+    ),
     "a key of another option of Hydra": (
         ["hydra.launcher.nproc_per_node=2"],
-        "hydra.launcher.nproc_per_node=2: hydra/launcher=basic has no such key; hydra/launcher=torchrun has more",
+        "hydra.launcher.nproc_per_node=2: hydra/launcher=basic has no such key; "
+        "hydra/launcher=torchrun has more",
     ),
     "an option of a class": (
         [*PLAIN, "model.hidden=8"],
-        "model.hidden=8: the config does not set this option of own_models.Plain; use +model.hidden=8",
+        "model.hidden=8: the config does not set this option of own_models.Plain; use "
+        "+model.hidden=8",
     ),
     "an option of a class that is chosen later": (
         ["optimizer.betas=[1,2]", "optimizer=adamw"],
-        "optimizer.betas=[1,2]: the config does not set this option of torch.optim.AdamW; use +optimizer",
+        "optimizer.betas=[1,2]: the config does not set this option of torch.optim.AdamW; use "
+        "+optimizer",
     ),
-    "an option that the class lacks": ([*PLAIN, "model.hiden=8"], "model.hiden=8: there is no such key"),
-    "a key of a model without a class": (["model=own", "model.hidden=8"], "model.hidden=8: there is no such key"),
+    "an option that the class lacks": (
+        [*PLAIN, "model.hiden=8"],
+        "model.hiden=8: there is no such key",
+    ),
+    "a key of a model without a class": (
+        ["model=own", "model.hidden=8"],
+        "model.hidden=8: there is no such key",
+    ),
     "a removed key": (
         ["~optimizer.betas"],
         "~optimizer.betas: cannot be removed, because the config does not set optimizer.betas",
     ),
-    "an added key that exists": (["+epochs=3"], "+epochs=3: the config sets epochs already. Use epochs=3"),
-    "an added option": (["+strategy=ddp"], "+strategy=ddp: the config has a strategy already. Use strategy=ddp"),
+    "an added key that exists": (
+        ["+epochs=3"],
+        "+epochs=3: the config sets epochs already. Use epochs=3",
+    ),
+    "an added option": (
+        ["+strategy=ddp"],
+        "+strategy=ddp: the config has a strategy already. Use strategy=ddp",
+    ),
     "no value": (["epochs"], "epochs: overrides look like key=value: ddp-lab train --help"),
     "nothing": ([""], "'': overrides look like key=value: ddp-lab train --help"),
     "options that exclude each other": (
         ["experiment=search", "hydra/launcher=basic"],
-        "hydra.launcher.nproc_per_node: is set, but the chosen hydra/launcher has no such key. Remove one "
-        f"of the two; {SEARCH}",
+        "hydra.launcher.nproc_per_node: is set, but the chosen hydra/launcher has no such key. "
+        f"Remove one of the two; {SEARCH}",
     ),
 }
 ALLOWED = {
     "an option and its keys": ["strategy=scratch", "strategy.algorithm=ring"],
     "a key before its option": ["strategy.algorithm=ring", "strategy=scratch"],
-    "keys of an experiment": ["experiment=search", "hydra.launcher.nproc_per_node=3", "hydra.sweeper.n_trials=2"],
+    "keys of an experiment": [
+        "experiment=search",
+        "hydra.launcher.nproc_per_node=3",
+        "hydra.sweeper.n_trials=2",
+    ],
     "a new key": ["+optimizer.maximize=true"],
     "a key below a new one": ["+tracker_options.mine={}", "tracker_options.mine.a=3"],
     "a forced key": ["++epochs=3", "++optimizer.nesterov=true"],
@@ -99,7 +145,10 @@ def test_several_values_are_allowed_in_a_sweep(case):
     ("overrides", "message"),
     [
         (["strategy=ddp,ddq"], "strategy=ddq: there is no such option"),
-        (["strategy=ddp,fsdp", "batchsize=3"], "batchsize=3: there is no such key; did you mean batch_size?"),
+        (
+            ["strategy=ddp,fsdp", "batchsize=3"],
+            "batchsize=3: there is no such key; did you mean batch_size?",
+        ),
     ],
 )
 def test_mistake_in_a_sweep_is_refused(overrides, message):
@@ -144,4 +193,6 @@ def test_override_that_hydra_cannot_read_is_named(override):
         check_overrides([override])
     message = str(error.value)
     assert message.startswith(f"{override}: Hydra cannot read this override (")
-    assert message.endswith("). Overrides look like key=value, key=[a,b] or key={a:b}: ddp-lab train --help")
+    assert message.endswith(
+        "). Overrides look like key=value, key=[a,b] or key={a:b}: ddp-lab train --help"
+    )

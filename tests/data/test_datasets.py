@@ -22,11 +22,18 @@ def test_digits_are_those_of_scikit_learn():
     assert dataset.train.inputs.shape == (1437, 1, 28, 28)
     assert dataset.test.inputs.shape == (360, 1, 28, 28)
     assert dataset.train.inputs.dtype == torch.uint8
-    bunch, order = load_digits(), torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    bunch = load_digits()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     small = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
-    images = (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255).round().to(torch.uint8)
+    images = (
+        (F.interpolate(small, size=28, mode="bilinear", align_corners=False) * 255)
+        .round()
+        .to(torch.uint8)
+    )
     assert torch.equal(torch.cat([dataset.train.inputs, dataset.test.inputs]), images[order])
-    assert torch.equal(torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order])
+    assert torch.equal(
+        torch.cat([dataset.train.targets, dataset.test.targets]), torch.tensor(bunch.target)[order]
+    )
     shape = {"in_channels": 1, "image_size": 28, "num_classes": 10}
     assert dataset.model_shape() == shape | {"input_shape": [1, 28, 28]}
 
@@ -40,7 +47,11 @@ def test_torchvision_reads_raw_files_without_network(tmp_path):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part, size in (("train", 6), ("t10k", 3)):
-        write_idx(raw / f"{part}-images-idx3-ubyte", 2051, torch.arange(size * 4, dtype=torch.uint8).view(size, 2, 2))
+        write_idx(
+            raw / f"{part}-images-idx3-ubyte",
+            2051,
+            torch.arange(size * 4, dtype=torch.uint8).view(size, 2, 2),
+        )
         write_idx(raw / f"{part}-labels-idx1-ubyte", 2049, torch.arange(size, dtype=torch.uint8))
     source = Torchvision("FashionMNIST", str(tmp_path))
     dataset = source.load()
@@ -55,7 +66,11 @@ def test_torchvision_reports_directory_files_and_remedy_for_missing_data(tmp_pat
         Torchvision("FashionMNIST", str(tmp_path)).load()
     message = str(error.value)
     assert "\n" not in message
-    for part in (f"data.root={tmp_path}", "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte", "data=digits"):
+    for part in (
+        f"data.root={tmp_path}",
+        "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte",
+        "data=digits",
+    ):
         assert part in message
     assert os.listdir(tmp_path) == [], "a failed download left something behind"
 
@@ -65,11 +80,13 @@ def no_network(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "overrides", [["data=digits"], ["data=synthetic", "data.dataset.image_size=8", "data.val_fraction=0.2"]]
+    "overrides",
+    [["data=digits"], ["data=synthetic", "data.dataset.image_size=8", "data.val_fraction=0.2"]],
 )
 def test_sizes_without_the_samples_are_those_of_the_dataset(overrides):
     cfg = config(*overrides)
-    found, planned = load_dataset(cfg, Runtime("cpu")), dataset_sizes(cfg.data)
+    found = load_dataset(cfg, Runtime("cpu"))
+    planned = dataset_sizes(cfg.data)
     assert planned.train.inputs.is_meta
     assert planned.describe_sets() == found.describe_sets()
     assert (planned.train.shape, planned.model_shape()) == (found.train.shape, found.model_shape())

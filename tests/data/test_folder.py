@@ -1,4 +1,6 @@
-"""`data=folder`: which files it finds, how it reads them, and that any world, workers and resume get the same images."""
+"""`data=folder`: which files it finds, how it reads them, and that any world, workers and resume
+get the same images.
+"""
 
 import hashlib
 import os
@@ -26,8 +28,15 @@ from ddp_lab.data.workers import WorkerLoader
 from ddp_lab.run.build import load_dataset
 from ddp_lab.world.runtime import Runtime
 
-SIZE, SHORT = 24, 28
-OPTIONS = [f"data.image_size={SIZE}", f"data.resize={SHORT}", "data.erasing=0.5", "data.randaugment=9", "seed=5"]
+SIZE = 24
+SHORT = 28
+OPTIONS = [
+    f"data.image_size={SIZE}",
+    f"data.resize={SHORT}",
+    "data.erasing=0.5",
+    "data.randaugment=9",
+    "seed=5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,9 @@ def root(tmp_path_factory) -> Path:
 
 
 def dataset(root: Path, *overrides: str) -> Dataset:
-    return load_dataset(config("data=folder", f"data.root={root}", *OPTIONS, *overrides), Runtime("cpu"))
+    return load_dataset(
+        config("data=folder", f"data.root={root}", *OPTIONS, *overrides), Runtime("cpu")
+    )
 
 
 def names(found) -> list[str]:
@@ -47,9 +58,24 @@ def names(found) -> list[str]:
 
 
 def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
-    image = write_folder(tmp_path / "one", {"train": 1}, classes=1) / "train" / "class 0" / "0000.png"
-    wanted = ["train/Z/b.PNG", "train/a/10.jpeg", "train/a/9.webp", "train/a/s/x.jpg", "train/link/x.png", "train/é/\udcff.png"]
-    ignored = ["train/a/._9.webp", "train/a/.hidden.png", "train/a/Thumbs.db", "train/.git/a/x.png", "train/loose.png"]
+    image = (
+        write_folder(tmp_path / "one", {"train": 1}, classes=1) / "train" / "class 0" / "0000.png"
+    )
+    wanted = [
+        "train/Z/b.PNG",
+        "train/a/10.jpeg",
+        "train/a/9.webp",
+        "train/a/s/x.jpg",
+        "train/link/x.png",
+        "train/é/\udcff.png",
+    ]
+    ignored = [
+        "train/a/._9.webp",
+        "train/a/.hidden.png",
+        "train/a/Thumbs.db",
+        "train/.git/a/x.png",
+        "train/loose.png",
+    ]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "link").symlink_to(tmp_path / "elsewhere")
@@ -65,13 +91,31 @@ def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda root: (root / "train").rename(root / "training"), r"has no folder train on .*; expected .*/train/CLASS/FILE"),
-        (lambda root: (root / "train" / "new").mkdir(), r"no image in train/new; expected .*, or add \.jpg.* \(1 are empty\)"),
-        (lambda root: (root / "test" / "class 0").mkdir(parents=True), r"no image in test; expected .* Remove the folder, or"),
-        (lambda root: (root / "val" / "new").mkdir(), r"train and val must have the same classes, but new is in val only"),
-        (lambda root: (root / "val").rename(root / "Valid"), r"the folder Valid would not be used. Rename it to val, or move"),
+        (
+            lambda root: (root / "train").rename(root / "training"),
+            r"has no folder train on .*; expected .*/train/CLASS/FILE",
+        ),
+        (
+            lambda root: (root / "train" / "new").mkdir(),
+            r"no image in train/new; expected .*, or add \.jpg.* \(1 are empty\)",
+        ),
+        (
+            lambda root: (root / "test" / "class 0").mkdir(parents=True),
+            r"no image in test; expected .* Remove the folder, or",
+        ),
+        (
+            lambda root: (root / "val" / "new").mkdir(),
+            r"train and val must have the same classes, but new is in val only",
+        ),
+        (
+            lambda root: (root / "val").rename(root / "Valid"),
+            r"the folder Valid would not be used. Rename it to val, or move",
+        ),
         ("data.resize=20", r"data.resize=20: must be at least data.image_size=24"),
-        ("data.crop_scale=[0.5]", r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area"),
+        (
+            "data.crop_scale=[0.5]",
+            r"data.crop_scale=\[0.5\]: must be null or the smallest and the largest area",
+        ),
         ("data.crop_scale=[0.5,2.0]", r"data.crop_scale=\[0.5, 2.0\]: must be null"),
     ],
 )
@@ -98,11 +142,15 @@ def same(one: tuple, other: tuple) -> bool:
     ],
 )
 def test_folders_are_the_sets_of_their_names(tmp_path, folders, fraction, sizes):
-    found = dataset(write_folder(tmp_path, {"train": 24, **folders}), f"data.val_fraction={fraction}")
+    found = dataset(
+        write_folder(tmp_path, {"train": 24, **folders}), f"data.val_fraction={fraction}"
+    )
     assert {name: each.size for name, each in found.sets.items()} == sizes
     everything = [name for each in found.sets.values() for name in names(each)]
     assert sorted(everything) == find_images(tmp_path), "an image is in two sets, or in none"
-    assert all(name.startswith(f"{split}/") for split in folders for name in names(found.sets[split]))
+    assert all(
+        name.startswith(f"{split}/") for split in folders for name in names(found.sets[split])
+    )
 
 
 @pytest.mark.parametrize("channels", [3, 1])
@@ -114,15 +162,25 @@ def test_images_to_evaluate_with_are_the_centres(root, channels):
     centre = v2.Compose([v2.Resize(SHORT, antialias=True), v2.CenterCrop(SIZE)])
     for index, name in enumerate(names(found.test)):
         expected = centre(to_tensor(decode(root / name), channels))
-        assert same(found.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1])))
+        assert same(
+            found.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1]))
+        )
 
 
 def by_hand(root: Path, name: str, epoch: int, index: int) -> torch.Tensor:
     """Return a training image, computed with torchvision's own composition of the transforms."""
     digest = hashlib.sha256(f"sample seed=5 epoch={epoch} index={index}".encode()).digest()
     fill = [round(255 * value) for value in (0.485, 0.456, 0.406)]
-    crop = [v2.Resize(SHORT, antialias=True), v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True)]
-    rest = [v2.ToPILImage(), v2.RandAugment(magnitude=9), v2.PILToTensor(), v2.RandomErasing(0.5, value=fill)]
+    crop = [
+        v2.Resize(SHORT, antialias=True),
+        v2.RandomResizedCrop(SIZE, scale=(0.08, 1.0), antialias=True),
+    ]
+    rest = [
+        v2.ToPILImage(),
+        v2.RandAugment(magnitude=9),
+        v2.PILToTensor(),
+        v2.RandomErasing(0.5, value=fill),
+    ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:4], "big"))
         image = v2.Compose([*crop, *rest])(to_tensor(decode(root / name), 3))
@@ -136,13 +194,22 @@ def expected(root) -> dict[int, list[tuple[torch.Tensor, int]]]:
     found = {}
     for epoch in (3, 4, 5):
         order = torch.randperm(53, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
-        found[epoch] = [(by_hand(root, files[i], epoch, i), int(files[i].split("/")[1][-1])) for i in order]
+        found[epoch] = [
+            (by_hand(root, files[i], epoch, i), int(files[i].split("/")[1][-1])) for i in order
+        ]
     return found
 
 
-def loader(found, batch_size: int, rank: int = 0, size: int = 1, workers: int = 1, **options) -> WorkerLoader:
+def loader(
+    found, batch_size: int, rank: int = 0, size: int = 1, workers: int = 1, **options
+) -> WorkerLoader:
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": workers} | options
-    return WorkerLoader(found, LoaderOptions(batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings))
+    return WorkerLoader(
+        found,
+        LoaderOptions(
+            batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings
+        ),
+    )
 
 
 def read(own: WorkerLoader) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -155,7 +222,9 @@ def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) 
         own.set_epoch(epoch, start)
     wanted = expected[epoch][start:]
     for number, shards in enumerate(zip(*map(read, loaders), strict=True)):
-        inputs, targets = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shards, strict=True))
+        inputs, targets = (
+            torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shards, strict=True)
+        )
         images, labels = zip(*wanted[12 * number : 12 * number + 12], strict=True)
         assert torch.equal(inputs[: len(images)], torch.stack(images))  # padding is at the end
         assert targets[: len(labels)].tolist() == list(labels)
@@ -168,7 +237,9 @@ def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) 
 )
 def test_images_are_the_same_for_any_world_workers_and_resume(root, expected, size, workers):
     found = dataset(root).train
-    loaders = [loader(found, 12, rank, size, workers, shuffle=True, flip=True) for rank in range(size)]
+    loaders = [
+        loader(found, 12, rank, size, workers, shuffle=True, flip=True) for rank in range(size)
+    ]
     before = torch.get_rng_state()
     assert_epoch(loaders, 3, 24, expected)  # resumed after two steps
     assert_epoch(loaders, 4, 0, expected)
@@ -196,23 +267,41 @@ sys.exit(2)
 
 @pytest.mark.slow
 def test_interpreter_exits_while_workers_run():
-    ended = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", KEPT], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
     assert ended.returncode == 2, ended.stderr
 
 
 def test_what_cannot_be_loaded_is_reported(tmp_path):
     root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
     found = dataset(root)
-    with pytest.raises(ConfigError, match=r"data.loader=device: is not supported by samples that are read one by one"):
-        DeviceLoader(found.train, LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True))
+    with pytest.raises(
+        ConfigError,
+        match=r"data.loader=device: is not supported by samples that are read one by one",
+    ):
+        DeviceLoader(
+            found.train,
+            LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True),
+        )
     os.truncate(root / names(found.test)[2], 50)
-    with pytest.raises(SampleError, match=rf"^{root}/test/class 0/.*: cannot be decoded .*Remove it; `ddp-lab doctor`"):
+    with pytest.raises(
+        SampleError,
+        match=rf"^{root}/test/class 0/.*: cannot be decoded .*Remove it; `ddp-lab doctor`",
+    ):
         next(iter(loader(found.test, 4, shuffle=False)))
 
 
 def test_doctor_names_all_files_that_cannot_be_decoded(command, tmp_path):
     root = write_folder(tmp_path / "images", {"train": 4, "test": 4}, classes=1)
-    given = ["data=folder", f"data.root={root}", "data.image_size=16", "model=simple_cnn", "device=cpu", f"runs_dir={tmp_path}"]
+    given = [
+        "data=folder",
+        f"data.root={root}",
+        "data.image_size=16",
+        "model=simple_cnn",
+        "device=cpu",
+        f"runs_dir={tmp_path}",
+    ]
     code, output, errors = command(doctor.main, *given)
     assert (code, "train 4, test 4 images of 3x16x16, 1 classes" in output) == (0, True), errors
     os.truncate(root / "test" / "class 0" / "0002.webp", 50)

@@ -1,4 +1,6 @@
-"""Validation images that are held out of the training set get none of training's random transforms."""
+"""Validation images that are held out of the training set get none of training's random
+transforms.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ def sources(folder) -> dict[str, list[str]]:
 def test_held_out_images_are_those_of_a_dataset_without_augmentation(kind, tmp_path):
     given = [*sources(tmp_path)[kind], "data.val_fraction=0.5"]
     plain = [*given, "data.crop_scale=null", "data.randaugment=null", "data.erasing=0"]
-    augmented, expected = loaded(*given, *AUGMENTED), loaded(*plain)
+    augmented = loaded(*given, *AUGMENTED)
+    expected = loaded(*plain)
     assert augmented.val.size == expected.val.size > 0
     for index in range(augmented.val.size):
         for epoch in (0, 3):  # of which the dataset's own random numbers depend

@@ -30,24 +30,34 @@ def test_lossless_files_are_decoded_exactly(tmp_path, file):
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_other_modes_are_converted_as_pillow_does(tmp_path, recwarn, mode, channels):
-    picture(mode).save(tmp_path / "a.png", **({"transparency": bytes(range(256))} if mode == "P" else {}))
-    expected = np.array(picture(mode).convert("RGB" if channels == 3 else "L")).reshape(20, 30, channels)
+    picture(mode).save(
+        tmp_path / "a.png", **({"transparency": bytes(range(256))} if mode == "P" else {})
+    )
+    expected = np.array(picture(mode).convert("RGB" if channels == 3 else "L")).reshape(
+        20, 30, channels
+    )
     assert np.array_equal(as_array(to_tensor(decode(tmp_path / "a.png"), channels)), expected)
     assert not recwarn.list
 
 
 def test_cmyk_jpeg_and_16_bit_grey_are_converted(tmp_path):
     Image.new("RGB", (16, 16), (200, 30, 60)).convert("CMYK").save(tmp_path / "a.jpg", quality=100)
-    assert to_tensor(decode(tmp_path / "a.jpg"), 3).float().mean(dim=(1, 2)).tolist() == pytest.approx([200, 30, 60], abs=4)
+    assert to_tensor(decode(tmp_path / "a.jpg"), 3).float().mean(
+        dim=(1, 2)
+    ).tolist() == pytest.approx([200, 30, 60], abs=4)
     values = np.arange(0, 65536, 128, dtype=np.uint16).reshape(16, 32)
     Image.fromarray(values).save(tmp_path / "a.png")
     for channels in (1, 3):
         image = to_tensor(decode(tmp_path / "a.png"), channels)
         assert len(image) == channels
-        assert all(np.array_equal(channel, values >> 8) for channel in image.numpy()), "the upper 8 bits count"
+        assert all(np.array_equal(channel, values >> 8) for channel in image.numpy()), (
+            "the upper 8 bits count"
+        )
 
 
-@pytest.mark.parametrize(("orientation", "turned"), [(1, PIXELS), (3, PIXELS[::-1, ::-1]), (6, np.rot90(PIXELS, -1))])
+@pytest.mark.parametrize(
+    ("orientation", "turned"), [(1, PIXELS), (3, PIXELS[::-1, ::-1]), (6, np.rot90(PIXELS, -1))]
+)
 def test_exif_orientation_is_applied(tmp_path, orientation, turned):
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -57,7 +67,14 @@ def test_exif_orientation_is_applied(tmp_path, orientation, turned):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("JPEG", ".+"), ("PNG", ".+"), ("WEBP", ".+"), (b"", "not a JPEG"), (b"GIF89a", "not a JPEG"), (None, ".*No such file")],
+    [
+        ("JPEG", ".+"),
+        ("PNG", ".+"),
+        ("WEBP", ".+"),
+        (b"", "not a JPEG"),
+        (b"GIF89a", "not a JPEG"),
+        (None, ".*No such file"),
+    ],
 )
 def test_truncated_file_or_file_that_is_no_image_is_named(tmp_path, content, reason):
     path = tmp_path / "a.jpg"

@@ -1,4 +1,6 @@
-"""The loaders: the same batches for any number of ranks, either loader, a resume, and the calls of a CUDA graph."""
+"""The loaders: the same batches for any number of ranks, either loader, a resume, and the calls of
+a CUDA graph.
+"""
 
 from itertools import chain, product
 
@@ -16,19 +18,29 @@ from ddp_lab.run.build import loader_class
 def numbered(samples: int) -> InMemory:
     """Return images of two pixels that encode the sample's number."""
     numbers = torch.arange(samples)
-    images = torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
+    images = (
+        torch.stack([numbers % 256, numbers // 256], dim=1).to(torch.uint8).view(samples, 1, 1, 2)
+    )
     return InMemory(images, numbers % 10)
 
 
 def pictures() -> InMemory:
-    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of 0, the border's value."""
-    images = torch.randint(1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of
+    0, the border's value.
+    """
+    images = torch.randint(
+        1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     return InMemory(images, torch.arange(103) % 10)
 
 
-def loader(kind: str, rank: int, size: int, data: InMemory | None = None, batch_size: int = 24, **other) -> Loader:
+def loader(
+    kind: str, rank: int, size: int, data: InMemory | None = None, batch_size: int = 24, **other
+) -> Loader:
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "shuffle": True} | other
-    options = LoaderOptions(batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings)
+    options = LoaderOptions(
+        batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings
+    )
     return loader_class(kind)(data or numbered(103), options)
 
 
@@ -39,7 +51,9 @@ def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
     for inputs, targets, count in own:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
         real = slice(len(range(own.options.dp_rank, count, own.options.dp_size)))
-        assert torch.equal(targets[real], numbers[real] % 10), "a target does not belong to its image"
+        assert torch.equal(targets[real], numbers[real] % 10), (
+            "a target does not belong to its image"
+        )
         batches.append((numbers[real].tolist(), count))
     return batches
 
@@ -47,8 +61,13 @@ def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
 def read_world(kind: str, size: int, epoch: int, **settings) -> list[list[int]]:
     """Return the global batches: the samples that all ranks read in the same step, sorted."""
     shards = [read(loader(kind, rank, size, **settings), epoch) for rank in range(size)]
-    steps = [(sorted(chain(*(numbers for numbers, _ in parts))), {n for _, n in parts}) for parts in zip(*shards, strict=True)]
-    assert all(counts == {len(numbers)} for numbers, counts in steps), "a count is not the size of the global batch"
+    steps = [
+        (sorted(chain(*(numbers for numbers, _ in parts))), {n for _, n in parts})
+        for parts in zip(*shards, strict=True)
+    ]
+    assert all(counts == {len(numbers)} for numbers, counts in steps), (
+        "a count is not the size of the global batch"
+    )
     return [numbers for numbers, _ in steps]
 
 
@@ -75,10 +94,14 @@ def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
 
 
 def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rest of epoch 3 in the order of the permutation; kind `graph` reads it as a CUDA graph does."""
+    """Return the rest of epoch 3 in the order of the permutation; kind `graph` reads it as a CUDA
+    graph does.
+    """
     ranks = []
     for rank in range(size):
-        own = loader("device" if kind == "graph" else kind, rank, size, pictures(), crop_padding=2, flip=True)
+        own = loader(
+            "device" if kind == "graph" else kind, rank, size, pictures(), crop_padding=2, flip=True
+        )
         if kind == "graph":
             own.set_epoch(2)
             own.prefetch_epoch()
@@ -86,7 +109,9 @@ def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, tor
         own.set_epoch(3, start)
         own.start_epoch()
         assert kind != "graph" or own._drawn[3] is drawn, "a prefetched epoch is drawn again"
-        ranks.append(list(own) if kind != "graph" else [own.next_batch(each) for each in own.counts()])
+        ranks.append(
+            list(own) if kind != "graph" else [own.next_batch(each) for each in own.counts()]
+        )
     steps = [
         [torch.stack(parts, dim=1).flatten(0, 1) for parts in list(zip(*step, strict=True))[:2]]
         for step in zip(*ranks, strict=True)
@@ -98,9 +123,12 @@ def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("kind", ["device", "workers", "graph"])
 @pytest.mark.parametrize("start", [0, 48])
 def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, start):
-    data, order = pictures(), torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
+    data = pictures()
+    order = torch.randperm(103, generator=torch.Generator().manual_seed(5 + 3))
     offsets = draw_offsets(103, 2, True, seed=5, epoch=3).T.tolist()
-    assert offsets != draw_offsets(103, 2, True, seed=5, epoch=4).T.tolist(), "every epoch augments alike"
+    assert offsets != draw_offsets(103, 2, True, seed=5, epoch=4).T.tolist(), (
+        "every epoch augments alike"
+    )
     expected = torch.stack([moved(data.inputs[i], *offsets[i]) for i in order.tolist()])
     for size in (1, 2, 3, 4):
         inputs, targets = images_of_world(kind, size, start)
@@ -109,7 +137,10 @@ def test_augmentation_is_the_same_for_any_world_size_and_loader(kind, start):
 
 
 def test_resume_at_samples_that_the_replicas_do_not_divide_is_refused():
-    message = r"25 samples into an epoch, which is not divisible by 2 replicas; use the batch_size of the run"
+    message = (
+        "25 samples into an epoch, which is not divisible by 2 replicas; use the batch_size of the "
+        "run"
+    )
     loader("device", 0, 1, pictures()).set_epoch(1, 25)
     with pytest.raises(ConfigError, match=message):
         loader("device", 0, 2, pictures()).set_epoch(1, 25)

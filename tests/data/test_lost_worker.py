@@ -1,4 +1,6 @@
-"""A worker process of a loader that is killed: one message with the signal, the likely reason and what to do."""
+"""A worker process of a loader that is killed: one message with the signal, the likely reason and
+what to do.
+"""
 
 import multiprocessing
 import os
@@ -20,13 +22,21 @@ from ddp_lab.config.errors import SampleError
 from ddp_lab.data.lost_worker import find_ended, find_lost_worker
 from ddp_lab.lab.launch import RankError, launch
 
-SIZE, BAD = 40, 21
-KILLED = "was killed by SIGKILL, most likely by the system because the memory of the machine or of the container was used up"
-FEWER = "Use fewer worker processes (data.num_workers, in a Lab num_workers) or a smaller batch_size"
+SIZE = 40
+BAD = 21
+KILLED = (
+    "was killed by SIGKILL, most likely by the system because the memory of the machine or of the "
+    "container was used up"
+)
+FEWER = (
+    "Use fewer worker processes (data.num_workers, in a Lab num_workers) or a smaller batch_size"
+)
 
 
 class Kills:
-    """Images, one of which ends the process that reads it, as the system does when memory is used up."""
+    """Images, one of which ends the process that reads it, as the system does when memory is used
+    up.
+    """
 
     def __init__(self, split: str = "train"):
         self.parent = os.getpid()
@@ -58,7 +68,11 @@ def print_outcome() -> None:
 
 def test_killed_worker_process_under_launch_is_one_message():
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(search),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-c", "import test_lost_worker; test_lost_worker.print_outcome()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     first, empty, line = done.stdout.splitlines()
@@ -72,13 +86,20 @@ def test_killed_worker_process_under_launch_is_one_message():
 
 def test_killed_worker_process_of_the_command_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    options = ["data=own", "data.dataset._target_=test_lost_worker.Kills", "data.num_classes=2", "data.image_size=8"]
+    options = [
+        "data=own",
+        "data.dataset._target_=test_lost_worker.Kills",
+        "data.num_classes=2",
+        "data.image_size=8",
+    ]
     options += ["data.num_workers=2", "data.mean=[0]", "data.std=[1]", "model=simple_cnn"]
     options += ["epochs=9", "batch_size=4", f"runs_dir={tmp_path}"]
     code, printed = launches.launch("ddp-lab train --nproc 1", *options)
     assert code != 0
     # Whoever reads the exit status of a forked server's child second does not learn the signal.
-    found = printed.count(KILLED) + printed.count("has exited: it was killed, most likely because memory")
+    found = printed.count(KILLED) + printed.count(
+        "has exited: it was killed, most likely because memory"
+    )
     assert found == 1, printed
     assert "Traceback" not in printed
     assert "RuntimeError" not in printed
@@ -95,16 +116,21 @@ def test_loader_that_reads_a_batch_explains_a_lost_worker_process():
 
 ENDS = {
     "(pid 7) is killed by signal: Killed. ": f"(pid 7) {KILLED}",
-    "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most likely because shared",
-    "(pid 7) is killed by signal: Segmentation fault. ": "was killed by SIGSEGV, most likely in a compiled library",
-    "(pid 7) exited unexpectedly with exit code 3. Details are lost": "(pid 7) has exited: it was killed, most likely because",
-    "(pid(s) 7, 8) exited unexpectedly": "(pid 7, 8) has exited: it was killed, most likely because memory",
+    "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most "
+    "likely because shared",
+    "(pid 7) is killed by signal: Segmentation fault. ": "was killed by SIGSEGV, most likely in a "
+    "compiled library",
+    "(pid 7) exited unexpectedly with exit code 3. Details are "
+    "lost": "(pid 7) has exited: it was killed, most likely because",
+    "(pid(s) 7, 8) exited unexpectedly": "(pid 7, 8) has exited: it was killed, most likely "
+    "because memory",
 }
 
 
 def test_worker_process_that_breaks_the_connection_of_a_batch_is_lost():
     context = multiprocessing.get_context("fork")
-    killed, running = context.Process(target=time.sleep, args=(60,)), context.Process(target=time.sleep, args=(60,))
+    killed = context.Process(target=time.sleep, args=(60,))
+    running = context.Process(target=time.sleep, args=(60,))
     for process in (killed, running):
         process.start()
     error = ConnectionResetError(104, "Connection reset by peer")
@@ -123,6 +149,8 @@ def test_what_torch_says_of_a_lost_worker_is_explained(text):
 
 
 def test_errors_that_are_each_others_reasons_are_no_lost_worker():
-    first, second = RuntimeError("of a stage"), RuntimeError("of torch")
-    first.__context__, second.__cause__ = second, first
+    first = RuntimeError("of a stage")
+    second = RuntimeError("of torch")
+    first.__context__ = second
+    second.__cause__ = first
     assert find_lost_worker(first) is None

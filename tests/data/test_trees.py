@@ -1,4 +1,6 @@
-"""Functions over nested batches: the same as those of torch for a tensor, in each of the tensors."""
+"""Functions over nested batches: the same as those of torch for a tensor, in each of the
+tensors.
+"""
 
 import pytest
 import torch

@@ -15,7 +15,9 @@ from ddp_lab.exercises.catalog import load
 
 
 def check(folder: Path, line: str) -> tuple[int, str]:
-    """Check a solution, in a process that has not used autograd: ranks cannot be forked afterwards."""
+    """Check a solution, in a process that has not used autograd: ranks cannot be forked
+    afterwards.
+    """
     code, text = launch(f"ddp-lab exercise check {line}", cwd=folder)
     assert "Traceback" not in text
     return code, text
@@ -62,7 +64,10 @@ def test_exercise_from_the_list_to_the_right_solution(given, tmp_path):
         ("hint split_batch --number 9", "has the hints 1 to"),
         ("check", "the name of an exercise is missing"),
         ("list split_batch", "takes no name"),
-        ("check overlap --speed", "overlap is no all-reduce; allowed for star_all_reduce, ring_all_reduce, buckets"),
+        (
+            "check overlap --speed",
+            "overlap is no all-reduce; allowed for star_all_reduce, ring_all_reduce, buckets",
+        ),
         ("start buckets --speed", "start: takes no --speed; allowed: check"),
     ],
 )
@@ -82,7 +87,10 @@ def test_mistakes_are_one_message_with_exit_code_2(line, says, given):
         ("while True: pass", "is still busy at line 26"),
         ("sum(range(10**12))", "does not respond: it computes without a pause"),
         ("import os; os.abort()", "the process was aborted"),
-        ("global_batch[0] = 0; return global_batch[rank::world_size]", "local_batch changes its argument 1"),
+        (
+            "global_batch[0] = 0; return global_batch[rank::world_size]",
+            "local_batch changes its argument 1",
+        ),
         ("return global_batch[rank::world_size].float()", "expected torch.int64"),
     ],
 )
@@ -95,11 +103,18 @@ def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path
 
 def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
     slow = "chunks = list("
-    learners("ring_all_reduce", tmp_path, slow, f"__import__('time').sleep(0.3 * (len(tensor) > 100)); {slow}")
+    learners(
+        "ring_all_reduce",
+        tmp_path,
+        slow,
+        f"__import__('time').sleep(0.3 * (len(tensor) > 100)); {slow}",
+    )
     code, text = check(tmp_path, "ring_all_reduce --speed")
     assert code == 0
     assert "right, on 2 and 3 and 4 processes" in text
-    (yours,) = [float(line.split()[1]) for line in text.splitlines() if line.split()[:1] == ["4,096"]]
+    (yours,) = [
+        float(line.split()[1]) for line in text.splitlines() if line.split()[:1] == ["4,096"]
+    ]
     assert yours > 300
     assert ["bytes", "yours", *speed.PROJECT] in [line.split() for line in text.splitlines()]
     assert "so these sizes are left out" in text
@@ -121,15 +136,34 @@ def test_loop_of_the_teachers_page_marks_every_student(tmp_path):
     (loop,) = re.findall("```bash\n(.*?)```", (ROOT / "docs/teaching.md").read_text(), re.DOTALL)
     for student in ("ada", "bob"):
         for name in ("split_batch", "ring_all_reduce"):
-            source = load(name).template() if (student, name) == ("bob", "ring_all_reduce") else load(name).solution
+            source = (
+                load(name).template()
+                if (student, name) == ("bob", "ring_all_reduce")
+                else load(name).solution
+            )
             file = tmp_path / "submissions" / student / f"{name}.py"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(source)
     environment = os.environ | {"PATH": f"{programs()}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", loop], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
-    marks = {line.split(" ", 1)[0].removeprefix("submissions/"): line.split(" ", 1)[1] for line in done.stdout.splitlines()}
+    done = subprocess.run(
+        ["bash", "-c", loop],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    marks = {
+        line.split(" ", 1)[0].removeprefix("submissions/"): line.split(" ", 1)[1]
+        for line in done.stdout.splitlines()
+    }
     ring = "ring_all_reduce"
-    assert marks == {"ada/split_batch": "right", f"ada/{ring}": "right", "bob/split_batch": "right", f"bob/{ring}": "not yet"}
+    assert marks == {
+        "ada/split_batch": "right",
+        f"ada/{ring}": "right",
+        "bob/split_batch": "right",
+        f"bob/{ring}": "not yet",
+    }
     assert "still raises" in (tmp_path / "submissions" / "bob" / f"{ring}.txt").read_text()
 
 

@@ -1,4 +1,6 @@
-"""Each exercise: the reference solution is right, the file to start from runs, and wrong solutions are told apart."""
+"""Each exercise: the reference solution is right, the file to start from runs, and wrong solutions
+are told apart.
+"""
 
 import multiprocessing
 import tomllib
@@ -10,21 +12,31 @@ import pytest
 from ddp_lab.exercises import processes
 from ddp_lab.exercises.catalog import TITLES, load
 
-WRONG = {path.stem: tomllib.loads(path.read_text())["wrong"] for path in (Path(__file__).parent / "wrong").glob("*.toml")}
-# (LIMIT, GRACE) of a check, in seconds: ranks that wait for ever cost both. Only a busy machine needs the learner's.
+WRONG = {
+    path.stem: tomllib.loads(path.read_text())["wrong"]
+    for path in (Path(__file__).parent / "wrong").glob("*.toml")
+}
+# (LIMIT, GRACE) of a check, in seconds: ranks that wait for ever cost both. Only a busy machine
+# needs the learner's.
 LIMITS = (1.5, 0.2), (processes.LIMIT, processes.GRACE)
 
 
 @pytest.fixture(scope="module")
 def explain(tmp_path_factory):
-    """Check solutions in a process of their own: after a use of autograd, as in other tests, ranks cannot be forked."""
+    """Check solutions in a process of their own: after a use of autograd, as in other tests, ranks
+    cannot be forked.
+    """
     folder = tmp_path_factory.mktemp("exercises")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda name, *given: pool.submit(explain_source, folder / f"{name}.py", name, *given).result(timeout=60)
+        yield lambda name, *given: pool.submit(
+            explain_source, folder / f"{name}.py", name, *given
+        ).result(timeout=60)
 
 
 def explain_source(file: Path, name: str, source: str, expected: str | None) -> str | None:
-    """Return what is wrong with a solution, and where that is not what is expected, the answer of a second, longer check."""
+    """Return what is wrong with a solution, and where that is not what is expected, the answer of a
+    second, longer check.
+    """
     file.write_text(source)
     for processes.LIMIT, processes.GRACE in LIMITS:
         text = processes.explain_failure(load(name), file)
@@ -34,7 +46,9 @@ def explain_source(file: Path, name: str, source: str, expected: str | None) -> 
 
 
 @pytest.mark.parametrize("name", TITLES)
-def test_reference_solution_is_right_and_the_file_to_start_from_names_what_is_to_be_written(name, explain):
+def test_reference_solution_is_right_and_the_file_to_start_from_names_what_is_to_be_written(
+    name, explain
+):
     exercise = load(name)
     assert explain(name, exercise.solution, None) is None
     assert exercise.template().count("raise NotImplementedError") == len(exercise.check.WRITE)
@@ -47,5 +61,7 @@ def test_wrong_solutions_are_told_apart(name, explain):
     source = load(name).solution
     for wrong in WRONG[name]:
         assert source.count(wrong["old"]) == 1, wrong["old"]
-        assert wrong["says"] in (explain(name, source.replace(wrong["old"], wrong["new"]), wrong["says"]) or "no mistake")
+        assert wrong["says"] in (
+            explain(name, source.replace(wrong["old"], wrong["new"]), wrong["says"]) or "no mistake"
+        )
     assert len({wrong["says"] for wrong in WRONG[name]}) >= 5

@@ -1,4 +1,6 @@
-"""Ranks of a Lab that do not make the same calls: one message, which names the rank that has left, within seconds."""
+"""Ranks of a Lab that do not make the same calls: one message, which names the rank that has left,
+within seconds.
+"""
 
 import functools
 import json
@@ -24,9 +26,16 @@ from ddp_lab.lab.calls import name_ranks, require_same_calls
 from ddp_lab.lab.launch import RankError, launch
 
 LIMIT = 25.0  # seconds of a launch on a busy machine; the timeout of a process group is 600 s
-SIZE, BATCH = 64, 8
-LEAVES = "after step 3 (epoch 1), but rank 0 has begun step 4 (epoch 1). Every rank must take the same steps"
-LENGTH = "is 64 on rank 0, but 48 on rank 1, which called {} before its first step. Pass the same on all ranks"
+SIZE = 64
+BATCH = 8
+LEAVES = (
+    "after step 3 (epoch 1), but rank 0 has begun step 4 (epoch 1). Every rank must take the same "
+    "steps"
+)
+LENGTH = (
+    "is 64 on rank 0, but 48 on rank 1, which called {} before its first step. Pass the same on "
+    "all ranks"
+)
 CASES = {
     "break": f"rank 1 called evaluate {LEAVES}",
     "leave": f"rank 1 left the `with` block of its Lab {LEAVES}",
@@ -34,8 +43,10 @@ CASES = {
     "os._exit": "rank 1 ended with exit code 0 in the function, for example by os._exit(0)",
     "validation": f"the length of the validation dataset {LENGTH.format('fit')}",
     "epochs": "epochs is 2 on rank 0, but 1 on rank 1, which called fit before its first step",
-    "save": "rank 1 called save after step 8 (epoch 1), but rank 0 called evaluate after step 8 (epoch 1). ",
-    "all exit": "launch: the function called sys.exit() (test_calls.py, line N). Let the function return on all ranks",
+    "save": "rank 1 called save after step 8 (epoch 1), but rank 0 called evaluate after step 8 "
+    "(epoch 1). ",
+    "all exit": "launch: the function called sys.exit() (test_calls.py, line N). Let the function "
+    "return on all ranks",
 }
 
 
@@ -50,9 +61,14 @@ def train(case: str, strategy: str = "ddp") -> str:
         is_other = lab.rank == 1
         make = partial(torch.optim.SGD, lr=0.1)
         trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, BATCH)
-        data, other = numbers(), numbers(SIZE - 16 * is_other)
+        data = numbers()
+        other = numbers(SIZE - 16 * is_other)
         if case in ("validation", "epochs"):
-            trainer.fit(data, other if case == "validation" else data, epochs=2 - (is_other and case == "epochs"))
+            trainer.fit(
+                data,
+                other if case == "validation" else data,
+                epochs=2 - (is_other and case == "epochs"),
+            )
         for epoch in range(2):
             for inputs, targets in trainer.batches(data, epoch):
                 trainer.step(inputs, targets)
@@ -72,7 +88,9 @@ def train(case: str, strategy: str = "ddp") -> str:
 
 
 def print_outcomes() -> None:
-    """Launch every case on two ranks, and print its error, what the ranks wrote to stderr, and the seconds, as JSON."""
+    """Launch every case on two ranks, and print its error, what the ranks wrote to stderr, and the
+    seconds, as JSON.
+    """
     outcomes: dict[str, list] = {}
     for case in CASES:
         with tempfile.TemporaryFile("w+") as errors:
@@ -89,11 +107,19 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes() -> dict[str, list]:
-    """Return what `print_outcomes` prints in a new process: another test of this one may have started threads of autograd."""
+    """Return what `print_outcomes` prints in a new process: another test of this one may have
+    started threads of autograd.
+    """
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(search),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, "-c", "import test_calls; test_calls.print_outcomes()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(CASES))
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(CASES)
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -113,8 +139,17 @@ def test_script_of_torchrun_ends_with_the_message(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("import test_calls\ntest_calls.train('break')\n")
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node=2", str(script)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(search),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    torchrun = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
     done = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode != 0
     assert done.stderr.count(CASES["break"]) == 1, done.stderr
@@ -147,7 +182,8 @@ def refuse_other_arguments() -> list[str]:
 
 def test_other_arguments_on_another_rank_are_refused():
     expected = [
-        "batch_size is 8 on rank 0, but 16 on rank 1, which called lab.trainer before its first step. ",
+        "batch_size is 8 on rank 0, but 16 on rank 1, which called lab.trainer before its first "
+        "step. ",
         f"the length of the dataset {LENGTH.format('batches')}",
         f"the length of the training dataset {LENGTH.format('fit')}",
         f"the length of the dataset {LENGTH.format('evaluate')}",
@@ -161,7 +197,9 @@ def test_other_arguments_on_another_rank_are_refused():
 def different_numbers_of_predictions() -> str:
     """Predict on one rank only, which needs nobody else if no rank has a part of the model."""
     with Lab("ddp", device="cpu", timeout=20) as lab:
-        trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), partial(torch.optim.SGD, lr=0.1), BATCH)
+        trainer = lab.trainer(
+            nn.Linear(4, 1), tasks.Regression(), partial(torch.optim.SGD, lr=0.1), BATCH
+        )
         if lab.rank == 1:
             trainer.predict(torch.zeros(3, 4))
         for inputs, targets in trainer.batches(numbers(), 0):

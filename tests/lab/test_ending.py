@@ -16,12 +16,23 @@ TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--np
 
 
 def start(command: list[str]) -> tuple[subprocess.Popen, str]:
-    """Start the script in a session of its own, as a cold interpreter: how that ends is the subject. Return it and its mark."""
+    """Start the script in a session of its own, as a cold interpreter: how that ends is the
+    subject.
+
+    Return it and its mark.
+    """
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     path = os.pathsep.join([str(ROOT), str(SUPPORT)])
-    environment = os.environ | {ending.MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        ending.MARK: mark,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     process = subprocess.Popen(
-        [*command[:-2], str(SUPPORT / "ending.py"), *command[-2:]] if command[-2] == "script" else command,
+        [*command[:-2], str(SUPPORT / "ending.py"), *command[-2:]]
+        if command[-2] == "script"
+        else command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -15,7 +15,10 @@ from launches import ROOT
 from worlds import run_world
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = {"segment.py": ([], "mean_iou", 0.8, 1.0), "gpt.py": ([str(ROOT / "README.md")], "bits_per_byte", 1.0, 4.5)}
+SCRIPTS = {
+    "segment.py": ([], "mean_iou", 0.8, 1.0),
+    "gpt.py": ([str(ROOT / "README.md")], "bits_per_byte", 1.0, 4.5),
+}
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -41,8 +44,14 @@ def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
 def test_notebook_trains_on_two_ranks_and_plots():
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    printed = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
+    printed = "".join(
+        output.text
+        for output in outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
     lines = dict(re.findall(r"ranks (\d) .*accuracy (\S+)", printed))
     assert lines.keys() == {"1", "2"}
     assert lines["1"] == lines["2"]
@@ -50,7 +59,9 @@ def test_notebook_trains_on_two_ranks_and_plots():
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@pytest.mark.parametrize("path", [EXAMPLES / name for name in (*SCRIPTS, "notebook.ipynb")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [EXAMPLES / name for name in (*SCRIPTS, "notebook.ipynb")], ids=lambda path: path.name
+)
 def test_example_is_short(path: Path):
     text = path.read_text()
     if path.suffix == ".ipynb":
@@ -61,7 +72,9 @@ def test_example_is_short(path: Path):
 def test_code_of_the_document_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL):
+    for code in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL
+    ):
         exec(code, names)
     assert (tmp_path / "weights.safetensors").exists()
     logged = re.findall(r"^epoch (\d)", capsys.readouterr().out, re.MULTILINE)

@@ -1,4 +1,6 @@
-"""The library: a loop of the user's own gives the same numbers for any strategy and any number of ranks."""
+"""The library: a loop of the user's own gives the same numbers for any strategy and any number of
+ranks.
+"""
 
 import json
 from functools import partial
@@ -16,33 +18,46 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 
-BATCH, EPOCHS, IGNORE = 12, 2, 255
-# 37 samples: the last batch of an epoch has one, so that one of two ranks has none. The matrix has the others.
+BATCH = 12
+EPOCHS = 2
+IGNORE = 255
+# 37 samples: the last batch of an epoch has one, so that one of two ranks has none. The matrix has
+# the others.
 STRATEGIES = {"ddp": {}, "pipeline": {"num_microbatches": 3}}
 
 
 def pixels(size: int = 37) -> TensorDataset:
-    """Return images and masks in which the number of ignored pixels differs from sample to sample."""
+    """Return images and masks in which the number of ignored pixels differs from sample to
+    sample.
+    """
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(size, 3, 8, 8, generator=generator)
     masks = torch.randint(0, 4, (size, 8, 8), generator=generator)
-    masks[torch.rand(masks.shape, generator=generator) < torch.rand(size, 1, 1, generator=generator)] = IGNORE
+    masks[
+        torch.rand(masks.shape, generator=generator) < torch.rand(size, 1, 1, generator=generator)
+    ] = IGNORE
     return TensorDataset(images, masks)
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none"), (targets != IGNORE).float()
+    return F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none"), (
+        targets != IGNORE
+    ).float()
 
 
 def net(dropout: float = 0.0) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Dropout(dropout), nn.Conv2d(8, 4, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Dropout(dropout), nn.Conv2d(8, 4, 3, padding=1)
+    )
 
 
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
 def trainer_of(lab: Lab, criterion=loss, dropout: float = 0.0, **options):
-    return lab.trainer(net(dropout), criterion, SGD, batch_size=BATCH, **{"example": pixels()[0]} | options)
+    return lab.trainer(
+        net(dropout), criterion, SGD, batch_size=BATCH, **{"example": pixels()[0]} | options
+    )
 
 
 def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) -> dict:
@@ -50,7 +65,9 @@ def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) ->
     found: dict = {"losses": [], "kept": []}
     data = pixels()
     with Lab(strategy, device="cpu", **options) as lab:
-        trainer = trainer_of(lab, accumulate=accumulate, max_grad_norm=1.0, schedule=lambda step: 1 / (1 + step))
+        trainer = trainer_of(
+            lab, accumulate=accumulate, max_grad_norm=1.0, schedule=lambda step: 1 / (1 + step)
+        )
         for epoch in range(EPOCHS):
             for inputs, targets in trainer.batches(data, epoch):
                 value = trainer.step(inputs, targets)
@@ -74,11 +91,19 @@ def interrupted(strategy: str, folder: Path, resumed: bool, dropout: float = 0.0
                 losses.append(trainer.step(inputs, targets).item())
                 if not resumed and trainer.progress.step == 6:
                     trainer.checkpoint(folder)
-        return {"position": (first, done), "losses": losses, "weights": full_weights(trainer.strategy), "end": trainer.progress}
+        return {
+            "position": (first, done),
+            "losses": losses,
+            "weights": full_weights(trainer.strategy),
+            "end": trainer.progress,
+        }
 
 
 def train_all(folder: Path) -> dict:
-    found: dict = {strategy: own_loop(strategy, options, folder, accumulate=2) for strategy, options in STRATEGIES.items()}
+    found: dict = {
+        strategy: own_loop(strategy, options, folder, accumulate=2)
+        for strategy, options in STRATEGIES.items()
+    }
     for resumed in (False, True):
         found["resumed", resumed] = interrupted("fsdp", folder / "dropout", resumed, dropout=0.5)
     found["moved"] = interrupted("ddp", folder / "checkpoints", resumed=False)
@@ -108,9 +133,11 @@ def alone(folder: Path) -> dict:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_own_loop_gives_the_weights_losses_and_metrics_of_one_rank(strategy, folder):
-    expected, ranks = alone(folder), two(folder)
+    expected = alone(folder)
+    ranks = two(folder)
     found, other = (rank[strategy] for rank in ranks)
-    assert found["losses"] == other["losses"] == found["kept"]  # the same number on every rank, which later steps do not change
+    # the same number on every rank, which later steps do not change
+    assert found["losses"] == other["losses"] == found["kept"]
     assert len(found["losses"]) == EPOCHS * 4
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     for name, value in expected["weights"].items():
@@ -122,17 +149,25 @@ def test_own_loop_gives_the_weights_losses_and_metrics_of_one_rank(strategy, fol
 
 def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing():
     with Lab(device="cpu") as lab:
-        trainer, (inputs, targets) = trainer_of(lab), pixels()[:BATCH]
+        trainer = trainer_of(lab)
+        (inputs, targets) = pixels()[:BATCH]
         before = {name: value.clone() for name, value in full_weights(trainer.strategy).items()}
         assert trainer.step(inputs, torch.full_like(targets, IGNORE)) == 0
-        assert all(torch.equal(value, before[name]) for name, value in full_weights(trainer.strategy).items())
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in full_weights(trainer.strategy).items()
+        )
         ignored = TensorDataset(inputs, torch.full_like(targets, IGNORE))
-        with pytest.raises(TrainingError, match=r"^epoch 1 has nothing to learn from: all targets are ignored$"):
+        with pytest.raises(
+            TrainingError, match=r"^epoch 1 has nothing to learn from: all targets are ignored$"
+        ):
             trainer.fit(ignored, ignored, epochs=1)
 
 
 def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means(folder):
-    """Averaging the means of micro-batches or ranks is the known accumulation error of other trainers."""
+    """Averaging the means of micro-batches or ranks is the known accumulation error of other
+    trainers.
+    """
     with Lab(device="cpu"):
         model = net()
     order = torch.randperm(37, generator=torch.Generator().manual_seed(0))[:BATCH]
@@ -147,12 +182,18 @@ def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means
 
 def test_resume_in_the_middle_of_an_epoch_continues_exactly(folder):
     for rank in two(folder):
-        whole, rest = rank["resumed", False], rank["resumed", True]
+        whole = rank["resumed", False]
+        rest = rank["resumed", True]
         assert (whole["position"], rest["position"]) == ((0, 0), (1, 2))
         assert rest["losses"] == whole["losses"][6:]
-        assert all(torch.equal(rest["weights"][name], value) for name, value in whole["weights"].items())
+        assert all(
+            torch.equal(rest["weights"][name], value) for name, value in whole["weights"].items()
+        )
         assert (rest["end"].epoch, rest["end"].samples, rest["end"].step) == (2, 0, 8)
-    assert two(folder)[0]["resumed", False]["losses"] != pytest.approx(two(folder)[0]["moved"]["losses"], rel=1e-3)  # dropout
+    # dropout
+    assert two(folder)[0]["resumed", False]["losses"] != pytest.approx(
+        two(folder)[0]["moved"]["losses"], rel=1e-3
+    )
     rest = interrupted("single", folder / "checkpoints", resumed=True)
     assert rest["losses"] == pytest.approx(two(folder)[0]["moved"]["losses"][6:], rel=1e-6)
 
@@ -172,11 +213,21 @@ def test_fit_gives_the_weights_of_a_loop_and_logs_its_metrics(tmp_path, capsys):
         trainer = trainer_of(lab)
         assert trainer.resume(tmp_path) == (1, 0)  # epochs and steps that are done
         metrics = trainer.fit(data, data, epochs=2, task=tasks.Segmentation(), log_every=2)
-        assert all(torch.equal(full_weights(trainer.strategy)[name], value) for name, value in expected.items())
+        assert all(
+            torch.equal(full_weights(trainer.strategy)[name], value)
+            for name, value in expected.items()
+        )
         evaluated = trainer.evaluate(data, tasks.Segmentation())
-        assert {f"val_{name}": value for name, value in evaluated.items()}.items() <= metrics.items()
+        assert {
+            f"val_{name}": value for name, value in evaluated.items()
+        }.items() <= metrics.items()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["step"]) for row in rows] == [("epoch", 4), ("step", 6), ("step", 8), ("epoch", 8)]
+    assert [(row["kind"], row["step"]) for row in rows] == [
+        ("epoch", 4),
+        ("step", 6),
+        ("step", 8),
+        ("epoch", 8),
+    ]
     assert rows[-1]["val_mean_iou"] == metrics["val_mean_iou"]
     assert "epoch 2" in capsys.readouterr().out
 
@@ -223,7 +274,9 @@ def reduced(outputs, targets):
 
 
 def badly_weighted(outputs, targets):
-    return F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none"), torch.ones(len(targets))
+    return F.cross_entropy(outputs, targets, ignore_index=IGNORE, reduction="none"), torch.ones(
+        len(targets)
+    )
 
 
 def closed(lab):
@@ -231,17 +284,43 @@ def closed(lab):
 
 
 MESSAGES = [
-    ({}, step(reduced), "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use reduction='none'"),
-    ({}, step(badly_weighted), "weights of a loss must have the shape of its losses, [2, 8, 8], got [2]"),
-    ({}, step(reduced, example=None), "the loss must return unreduced losses, [12, ...] for 12 samples, got []"),
-    ({}, step(data=iter([])), "the dataset: must be a map-style dataset, with __len__, __getitem__ and at least one sample"),
+    (
+        {},
+        step(reduced),
+        "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use "
+        "reduction='none'",
+    ),
+    (
+        {},
+        step(badly_weighted),
+        "weights of a loss must have the shape of its losses, [2, 8, 8], got [2]",
+    ),
+    (
+        {},
+        step(reduced, example=None),
+        "the loss must return unreduced losses, [12, ...] for 12 samples, got []",
+    ),
+    (
+        {},
+        step(data=iter([])),
+        "the dataset: must be a map-style dataset, with __len__, __getitem__ and at least one "
+        "sample",
+    ),
     ({}, step(data=[1, 2]), "the dataset: sample 0 must be (input, target), got int"),
-    ({}, step(samples=5), "step: got 5 samples on rank 0, expected 12: batch_size=12 is that of all ranks"),
+    (
+        {},
+        step(samples=5),
+        "step: got 5 samples on rank 0, expected 12: batch_size=12 is that of all ranks",
+    ),
     ({}, second, "Lab: another one is open in this process"),
     ({}, closed, "Lab: is not open; use it as `with Lab(...) as lab:`"),
     ({}, made(batch_size=0), "batch_size=0: must be an integer of at least 1"),
     ({}, made(ema=0.5, ema_warmup="no"), "ema_warmup=no: must be true or false"),
-    ({}, made(loss=nn.MSELoss), "must be a function of (outputs, targets), or a task such as tasks.Segmentation()"),
+    (
+        {},
+        made(loss=nn.MSELoss),
+        "must be a function of (outputs, targets), or a task such as tasks.Segmentation()",
+    ),
     (
         {},
         made(loss=tasks.Regression(Scaled())),
@@ -250,10 +329,19 @@ MESSAGES = [
     (
         {},
         made(loss=Scaled()),
-        "loss=Scaled: has the parameter scale, which no optimizer would train. Make it a part of the model",
+        "loss=Scaled: has the parameter scale, which no optimizer would train. Make it a part of "
+        "the model",
     ),
-    ({}, made(optimizer=SGD(net().parameters())), "for example partial(torch.optim.AdamW, lr=1e-3), got SGD"),
-    ({}, made(optimizer=partial(torch.optim.SGD, lr=-1)), "optimizer: ValueError: Invalid learning rate: -1"),
+    (
+        {},
+        made(optimizer=SGD(net().parameters())),
+        "for example partial(torch.optim.AdamW, lr=1e-3), got SGD",
+    ),
+    (
+        {},
+        made(optimizer=partial(torch.optim.SGD, lr=-1)),
+        "optimizer: ValueError: Invalid learning rate: -1",
+    ),
     ({}, made(example=3), "example: must be a sample of tensors, for example dataset[0], got int"),
     (
         {"strategy": "pipeline"},
@@ -265,11 +353,27 @@ MESSAGES = [
         made(model=nn.Linear(3, 3)),
         "strategy=split: needs a model made of blocks, but the model is a Linear",
     ),
-    ({"strategy": "pipeline", "num_microbatches": 16}, step(), "must not exceed the 12 samples that a pipeline gets at once"),
-    ({"strategy": "dpp"}, made(), "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp"),
+    (
+        {"strategy": "pipeline", "num_microbatches": 16},
+        step(),
+        "must not exceed the 12 samples that a pipeline gets at once",
+    ),
+    (
+        {"strategy": "dpp"},
+        made(),
+        "strategy=dpp: there is no such option; allowed: ddp, ddp_pipeline, dp, fsdp",
+    ),
     ({"strategy": "ddp", "bucket_cap": 1}, made(), "did you mean strategy.bucket_cap_mb?"),
-    ({"strategy": "ddp", "batch_norm": "global"}, made(), "strategy.batch_norm=global: must be local or sync"),
-    ({"tracker": "wandb"}, made(), "tracker=wandb: needs the directory of the run; use Lab(..., run_dir=DIR)"),
+    (
+        {"strategy": "ddp", "batch_norm": "global"},
+        made(),
+        "strategy.batch_norm=global: must be local or sync",
+    ),
+    (
+        {"tracker": "wandb"},
+        made(),
+        "tracker=wandb: needs the directory of the run; use Lab(..., run_dir=DIR)",
+    ),
     ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
     (
         {},
@@ -279,7 +383,9 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "use", "message"), MESSAGES, ids=[message[:40] for *_, message in MESSAGES])
+@pytest.mark.parametrize(
+    ("options", "use", "message"), MESSAGES, ids=[message[:40] for *_, message in MESSAGES]
+)
 def test_mistake_is_one_message(options, use, message):
     with pytest.raises((ConfigError, TrainingError)) as error:
         with_lab(use, **options)
@@ -289,13 +395,17 @@ def test_mistake_is_one_message(options, use, message):
 def test_mistake_that_only_several_ranks_can_make_is_the_same_message_on_each(folder):
     for rank in two(folder):
         assert (
-            "batch_size=5: is the global batch and must be divisible by the 2 replicas that share it; use 4 or 6"
-            in rank["error", 5]
+            "batch_size=5: is the global batch and must be divisible by the 2 replicas that share "
+            "it; use 4 or 6" in rank["error", 5]
         )
-        assert "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
+        assert (
+            "the model of rank 1 has other initial weights than that of rank 0" in rank["error", 6]
+        )
 
 
-@pytest.mark.parametrize(("warmup", "decay"), [({}, 0.1), ({"ema_warmup": True}, 0.1), ({"ema_warmup": False}, 0.5)])
+@pytest.mark.parametrize(
+    ("warmup", "decay"), [({}, 0.1), ({"ema_warmup": True}, 0.1), ({"ema_warmup": False}, 0.5)]
+)
 def test_first_average_has_the_decay_of_the_warmup_or_the_final_one(warmup, decay):
     with Lab("single", device="cpu") as lab:
         trainer = trainer_of(lab, ema=0.5, **warmup)

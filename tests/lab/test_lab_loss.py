@@ -1,4 +1,6 @@
-"""A Lab with a loss over the batch: refused where the batch is divided, exact where it is not, and meant where it is said."""
+"""A Lab with a loss over the batch: refused where the batch is divided, exact where it is not, and
+meant where it is said.
+"""
 
 from functools import partial
 from unittest.mock import patch
@@ -14,7 +16,8 @@ from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.training import divided_loss
 
-BATCH, WIDTH = 12, 5
+BATCH = 12
+WIDTH = 5
 DATA = TensorDataset(
     torch.randn(30, 6, generator=torch.Generator().manual_seed(1)),
     torch.randn(30, WIDTH, generator=torch.Generator().manual_seed(2)),
@@ -28,7 +31,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, WIDTH))
 
 
-def refusal(loss, strategy: str = "ddp", data=DATA, use: str = "trainer", accumulate: int = 1, **options) -> str:
+def refusal(
+    loss, strategy: str = "ddp", data=DATA, use: str = "trainer", accumulate: int = 1, **options
+) -> str:
     """Return the message about a loss; an empty one if a step is taken."""
     example = {"trainer": data[0], "step": None, "input": data[0][0]}[use]
     try:
@@ -47,13 +52,19 @@ def losses_of(strategy: str, **options) -> list[float]:
     """Return the losses of the first two steps."""
     with Lab(strategy, device="cpu") as lab:
         trainer = lab.trainer(net(), info_nce, SGD, BATCH, example=DATA[0], **options)
-        return [float(trainer.step(*batch)) for batch, _ in zip(trainer.batches(DATA, 0), range(2), strict=False)]
+        return [
+            float(trainer.step(*batch))
+            for batch, _ in zip(trainer.batches(DATA, 0), range(2), strict=False)
+        ]
 
 
 def ask_all() -> dict[str, str | list[float]]:
     names = ("supervised contrastive", "triplet", "normalised weights")
     found: dict = {name: refusal(OVER_BATCH[name][1], data=CLASSES) for name in names}
-    found |= {f"{name}, a sum": refusal(SUMS[name][1], data=CLASSES) for name in ("focal", "class weights", "dropout")}
+    found |= {
+        f"{name}, a sum": refusal(SUMS[name][1], data=CLASSES)
+        for name in ("focal", "class weights", "dropout")
+    }
     found["fsdp"] = refusal(info_nce, "fsdp")
     found["pipeline"] = refusal(info_nce, "pipeline", num_microbatches=2)
     found["first step"] = refusal(info_nce, use="step")
@@ -69,24 +80,33 @@ def two() -> list[dict]:
     return run_world(2, ask_all)
 
 
-@pytest.mark.parametrize("name", ["supervised contrastive", "triplet", "normalised weights", "fsdp", "first step", "input"])
+@pytest.mark.parametrize(
+    "name",
+    ["supervised contrastive", "triplet", "normalised weights", "fsdp", "first step", "input"],
+)
 def test_loss_over_the_batch_is_refused_under_data_parallelism(name):
     strategy = "fsdp" if name == "fsdp" else "ddp"
     for rank in two():
         assert rank[name].startswith("loss: the loss is not a sum over samples: it ")
-        assert f"strategy={strategy} on 2 replicas would compute it over 6 samples at a time" in rank[name]
+        assert (
+            f"strategy={strategy} on 2 replicas would compute it over 6 samples at a time"
+            in rank[name]
+        )
 
 
 def test_loss_over_the_batch_is_refused_with_microbatches_and_accumulation():
     assert "strategy.num_microbatches=2 would compute it over 6 samples" in two()[0]["pipeline"]
-    assert "accumulate=3 would compute it over 4 samples at a time, and not over the global" in refusal(
-        info_nce, "single", accumulate=3
+    assert (
+        "accumulate=3 would compute it over 4 samples at a time, and not over the global"
+        in refusal(info_nce, "single", accumulate=3)
     )
     assert "accumulate=3 would" in refusal(info_nce, "single", use="step", accumulate=3)
     assert "strategy.num_microbatches=3 would" in refusal(info_nce, "split", num_microbatches=3)
 
 
-@pytest.mark.parametrize("name", ["focal, a sum", "class weights, a sum", "dropout, a sum", "first step, a sum"])
+@pytest.mark.parametrize(
+    "name", ["focal, a sum", "class weights, a sum", "dropout, a sum", "first step, a sum"]
+)
 def test_sum_over_samples_is_trained_under_data_parallelism(name):
     assert [rank[name] for rank in two()] == ["", ""]
 
@@ -119,8 +139,14 @@ def test_loss_that_is_one_number_is_refused_and_may_be_expanded():
         return info_nce(outputs, targets).mean()
 
     message = refusal(mean, "single", use="step")
-    assert message.startswith("the loss must return unreduced losses, [12, ...] for 12 samples, got []. Use reduction='none'")
-    assert message.endswith("A loss that is one number for a batch returns it for each sample, loss.expand(len(outputs))")
+    assert message.startswith(
+        "the loss must return unreduced losses, [12, ...] for 12 samples, got []. Use "
+        "reduction='none'"
+    )
+    assert message.endswith(
+        "A loss that is one number for a batch returns it for each sample, "
+        "loss.expand(len(outputs))"
+    )
     with Lab(device="cpu") as lab:
         expanded = lab.trainer(net(), lambda *pair: mean(*pair).expand(len(pair[0])), SGD, BATCH)
         (batch, *_) = expanded.batches(DATA, 0)
@@ -133,7 +159,9 @@ def test_task_with_a_loss_over_the_batch_is_refused():
         def own_losses(self, outputs, targets):
             return info_nce(outputs, targets)
 
-    assert refusal(Own(), "single", accumulate=2).startswith("loss: the loss is not a sum over samples: it ")
+    assert refusal(Own(), "single", accumulate=2).startswith(
+        "loss: the loss is not a sum over samples: it "
+    )
     assert refusal(tasks.Regression(), "single", accumulate=2) == ""
 
 
@@ -143,7 +171,10 @@ def test_loss_that_was_tried_with_the_example_is_not_tried_again_in_the_first_st
 
     describe = divided_loss.describe_coupling
     for example, tries in ((DATA[0], False), (None, True)):
-        with Lab(device="cpu") as lab, patch.object(divided_loss, "describe_coupling", wraps=describe) as trial:
+        with (
+            Lab(device="cpu") as lab,
+            patch.object(divided_loss, "describe_coupling", wraps=describe) as trial,
+        ):
             trainer = lab.trainer(net(), loss, SGD, BATCH, accumulate=3, example=example)
             assert trial.called != tries
             trial.reset_mock()

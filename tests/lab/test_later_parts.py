@@ -1,4 +1,6 @@
-"""Parts of a model that the trial has not used, and that a later step uses: trained as on one device, or one message."""
+"""Parts of a model that the trial has not used, and that a later step uses: trained as on one
+device, or one message.
+"""
 
 from functools import partial
 
@@ -39,7 +41,8 @@ class Later(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.extra = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.body = nn.Linear(4, 4)
+        self.extra = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.ones(4))
         self.steps = 0
 
@@ -61,7 +64,9 @@ def data() -> TensorDataset:
     return TensorDataset(*torch.rand(2, 16, 4, generator=generator, dtype=torch.float64))
 
 
-def train(strategy: str, path: str = "", kind=Later, example: bool = True, folder: str = "", **options) -> list[float]:
+def train(
+    strategy: str, path: str = "", kind=Later, example: bool = True, folder: str = "", **options
+) -> list[float]:
     """Return the losses of two epochs of four steps."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -74,7 +79,11 @@ def train(strategy: str, path: str = "", kind=Later, example: bool = True, folde
             if folder:
                 trainer.resume(folder)
             epochs = range(trainer.progress.epoch, trainer.progress.epoch + 2)
-            found = [trainer.step(*batch).item() for epoch in epochs for batch in trainer.batches(samples, epoch)]
+            found = [
+                trainer.step(*batch).item()
+                for epoch in epochs
+                for batch in trainer.batches(samples, epoch)
+            ]
             found.append(trainer.evaluate(samples)["loss"])
             if path:
                 trainer.save(path)
@@ -92,10 +101,17 @@ def refusal(strategy: str, **options) -> str:
 
 
 def on_two(folder: str) -> dict:
-    found: dict = {name: train(name.split()[0], f"{folder}/{name}", **options) for name, options in TRAINING.items()}
-    found |= {f"{name} refuses": refusal(name.split()[0], **options) for name, options in REFUSING.items()}
+    found: dict = {
+        name: train(name.split()[0], f"{folder}/{name}", **options)
+        for name, options in TRAINING.items()
+    }
+    found |= {
+        f"{name} refuses": refusal(name.split()[0], **options) for name, options in REFUSING.items()
+    }
     for name in ("single", "ddp"):
-        found[f"{name} continued"] = train("fsdp" if name == "ddp" else "ddp", kind=Unused, folder=f"{folder}/of_{name}")
+        found[f"{name} continued"] = train(
+            "fsdp" if name == "ddp" else "ddp", kind=Unused, folder=f"{folder}/of_{name}"
+        )
         if name == "single":
             train("ddp", kind=Unused, folder=f"{folder}/of_ddp")
     return found
@@ -130,7 +146,8 @@ def test_single_trains_a_part_that_is_used_later(folder):
 def test_part_that_is_used_later_is_trained_as_on_one_device(strategy, folder):
     for rank in two(folder):
         assert rank[strategy] == pytest.approx(alone(folder), rel=1e-10)
-    saved, expected = load_file(f"{folder}/{strategy}"), load_file(f"{folder}/single")
+    saved = load_file(f"{folder}/{strategy}")
+    expected = load_file(f"{folder}/single")
     for name, value in expected.items():
         torch.testing.assert_close(saved[name], value, rtol=1e-10, atol=1e-12)
 
@@ -142,13 +159,16 @@ def test_part_that_is_used_later_is_one_message_where_it_was_frozen(strategy, fo
         message = rank[f"{strategy} refuses"]
         assert message.startswith(f"strategy={name}: the parameter first.")
         assert (
-            f"got a gradient in a step on rank {number}. The trial of the model has not used it, so it was frozen." in message
+            f"got a gradient in a step on rank {number}. The trial of the model has not used it, "
+            "so it was frozen." in message
         )
         assert "strategy.find_unused_parameters=true" in message
 
 
 @pytest.mark.parametrize("first", ["single", "ddp"])
-def test_checkpoint_resumes_where_unused_parameters_are_frozen_and_where_they_are_not(first, folder):
+def test_checkpoint_resumes_where_unused_parameters_are_frozen_and_where_they_are_not(
+    first, folder
+):
     train("single", kind=Unused, folder=f"{folder}/{first}_again")
     whole = train("single", kind=Unused, folder=f"{folder}/{first}_again")
     for rank in two(folder):

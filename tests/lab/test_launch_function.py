@@ -17,7 +17,8 @@ from ddp_lab.lab.launch import RankError, launch
 
 
 def test_launch_returns_the_result_of_rank_0_and_restores_the_process():
-    handler, offset = signal.getsignal(signal.SIGINT), 10
+    handler = signal.getsignal(signal.SIGINT)
+    offset = 10
 
     def function(tensor):
         with Lab("scratch", device="cpu") as lab:
@@ -56,10 +57,16 @@ def makes_a_mistake():
     [
         (raises, r"rank 1 raised:\n\nTraceback .*, in raises\n.*\nValueError: no such thing"),
         (is_killed, "rank 1 was ended by SIGKILL"),
-        (exits_with_code_0, r"rank 1 ended with exit code 0 in the function, for example by os\._exit\(0\)"),
+        (
+            exits_with_code_0,
+            r"rank 1 ended with exit code 0 in the function, for example by os\._exit\(0\)",
+        ),
         (sys.exit, r"rank . raised:\n\nConfigError: launch: the function called sys\.exit\(\)"),
         (makes_a_mistake, "rank . raised:\n\nConfigError: strategy=dpp: there is no such option"),
-        (lambda: launch(raises), "ConfigError: launch: this process is a rank already, started by torchrun or by launch"),
+        (
+            lambda: launch(raises),
+            "ConfigError: launch: this process is a rank already, started by torchrun or by launch",
+        ),
         (lambda: lambda: 0, "cannot be returned"),
     ],
     ids=["exception", "kill", "code_0", "sys.exit", "mistake", "nested", "result"],
@@ -77,7 +84,9 @@ def test_launch_refuses_what_cannot_be_forked(monkeypatch):
     with pytest.raises(ConfigError, match="launch: nproc=0: must be an integer of at least 1"):
         launch(raises, nproc=0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="launch: this process has used CUDA, which a fork cannot use again"):
+    with pytest.raises(
+        ConfigError, match="launch: this process has used CUDA, which a fork cannot use again"
+    ):
         launch(raises)
 
 
@@ -97,6 +106,13 @@ print(share)
 
 
 def test_import_of_the_names_is_lazy_and_takes_less_than_half_of_torchs():
-    found = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, cwd=ROOT, check=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
     assert float(found.stdout) < 0.5
     assert (ROOT / "ddp_lab/py.typed").exists()

@@ -1,4 +1,6 @@
-"""Which datasets a trainer keeps with their worker processes: those that were used last, and those that a loop reads."""
+"""Which datasets a trainer keeps with their worker processes: those that were used last, and those
+that a loop reads.
+"""
 
 import os
 from functools import partial
@@ -44,8 +46,11 @@ def runs(pid: int) -> bool:
 
 
 def test_least_recently_used_dataset_is_forgotten_and_its_worker_ends(trainer):
-    first, second, third = Readers(), Readers(), Readers()
-    kept, forgotten = reader(trainer, first), reader(trainer, second)
+    first = Readers()
+    second = Readers()
+    third = Readers()
+    kept = reader(trainer, first)
+    forgotten = reader(trainer, second)
     assert reader(trainer, first) == kept
     assert reader(trainer, third) not in (kept, forgotten)
     assert not runs(forgotten)
@@ -67,7 +72,9 @@ def test_training_set_beside_four_validation_sets_keeps_its_worker():
     training, *validation = [Readers() for _ in range(5)]
     with Lab(device="cpu") as lab:
         make = partial(torch.optim.SGD, lr=0.0)
-        trainer = lab.trainer(nn.Linear(1, 1), tasks.Regression(), make, batch_size=4, num_workers=1)
+        trainer = lab.trainer(
+            nn.Linear(1, 1), tasks.Regression(), make, batch_size=4, num_workers=1
+        )
         found = set()
         for _ in range(2):
             found.add(reader(trainer, training))
@@ -79,9 +86,13 @@ def test_training_set_beside_four_validation_sets_keeps_its_worker():
 def test_batches_after_their_lab_is_closed_are_refused():
     with Lab(device="cpu") as lab:
         make = partial(torch.optim.SGD, lr=0.0)
-        trainer = lab.trainer(nn.Linear(1, 1), tasks.Regression(), make, batch_size=4, num_workers=1)
+        trainer = lab.trainer(
+            nn.Linear(1, 1), tasks.Regression(), make, batch_size=4, num_workers=1
+        )
         batches = trainer.batches(Readers(), 0)
         inputs, _ = next(batches)
     assert not runs(int(inputs[0]))
-    with pytest.raises(ConfigError, match=r"^batches: their Lab is closed; read them within its `with` block$"):
+    with pytest.raises(
+        ConfigError, match=r"^batches: their Lab is closed; read them within its `with` block$"
+    ):
         next(batches)

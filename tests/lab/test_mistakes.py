@@ -1,4 +1,6 @@
-"""A user's mistake in a model or a dataset is one line without a traceback of torch, from the rank that has the cause."""
+"""A user's mistake in a model or a dataset is one line without a traceback of torch, from the rank
+that has the cause.
+"""
 
 import functools
 import json
@@ -26,7 +28,9 @@ from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.lab.launch import RankError, launch
 
-CLASSES, BATCH, SIZE = 3, 8, 40
+CLASSES = 3
+BATCH = 8
+SIZE = 40
 Pair = namedtuple("Pair", "hidden scores")
 
 
@@ -52,7 +56,8 @@ class Samples:
     """A dataset of which the sample `bad` is another one, which only one rank reads."""
 
     def __init__(self, sample, bad: int = 1):
-        self.sample, self.bad = sample, bad
+        self.sample = sample
+        self.bad = bad
 
     def __len__(self):
         return SIZE
@@ -73,29 +78,41 @@ def wrapped(wrap):
 
 
 OUTPUTS = (
-    "but Classification needs one tensor [b, ...] for b samples, or a part named logits. Wrap it in a module of a few lines, "
-    "whose forward ends with"
+    "but Classification needs one tensor [b, ...] for b samples, or a part named logits. Wrap it "
+    "in a module of a few lines, whose forward ends with"
 )
-RANGE = "but the outputs of the model have 3 classes, so that labels must be 0 to 2. Correct the labels, or give"
+RANGE = (
+    "but the outputs of the model have 3 classes, so that labels must be 0 to 2. Correct the "
+    "labels, or give"
+)
 CASES = {
     "dict": (
         wrapped(lambda logits: OrderedDict(out=logits, aux=logits)),
-        f'ConfigError: the model returns OrderedDict with out, aux, {OUTPUTS} `return self.model(inputs)["out"]`',
+        f"ConfigError: the model returns OrderedDict with out, aux, {OUTPUTS} `return "
+        'self.model(inputs)["out"]`',
     ),
     "object": (
         wrapped(lambda logits: Output(None, logits)),
-        f"ConfigError: the model returns Output with loss, scores, {OUTPUTS} `return self.model(inputs).scores`",
+        f"ConfigError: the model returns Output with loss, scores, {OUTPUTS} `return "
+        "self.model(inputs).scores`",
     ),
     "namedtuple": (
         wrapped(lambda logits: Pair(0, logits)),
-        f"ConfigError: the model returns Pair with hidden, scores, {OUTPUTS} `return self.model(inputs).scores`",
+        f"ConfigError: the model returns Pair with hidden, scores, {OUTPUTS} `return "
+        "self.model(inputs).scores`",
     ),
     "tuple": (
         wrapped(lambda logits: (None, logits)),
         f"ConfigError: the model returns a tuple of 2, {OUTPUTS} `return self.model(inputs)[1]`",
     ),
-    "none": (wrapped(lambda logits: None), f"ConfigError: the model returns NoneType, {OUTPUTS} `return self.model(inputs)`"),
-    "label": ({"data": partial(in_memory, 7)}, f"SampleError: the targets contain the label 7, {RANGE} the model's last"),
+    "none": (
+        wrapped(lambda logits: None),
+        f"ConfigError: the model returns NoneType, {OUTPUTS} `return self.model(inputs)`",
+    ),
+    "label": (
+        {"data": partial(in_memory, 7)},
+        f"SampleError: the targets contain the label 7, {RANGE} the model's last",
+    ),
     "negative_label": (
         {"data": partial(in_memory, -1)},
         "SampleError: the targets contain the label -1; labels must be 0 to 2. Correct them",
@@ -106,25 +123,37 @@ CASES = {
     ),
     "int32": (
         {"data": partial(in_memory, dtype=torch.int32)},
-        "SampleError: the targets of a batch are int32, [B]; classification needs int64, [B], from 0 to 2. Use",
+        "SampleError: the targets of a batch are int32, [B]; classification needs int64, [B], from "
+        "0 to 2. Use",
     ),
     "column": (
-        {"data": lambda: TensorDataset(torch.zeros(SIZE, 4), torch.zeros(SIZE, 1, dtype=torch.int64))},
-        "SampleError: the targets of a batch are int64, [B, 1]; classification needs int64, [B], from 0 to 2",
+        {
+            "data": lambda: TensorDataset(
+                torch.zeros(SIZE, 4), torch.zeros(SIZE, 1, dtype=torch.int64)
+            )
+        },
+        "SampleError: the targets of a batch are int64, [B, 1]; classification needs int64, [B], "
+        "from 0 to 2",
     ),
     "length": (
         {"data": partial(Samples, (torch.zeros(6), 0), 3)},
-        "SampleError: samples A and 3 of the dataset are in one batch, but their inputs have the shapes [4] and [6]. Pad them",
+        "SampleError: samples A and 3 of the dataset are in one batch, but their inputs have the "
+        "shapes [4] and [6]. Pad them",
     ),
     "targets": (
         {"data": partial(Samples, (torch.zeros(4), torch.zeros(2)), 3)},
-        "SampleError: samples A and 3 of the dataset are in one batch, but their targets have the shapes [] and [2]. Pad them",
+        "SampleError: samples A and 3 of the dataset are in one batch, but their targets have the "
+        "shapes [] and [2]. Pad them",
     ),
     "empty": (
         {"data": lambda: TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64))},
-        "ConfigError: the dataset: must be a map-style dataset, with __len__, __getitem__ and at least one sample",
+        "ConfigError: the dataset: must be a map-style dataset, with __len__, __getitem__ and at "
+        "least one sample",
     ),
-    "empty_subset": ({"data": lambda: Subset(in_memory(), [])}, "ConfigError: the dataset: must be a map-style dataset, with"),
+    "empty_subset": (
+        {"data": lambda: Subset(in_memory(), [])},
+        "ConfigError: the dataset: must be a map-style dataset, with",
+    ),
     "triple": (
         {"data": lambda: TensorDataset(*[torch.zeros(SIZE, 4)] * 3)},
         "ConfigError: the dataset: sample 0 must be (input, target), got tuple of 3",
@@ -141,7 +170,9 @@ def run(case: str, strategy: str, how: str, num_workers: int) -> None:
     with Lab(strategy, device="cpu") as lab:
         model = given.get("model", partial(nn.Linear, 4, CLASSES))()
         make = partial(torch.optim.SGD, lr=0.1)
-        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=BATCH, num_workers=num_workers)
+        trainer = lab.trainer(
+            model, tasks.Classification(), make, batch_size=BATCH, num_workers=num_workers
+        )
         data = given["data"]()
         if how == "evaluate":
             trainer.evaluate(data)
@@ -170,7 +201,9 @@ def test_mistake_is_one_line(case, how):
 
 
 def print_outcomes() -> None:
-    """Launch every case on two ranks, and print its error and what the ranks wrote to stderr, as JSON."""
+    """Launch every case on two ranks, and print its error and what the ranks wrote to stderr, as
+    JSON.
+    """
     outcomes: dict[str, list[str]] = {}
     for case in CASES:
         with tempfile.TemporaryFile("w+") as errors:
@@ -185,7 +218,9 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes_on_two_ranks() -> dict[str, list[str]]:
-    """Return what `print_outcomes` prints in a new process: another test of this one may have started threads of autograd."""
+    """Return what `print_outcomes` prints in a new process: another test of this one may have
+    started threads of autograd.
+    """
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
     program = "import test_mistakes; test_mistakes.print_outcomes()"
@@ -203,21 +238,28 @@ def test_mistake_on_two_ranks_is_one_line_of_the_rank_that_has_the_cause(case):
     assert empty == ""
     assert len(lines) == 1, error
     assert re.search(pattern(message), lines[0]), lines[0]
-    if case in ("label_of_one_sample", "no_pair", "length", "targets"):  # samples 1 and 3 are those of rank 1
+    # samples 1 and 3 are those of rank 1
+    if case in ("label_of_one_sample", "no_pair", "length", "targets"):
         assert first == "rank 1 raised:"
     assert printed == ""
 
 
 def test_labels_out_of_range_are_found_before_the_batch_that_has_them():
-    """On a GPU that batch would end the process. All labels of a dataset in memory are known when it is placed there."""
+    """On a GPU that batch would end the process.
+
+    All labels of a dataset in memory are known when it is placed there.
+    """
     with Lab(device="cpu") as lab:
-        trainer = lab.trainer(nn.Linear(4, CLASSES), tasks.Classification(), partial(torch.optim.SGD, lr=0.1), BATCH)
+        trainer = lab.trainer(
+            nn.Linear(4, CLASSES), tasks.Classification(), partial(torch.optim.SGD, lr=0.1), BATCH
+        )
         inputs, targets = next(trainer.batches(in_memory(7), 0, shuffle=False))
         assert targets.max() == 0
         with pytest.raises(SampleError, match="the label 7"):
             trainer.step(inputs, targets)
         assert trainer.progress.step == 0
-        trainer.fit(in_memory(2), in_memory(1), epochs=1)  # the trainer can be used with other labels
+        # the trainer can be used with other labels
+        trainer.fit(in_memory(2), in_memory(1), epochs=1)
 
 
 @pytest.mark.parametrize(("task", "ignore"), [(tasks.Segmentation(), 255), (tasks.Tokens(), -100)])
@@ -230,7 +272,10 @@ def test_masks_and_tokens_have_a_range_without_what_they_ignore(task, ignore):
     task.sums(outputs, targets)
     targets.view(-1)[2] = 3
     for use in (task.loss_sum, task.sums):
-        with pytest.raises(SampleError, match=rf"the label 3, .* must be 0 to 2, or {ignore} where they do not count"):
+        with pytest.raises(
+            SampleError,
+            match=rf"the label 3, .* must be 0 to 2, or {ignore} where they do not count",
+        ):
             use(outputs, targets)
 
 
@@ -239,7 +284,9 @@ def test_range_of_labels_reads_no_value_of_a_device(monkeypatch):
     monkeypatch.setattr("ddp_lab.data.labels.PART", 2)  # the labels are looked at in parts
     assert labels.measure(torch.tensor([[4, 255], [1, 0], [6, 2]], dtype=torch.uint8)) == (0, 6)
     assert LabelRange(-100).measure(torch.tensor([-100, -3, 2])) == (-3, 2)
-    assert labels.measure(torch.rand(3)) == labels.measure(torch.zeros(0, dtype=torch.int64)) == (0, 0)
+    assert (
+        labels.measure(torch.rand(3)) == labels.measure(torch.zeros(0, dtype=torch.int64)) == (0, 0)
+    )
     labels.require(torch.zeros(3, dtype=torch.int64, device="meta"), classes=2)
     labels.add(0, 2)
     with pytest.raises(SampleError, match="the label 2"):
@@ -304,28 +351,49 @@ class Returns(nn.Module):
         return {"out": self.layer(images.flatten(1))}
 
 
-DATA = ["data=own", "data.num_classes=3", "data.image_size=8", "data.num_workers=0", "data.mean=[0]", "data.std=[1]"]
+DATA = [
+    "data=own",
+    "data.num_classes=3",
+    "data.image_size=8",
+    "data.num_workers=0",
+    "data.mean=[0]",
+    "data.std=[1]",
+]
 NAME = "data.dataset._target_=test_mistakes"
 LINES = {
-    "label": ([f"{NAME}.tensors", "+data.dataset.label=7"], f"{NAME}.tensors: the target of sample 39 is 7; with 3 classes it"),
+    "label": (
+        [f"{NAME}.tensors", "+data.dataset.label=7"],
+        f"{NAME}.tensors: the target of sample 39 is 7; with 3 classes it",
+    ),
     "int32 in memory": (
         [f"{NAME}.tensors", "+data.dataset.dtype=int32"],
-        "task=classification: the targets of the train set are int32 of shape []; expected a class for each sample, int64",
+        "task=classification: the targets of the train set are int32 of shape []; expected a class "
+        "for each sample, int64",
     ),
-    "int32": ([f"{NAME}.Labelled", "+data.dataset.how=int32"], "task=classification: the targets of the train set are int32"),
+    "int32": (
+        [f"{NAME}.Labelled", "+data.dataset.how=int32"],
+        "task=classification: the targets of the train set are int32",
+    ),
     "triple": (
         [f"{NAME}.Labelled", "+data.dataset.how=triple"],
         f"{NAME}.Labelled: sample 0 must be (input, target), got tuple of 3",
     ),
     "dict": (
-        [f"{NAME}.Labelled", "+data.dataset.how=good", "model=own", "model._target_=test_mistakes.Returns"],
+        [
+            f"{NAME}.Labelled",
+            "+data.dataset.how=good",
+            "model=own",
+            "model._target_=test_mistakes.Returns",
+        ],
         f"model._target_=test_mistakes.Returns: it returns dict with out, {OUTPUTS}",
     ),
 }
 
 
 def line_of(case: str, folder: Path, *more: str) -> str:
-    return " ".join([*DATA, "model=simple_cnn", "epochs=1", f"runs_dir={folder}", *LINES[case][0], *more])
+    return " ".join(
+        [*DATA, "model=simple_cnn", "epochs=1", f"runs_dir={folder}", *LINES[case][0], *more]
+    )
 
 
 @pytest.mark.parametrize("case", LINES)
@@ -343,7 +411,9 @@ def refusals(folder: Path) -> list[tuple[object, str]]:
 
 def test_mistake_that_shows_at_the_start_is_reported_by_rank_0(tmp_path):
     first, second = run_world(2, refusals, tmp_path)
-    for (_, message), (code, printed), (other, nothing) in zip(LINES.values(), first, second, strict=True):
+    for (_, message), (code, printed), (other, nothing) in zip(
+        LINES.values(), first, second, strict=True
+    ):
         assert printed.startswith(f"error: {message}"), printed
         assert len(printed.splitlines()) == 1, printed
         assert (code, other, nothing) == (2, 2, "")
@@ -363,11 +433,20 @@ READ = {
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", READ)
-def test_sample_that_is_read_while_training_is_one_message_of_the_command(case, ranks, tmp_path, monkeypatch):
+def test_sample_that_is_read_while_training_is_one_message_of_the_command(
+    case, ranks, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     strategy = ["single", "ddp"][ranks - 1]
     (dataset, *more), message = READ[case]
-    options = [*DATA, f"{NAME}.{dataset}", "+data.dataset.how=late", "model=own", f"runs_dir={tmp_path}", "batch_size=8"]
+    options = [
+        *DATA,
+        f"{NAME}.{dataset}",
+        "+data.dataset.how=late",
+        "model=own",
+        f"runs_dir={tmp_path}",
+        "batch_size=8",
+    ]
     more += ["data.val_fraction=0.1", f"strategy={strategy}", "epochs=9"]
     code, printed = launches.launch(f"ddp-lab train --nproc {ranks}", *options, *more)
     assert code != 0
@@ -381,9 +460,12 @@ WRAPS = [(torch.mean, r"\[\]"), (lambda logits: logits[:1], r"\[1, 3\]")]
 
 
 def outputs_refused(index: int, strategy: str, how: str, **options) -> str:
-    """Return the message about outputs that are not those of all samples, without an example of a target."""
+    """Return the message about outputs that are not those of all samples, without an example of a
+    target.
+    """
     wrap, _ = WRAPS[index]
-    data, make = in_memory(), partial(torch.optim.SGD, lr=0.1)
+    data = in_memory()
+    make = partial(torch.optim.SGD, lr=0.1)
     with Lab(strategy, device="cpu", timeout=20, **options) as lab:
         model = nn.Sequential(nn.Linear(4, 4), Wrapped(wrap))
         example = data[0][0] if strategy == "pipeline" else None
@@ -410,11 +492,22 @@ def test_outputs_that_are_not_those_of_all_samples_are_one_message_without_an_ex
 
 
 def outputs_refused_on_ranks(strategy: str, options: dict) -> list[str]:
-    return [outputs_refused(index, strategy, how, **options) for index in range(len(WRAPS)) for how in ("step", "predict")]
+    return [
+        outputs_refused(index, strategy, how, **options)
+        for index in range(len(WRAPS))
+        for how in ("step", "predict")
+    ]
 
 
-@pytest.mark.parametrize(("strategy", "options"), [("ddp", {}), ("pipeline", {"num_microbatches": 2})])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", {}), ("pipeline", {"num_microbatches": 2})]
+)
 def test_outputs_that_are_not_those_of_all_samples_are_one_message_on_ranks(strategy, options):
     for found in run_world(2, outputs_refused_on_ranks, strategy, options, timeout=60):
-        for message, (_, shape) in zip(found, [WRAPS[0], WRAPS[0], WRAPS[1], WRAPS[1]], strict=True):
-            assert re.match(rf"the model: it must return a tensor \[4, ...\] for 4 samples, got {shape}\. ", message), message
+        for message, (_, shape) in zip(
+            found, [WRAPS[0], WRAPS[0], WRAPS[1], WRAPS[1]], strict=True
+        ):
+            assert re.match(
+                rf"the model: it must return a tensor \[4, ...\] for 4 samples, got {shape}\. ",
+                message,
+            ), message

@@ -1,4 +1,6 @@
-"""Inputs that the model does not support, in a Lab without an example: one message under every strategy."""
+"""Inputs that the model does not support, in a Lab without an example: one message under every
+strategy.
+"""
 
 import re
 import traceback
@@ -15,11 +17,15 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
 
-CLASSES, BATCH = 4, 8
+CLASSES = 4
+BATCH = 8
 SGD = partial(torch.optim.SGD, lr=0.1)
 STRATEGIES = {"dp": 1, "ddp": 2, "scratch": 2, "fsdp": 2, "tp": 2}  # and numbers of ranks
 # They cut the model by a sample of its input, which the inputs that follow may not resemble.
-CUT: dict[str, dict] = {"pipeline": {"num_microbatches": 2}, "mesh": {"pp": 2, "num_microbatches": 2}}
+CUT: dict[str, dict] = {
+    "pipeline": {"num_microbatches": 2},
+    "mesh": {"pp": 2, "num_microbatches": 2},
+}
 
 
 class Net(nn.Module):
@@ -57,28 +63,33 @@ MISTAKES = {
     "width": (
         partial(Net, nn.Linear, 8, 8),
         torch.rand(BATCH, 6),
-        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 6] (float32)PLACE, but expects [..., 8]. Use inputs ",
+        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 6] (float32)PLACE, but "
+        "expects [..., 8]. Use inputs ",
     ),
     "double": (
         double,
         torch.rand(BATCH, 8),
-        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (float32)PLACE, but expects float64. Convert the "
-        "inputs, for example by inputs.to(torch.float64), or the model, for example by model.to(torch.float32)",
+        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (float32)PLACE, but "
+        "expects float64. Convert the inputs, for example by inputs.to(torch.float64), or the "
+        "model, for example by model.to(torch.float32)",
     ),
     "float": (
         partial(Net, nn.Linear, 8, 8),
         torch.rand(BATCH, 8, dtype=torch.float64),
-        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (float64)PLACE, but expects float32. Convert the",
+        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (float64)PLACE, but "
+        "expects float32. Convert the",
     ),
     "integers": (
         partial(Net, nn.Linear, 8, 8),
         torch.ones(BATCH, 8, dtype=torch.int64),
-        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (int64)PLACE, but expects float32. Convert the",
+        "first, Linear(in_features=8, out_features=8, bias=True), got [B, 8] (int64)PLACE, but "
+        "expects float32. Convert the",
     ),
     "channels": (
         partial(Net, nn.Conv2d, 3, 8, 3),
         torch.rand(BATCH, 1, 8, 8),
-        "first, Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1)), got [B, 1, 8, 8] (float32)PLACE, but expects [b, 3, ...]. Use",
+        "first, Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1)), got [B, 1, 8, 8] (float32)PLACE, "
+        "but expects [b, 3, ...]. Use",
     ),
     "norm": (
         partial(Net, nn.BatchNorm1d, 8),
@@ -90,13 +101,25 @@ MISTAKES = {
         torch.rand(BATCH, 6),
         "first, ByHand(), got [B, 6] (float32)PLACE, and fails: RuntimeError: ",
     ),
-    "token": (tokens, torch.full((BATCH, 4), 5), "0, Embedding(5, 8), got [B, 4] (int64), but expects numbers from 0 to 4. "),
-    "no_tokens": (tokens, torch.rand(BATCH, 4), "0, Embedding(5, 8), got [B, 4] (float32), but expects int64. Convert the "),
+    "token": (
+        tokens,
+        torch.full((BATCH, 4), 5),
+        "0, Embedding(5, 8), got [B, 4] (int64), but expects numbers from 0 to 4. ",
+    ),
+    "no_tokens": (
+        tokens,
+        torch.rand(BATCH, 4),
+        "0, Embedding(5, 8), got [B, 4] (float32), but expects int64. Convert the ",
+    ),
 }
 
 
 def fail(
-    strategy: str, options: dict, make: Callable[[], nn.Module], inputs: torch.Tensor, how: str = "step"
+    strategy: str,
+    options: dict,
+    make: Callable[[], nn.Module],
+    inputs: torch.Tensor,
+    how: str = "step",
 ) -> BaseException | None:
     """Return the exception with which a model ends for a batch of inputs."""
     with Lab(strategy, device="cpu", timeout=20, **options) as lab:
@@ -141,7 +164,10 @@ def test_inputs_that_the_model_does_not_support_are_one_message(case, how):
 
 
 def failures(strategy: str) -> dict[str, str]:
-    return {case: message_of(fail(strategy, {}, make, inputs)) for case, (make, inputs, _) in MISTAKES.items()}
+    return {
+        case: message_of(fail(strategy, {}, make, inputs))
+        for case, (make, inputs, _) in MISTAKES.items()
+    }
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,7 +187,9 @@ def mixed(stage: int) -> nn.Module:
 
 
 def failure_of_stage(strategy: str, stage: int) -> str:
-    error = fail(strategy, CUT[strategy] | {"cut": ["2"]}, partial(mixed, stage), torch.rand(BATCH, 8))
+    error = fail(
+        strategy, CUT[strategy] | {"cut": ["2"]}, partial(mixed, stage), torch.rand(BATCH, 8)
+    )
     return message_of(error) if isinstance(error, ConfigError) else type(error).__name__
 
 
@@ -170,7 +198,10 @@ def failure_of_stage(strategy: str, stage: int) -> str:
 def test_stage_with_inputs_of_another_dtype_is_one_message_of_its_rank(strategy, stage):
     ranks = run_world(2, failure_of_stage, strategy, stage, timeout=60)
     number = [0, 2][stage]
-    assert re.match(rf"the model: {number}, Linear\(.*\), got \[4, 8\] \(float32\).*, but expects float64\. ", ranks[stage])
+    assert re.match(
+        rf"the model: {number}, Linear\(.*\), got \[4, 8\] \(float32\).*, but expects float64\. ",
+        ranks[stage],
+    )
     assert ranks[1 - stage] == "RuntimeError"  # of gloo, which waits for the other rank
 
 
@@ -195,7 +226,8 @@ class OfUser(nn.Module):
 
     def __init__(self, code):
         super().__init__()
-        self.layer, self.code = nn.Linear(6, CLASSES), code
+        self.layer = nn.Linear(6, CLASSES)
+        self.code = code
 
     def forward(self, inputs):
         self.code(inputs)
@@ -205,7 +237,11 @@ class OfUser(nn.Module):
 @pytest.mark.parametrize("code", [raises_value_error, raises_runtime_error, asserts, has_a_mistake])
 def test_error_of_the_users_code_keeps_its_type_and_its_traceback(code):
     error = fail("single", {}, partial(OfUser, code), torch.rand(BATCH, 6))
-    kinds = {raises_value_error: ValueError, raises_runtime_error: RuntimeError, asserts: AssertionError}
+    kinds = {
+        raises_value_error: ValueError,
+        raises_runtime_error: RuntimeError,
+        asserts: AssertionError,
+    }
     assert type(error) is kinds.get(code, KeyError)
     last = traceback.extract_tb(error.__traceback__)[-1]
     assert (Path(last.filename).name, last.name) == ("test_model_mistakes.py", code.__name__)

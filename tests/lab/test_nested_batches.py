@@ -1,4 +1,5 @@
-"""Batches that are trees: several inputs, dicts, and outputs and targets that are no tensor, under every strategy.
+"""Batches that are trees: several inputs, dicts, and outputs and targets that are no tensor, under
+every strategy.
 
 The models work in float64, so that the weights of any strategy on any number of ranks are those of
 single within 1e-12. The last batch is partial: on two ranks one of them has fewer samples of it
@@ -20,7 +21,11 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, SampleError
 
-SIZE, FEW, BATCH, WIDTH, WORDS = 21, 17, 8, 6, 11
+SIZE = 21
+FEW = 17
+BATCH = 8
+WIDTH = 6
+WORDS = 11
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STRATEGIES = ["single", "scratch", "ddp", "fsdp", "tp", "dp"]
 ALONE = ("single", "dp")
@@ -31,7 +36,9 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.head = nn.Linear(4, WIDTH), nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.left = nn.Linear(4, WIDTH)
+        self.right = nn.Linear(3, WIDTH)
+        self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, left, right):
         return self.head(torch.tanh(self.left(left) - self.right(right)))
@@ -45,17 +52,24 @@ class Output:
 
 
 class Masked(nn.Module):
-    """Tokens with a mask, which a dict passes by name; returns an object. A mask of nothing makes NaN."""
+    """Tokens with a mask, which a dict passes by name; returns an object.
+
+    A mask of nothing makes NaN.
+    """
 
     def __init__(self, wrap=Output):
         super().__init__()
-        self.tokens, self.mix, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.tokens = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
         self.scale = nn.Parameter(torch.ones(WIDTH))  # of no layer
         self.wrap = wrap
 
     def forward(self, input_ids, attention_mask):
         weights = attention_mask / attention_mask.sum(1, keepdim=True)
-        hidden = self.scale * torch.tanh(self.mix((self.tokens(input_ids) * weights[..., None]).sum(1)))
+        hidden = self.scale * torch.tanh(
+            self.mix((self.tokens(input_ids) * weights[..., None]).sum(1))
+        )
         return self.wrap(self.head(hidden), hidden)
 
 
@@ -64,16 +78,24 @@ class Heads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.box, self.label = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 3)
+        self.body = nn.Linear(4, WIDTH)
+        self.box = nn.Linear(WIDTH, 4)
+        self.label = nn.Linear(WIDTH, 3)
         self.scale = nn.Parameter(torch.ones(2))
 
     def forward(self, inputs):
         hidden = torch.tanh(self.body(inputs))
-        return {"box": self.box(hidden), "label": self.label(hidden), "penalty": self.scale.square().sum()}
+        return {
+            "box": self.box(hidden),
+            "label": self.label(hidden),
+            "penalty": self.scale.square().sum(),
+        }
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(SIZE, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.rand(
+        SIZE, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 class Texts:
@@ -117,7 +139,11 @@ class Found:
 
 def of_heads(outputs, targets):
     box = (outputs["box"] - targets["box"]).square().sum(1)
-    return box + F.cross_entropy(outputs["label"], targets["label"], reduction="none") + 0.01 * outputs["penalty"]
+    return (
+        box
+        + F.cross_entropy(outputs["label"], targets["label"], reduction="none")
+        + 0.01 * outputs["penalty"]
+    )
 
 
 def of_hidden(outputs, targets):
@@ -127,7 +153,12 @@ def of_hidden(outputs, targets):
 
 # The model, the loss, the dataset, and arguments of the trainer.
 CASES: dict[str, tuple[Any, Any, Any, dict]] = {
-    "tuple": (Two, tasks.Regression, TensorDataset(numbers(4), numbers(3, seed=1), numbers(2, seed=2)), {"targets": 2}),
+    "tuple": (
+        Two,
+        tasks.Regression,
+        TensorDataset(numbers(4), numbers(3, seed=1), numbers(2, seed=2)),
+        {"targets": 2},
+    ),
     "dict": (Masked, tasks.Classification, Texts(), {"targets": "labels"}),
     "dict_of_logits": (
         partial(Masked, lambda logits, hidden: {"logits": logits, "hidden": hidden}),
@@ -135,7 +166,12 @@ CASES: dict[str, tuple[Any, Any, Any, dict]] = {
         Texts(),
         {"targets": "labels"},
     ),
-    "collated": (Masked, tasks.Classification, DifferentLengths(), {"targets": "labels", "collate_fn": pad_to_longest}),
+    "collated": (
+        Masked,
+        tasks.Classification,
+        DifferentLengths(),
+        {"targets": "labels", "collate_fn": pad_to_longest},
+    ),
     "targets": (Heads, lambda: of_heads, Found(), {}),
 }
 
@@ -150,7 +186,9 @@ class WithoutLabels(Texts):
 CASES["no_targets"] = (Masked, lambda: of_hidden, WithoutLabels(), {"targets": None})
 
 
-def train(strategy: str, case: str, accumulate: int = 1, example: bool = True, **options) -> dict[str, Any]:
+def train(
+    strategy: str, case: str, accumulate: int = 1, example: bool = True, **options
+) -> dict[str, Any]:
     """Train an epoch of all samples and one of the first few, and evaluate both."""
     make, loss, data, arguments = CASES[case]
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
@@ -159,11 +197,19 @@ def train(strategy: str, case: str, accumulate: int = 1, example: bool = True, *
         trainer = lab.trainer(model, loss(), SGD, BATCH, accumulate, **arguments, **given)
         few = Subset(data, range(FEW))
         epochs = enumerate((data, few))
-        losses = [trainer.step(*batch).item() for epoch, each in epochs for batch in trainer.batches(each, epoch)]
-        found = trainer.evaluate(data) | {f"few {key}": value for key, value in trainer.evaluate(few).items()}
+        losses = [
+            trainer.step(*batch).item()
+            for epoch, each in epochs
+            for batch in trainer.batches(each, epoch)
+        ]
+        found = trainer.evaluate(data) | {
+            f"few {key}": value for key, value in trainer.evaluate(few).items()
+        }
         weights = {}
         for name, tensor in trainer.strategy.module.state_dict().items():
-            weights[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+            weights[name] = (
+                tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+            )
     return {"losses": losses, "evaluation": found, "weights": weights}
 
 
@@ -202,9 +248,18 @@ def test_batches_that_are_trees_give_the_weights_of_single(strategy, accumulate)
 
 
 def start(lab: Lab, case: str, data: Any, step: Any, changed: dict) -> None:
-    """Make a trainer of a case, in which some arguments are changed, and take a step with the first batch, or with another."""
+    """Make a trainer of a case, in which some arguments are changed, and take a step with the first
+    batch, or with another.
+    """
     make, loss, own, arguments = CASES[case]
-    given = {"model": make, "loss": loss(), "optimizer": SGD, "batch_size": BATCH, **arguments, **changed}
+    given = {
+        "model": make,
+        "loss": loss(),
+        "optimizer": SGD,
+        "batch_size": BATCH,
+        **arguments,
+        **changed,
+    }
     trainer = lab.trainer(given.pop("model")().double(), **given)
     batch = next(trainer.batches(own if data is None else data, 0)) if step is None else step
     trainer.step(*batch)
@@ -233,41 +288,57 @@ WORD = [{"a": torch.zeros(4), "b": "word", "y": 0}] * SIZE
 REFUSED = {
     "sizes": (
         {"step": ((PAIR[0], PAIR[1][1:]), torch.zeros(BATCH, 2))},
-        "step: all parts of a batch must have the same number of samples, but inputs[0] has 8, inputs[1] has 7, targets has 8.",
+        "step: all parts of a batch must have the same number of samples, but inputs[0] has 8, "
+        "inputs[1] has 7, targets has 8.",
     ),
     "sizes of a dict": (
         {"step": ({"left": PAIR[0], "right": PAIR[1]}, {"box": torch.zeros(6, 2)})},
-        'must have the same number of samples, but inputs["left"] has 8, inputs["right"] has 8, targets["box"] has 6.',
+        'must have the same number of samples, but inputs["left"] has 8, inputs["right"] has 8, '
+        'targets["box"] has 6.',
     ),
-    "no rows": ({"step": ((PAIR[0], torch.zeros(())), torch.zeros(BATCH, 2))}, "step: inputs[1] has no dimension, but must"),
+    "no rows": (
+        {"step": ((PAIR[0], torch.zeros(())), torch.zeros(BATCH, 2))},
+        "step: inputs[1] has no dimension, but must",
+    ),
     "words": (
         {"step": ({"left": ["some"] * BATCH}, torch.zeros(BATCH))},
-        'step: inputs["left"]: must be a tensor, or a tuple or dict of tensors, got list. Text must become numbers',
+        'step: inputs["left"]: must be a tensor, or a tuple or dict of tensors, got list. Text '
+        "must become numbers",
     ),
     "words of a dataset": (
         {"data": WORD, "targets": "y"},
-        'the dataset: sample 0: inputs["b"] is str. Text must become numbers, for example those of tokens',
+        'the dataset: sample 0: inputs["b"] is str. Text must become numbers, for example those of '
+        "tokens",
     ),
     "key": (
         {"step": ({"left": PAIR[0], "mask": PAIR[1]}, torch.zeros(BATCH, 2))},
-        "the model: forward got an unexpected keyword argument 'mask'. Its parameters are left, right. Inputs that are a dict",
+        "the model: forward got an unexpected keyword argument 'mask'. Its parameters are left, "
+        "right. Inputs that are a dict",
     ),
     "no key": (
         {"step": (PAIR[0], torch.zeros(BATCH, 2))},
-        "the model: forward missing 1 required positional argument: 'right'. Its parameters are left, right. ",
+        "the model: forward missing 1 required positional argument: 'right'. Its parameters are "
+        "left, right. ",
     ),
     "key of the example": (
         {"example": {"left": PAIR[0][0], "mask": PAIR[1][0], "y": torch.zeros(2)}, "targets": "y"},
-        "the model: forward got an unexpected keyword argument 'mask'. Its parameters are left, right. ",
+        "the model: forward got an unexpected keyword argument 'mask'. Its parameters are left, "
+        "right. ",
     ),
     "no place": (
         {"targets": 1},
-        "the dataset: sample 0 must be (input, target), got tuple of 3. Name the place of its target, ",
+        "the dataset: sample 0 must be (input, target), got tuple of 3. Name the place of its "
+        "target, ",
     ),
-    "place": ({"targets": 5}, "the dataset: sample 0 must be a tuple with the target at targets=5 and inputs, got tuple of 3."),
+    "place": (
+        {"targets": 5},
+        "the dataset: sample 0 must be a tuple with the target at targets=5 and inputs, got tuple "
+        "of 3.",
+    ),
     "dict in place of a tuple": (
         {"data": Texts(), "targets": 1},
-        "sample 0 must be (input, target), got dict with input_ids, labels, attention_mask. Name the key of its target, for ex",
+        "sample 0 must be (input, target), got dict with input_ids, labels, attention_mask. Name "
+        "the key of its target, for ex",
     ),
     "no such key": (
         {"data": Texts(), "targets": "label"},
@@ -275,11 +346,13 @@ REFUSED = {
     ),
     "no logits": (
         {"model": partial(Masked, lambda logits, hidden: {"scores": logits}), "case": "dict"},
-        "the model returns dict with scores, but Classification needs one tensor [b, ...] for b samples, or a part named",
+        "the model returns dict with scores, but Classification needs one tensor [b, ...] for b "
+        "samples, or a part named",
     ),
     "targets of a task": (
         {"case": "targets", "loss": tasks.Classification(), "model": lambda: nn.Linear(4, 3)},
-        "Classification: needs targets that are one tensor [b, ...], got targets that are a dict with box, label. Choose one",
+        "Classification: needs targets that are one tensor [b, ...], got targets that are a dict "
+        "with box, label. Choose one",
     ),
     "no targets": (
         {"case": "no_targets", "loss": tasks.Classification()},
@@ -292,7 +365,8 @@ REFUSED = {
             "targets": "label",
             "collate_fn": lambda samples: samples[0] and {"label": 1},
         },
-        'the batch from collate_fn must be a dict with the target "label" and inputs, got dict with label.',
+        'the batch from collate_fn must be a dict with the target "label" and inputs, got dict '
+        "with label.",
     ),
     "few": (
         {"case": "collated", "collate_fn": lambda samples: pad_to_longest(samples[:1] * 3)},
@@ -300,10 +374,16 @@ REFUSED = {
     ),
     "failing": (
         {"case": "collated", "collate_fn": lambda samples: samples.text},
-        "the dataset: collate_fn failed for 1 samples: AttributeError: 'list' object has no attribute 'text'",
+        "the dataset: collate_fn failed for 1 samples: AttributeError: 'list' object has no "
+        "attribute 'text'",
     ),
     "unpadded": (
-        {"data": [(torch.zeros(2 + index % 2), torch.zeros(3), torch.zeros(2)) for index in range(SIZE)]},
+        {
+            "data": [
+                (torch.zeros(2 + index % 2), torch.zeros(3), torch.zeros(2))
+                for index in range(SIZE)
+            ]
+        },
         "their inputs[0] have the shapes [3] and [2]. Pad them",
     ),
 }
@@ -317,7 +397,11 @@ def test_mistake_in_a_tree_is_one_line(name):
     assert message in found or shapes[0] in shapes[1], found
 
 
-CUT = {"split": {"devices": ["cpu", "cpu"], "num_microbatches": 2}, "pipeline": {"num_microbatches": 2}, "mesh": {}}
+CUT = {
+    "split": {"devices": ["cpu", "cpu"], "num_microbatches": 2},
+    "pipeline": {"num_microbatches": 2},
+    "mesh": {},
+}
 
 
 def cut(strategy: str) -> tuple[str, list[float]]:
@@ -333,7 +417,13 @@ def cut(strategy: str) -> tuple[str, list[float]]:
     with Lab(strategy, device="cpu", timeout=30, **CUT[strategy]) as lab:
         blocks = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)).double()
         data = Found()
-        trainer = lab.trainer(blocks, lambda outputs, targets: (outputs - targets["box"]).square(), SGD, BATCH, example=data[0])
+        trainer = lab.trainer(
+            blocks,
+            lambda outputs, targets: (outputs - targets["box"]).square(),
+            SGD,
+            BATCH,
+            example=data[0],
+        )
         losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
         return message, [*losses, trainer.evaluate(data)["loss"]]
 
@@ -343,8 +433,8 @@ def test_strategies_that_cut_a_model_refuse_several_inputs_and_take_dicts_as_tar
     expected = run_world(1, cut, "split", timeout=60)[0][1]
     for message, losses in run_world(1 if strategy == "split" else 2, cut, strategy, timeout=60):
         assert (
-            f"strategy={strategy}: cuts the model into blocks, each of which gets one tensor, so inputs that are a dict"
-            in message
+            f"strategy={strategy}: cuts the model into blocks, each of which gets one tensor, so "
+            "inputs that are a dict" in message
         )
         assert losses == pytest.approx(expected, abs=1e-12)
 
@@ -379,14 +469,19 @@ def test_loss_that_compares_the_samples_of_a_tree_is_refused_where_the_batch_is_
 
 
 def test_predict_returns_what_the_model_returns():
-    inputs = {"input_ids": torch.ones(3, 5, dtype=torch.int64), "attention_mask": torch.ones(3, 5, dtype=torch.float64)}
+    inputs = {
+        "input_ids": torch.ones(3, 5, dtype=torch.int64),
+        "attention_mask": torch.ones(3, 5, dtype=torch.float64),
+    }
     with Lab(device="cpu") as lab:
         model = Masked().double()
         trainer = lab.trainer(model, tasks.Classification(), SGD, BATCH)
         found = trainer.predict(inputs)
         assert isinstance(found, Output)
         assert torch.equal(found.logits, model(**inputs).logits)
-        assert trainer.predict({key: tensor[:0] for key, tensor in inputs.items()}).logits.shape == (0, 4)
+        assert trainer.predict(
+            {key: tensor[:0] for key, tensor in inputs.items()}
+        ).logits.shape == (0, 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -396,7 +491,9 @@ def test_trees_resume_and_are_read_by_workers(num_workers, tmp_path):
     with Lab(device="cpu") as lab:
         for stop in (1, 2):
             torch.manual_seed(0)
-            trainer = lab.trainer(make().double(), loss(), SGD, BATCH, **arguments, num_workers=num_workers)
+            trainer = lab.trainer(
+                make().double(), loss(), SGD, BATCH, **arguments, num_workers=num_workers
+            )
             if stop == 2:
                 assert trainer.resume(tmp_path) == (0, 1)
             for number, batch in enumerate(trainer.batches(data, 0)):
@@ -409,14 +506,17 @@ def test_trees_resume_and_are_read_by_workers(num_workers, tmp_path):
 class Normalised(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, left, right):
         return {"logits": self.head(self.norm((left * right).view(-1, 2, 2)).flatten(1))}
 
 
 def statistics() -> list[int]:
-    """Return how many batches the BatchNorm layer of this rank has counted after each step of an epoch."""
+    """Return how many batches the BatchNorm layer of this rank has counted after each step of an
+    epoch.
+    """
     data = TensorDataset(numbers(4)[:FEW], numbers(4, seed=1)[:FEW], torch.arange(FEW) % 2)
     with Lab("ddp", device="cpu", timeout=30) as lab:
         trainer = lab.trainer(Normalised().double(), tasks.Classification(), SGD, BATCH, targets=2)

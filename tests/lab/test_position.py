@@ -1,4 +1,6 @@
-"""Epochs are counted once, whether a loop or `fit` trains them: the position, the order of samples, and checkpoints."""
+"""Epochs are counted once, whether a loop or `fit` trains them: the position, the order of samples,
+and checkpoints.
+"""
 
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +18,9 @@ from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import fit as fit_run
 from ddp_lab.training.progress import Progress
 
-SIZE, BATCH = 20, 8  # three steps an epoch, the last one on a partial batch
+# three steps an epoch, the last one on a partial batch
+SIZE = 20
+BATCH = 8
 STEPS = 3
 EPOCHS = 4
 
@@ -47,7 +51,9 @@ def trainer_of(lab: Lab) -> tuple[Trainer, Seen]:
 
 
 def loop(trainer: Trainer, first: int, end: int, stop: int | None = None) -> None:
-    """Train the epochs from `first` to before `end` in a loop, and leave it after the step `stop` of the run."""
+    """Train the epochs from `first` to before `end` in a loop, and leave it after the step `stop`
+    of the run.
+    """
     for epoch in range(first, end):
         for inputs, targets in trainer.batches(data(), epoch):
             trainer.step(inputs, targets)
@@ -84,7 +90,9 @@ def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
 
 
 def run(trainer: Trainer, how: str, epochs: int, stop: int | None = None) -> None:
-    """Train until `epochs` epochs are done, in a loop that begins where the trainer is, or by `fit`."""
+    """Train until `epochs` epochs are done, in a loop that begins where the trainer is, or by
+    `fit`.
+    """
     if how == "loop":
         loop(trainer, trainer.progress.epoch, epochs, stop)
     else:
@@ -115,7 +123,9 @@ def test_epoch_of_the_position_is_the_one_that_a_loop_reads_next(how, first):
         while trainer.progress.epoch < 3:
             for inputs, targets in trainer.batches(data(), trainer.progress.epoch):
                 trainer.step(inputs, targets)
-    assert flat(model.batches) == [number for epoch in range(3) for number in order_of(first + epoch)]
+    assert flat(model.batches) == [
+        number for epoch in range(3) for number in order_of(first + epoch)
+    ]
 
 
 def test_fit_after_a_loop_trains_the_epochs_that_are_left():
@@ -130,14 +140,23 @@ def test_fit_after_a_loop_trains_the_epochs_that_are_left():
 
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["same_trainer", "another_trainer"])
-@pytest.mark.parametrize("stop", [2 * STEPS, 2 * STEPS + 1], ids=["between_epochs", "within_an_epoch"])
-@pytest.mark.parametrize(("before", "after"), [("loop", "fit"), ("fit", "loop"), ("loop", "loop"), ("fit", "fit")])
-def test_run_that_goes_on_otherwise_is_the_run_that_does_not(before, after, stop, resumed, tmp_path):
-    """The samples and their order, the number of epochs, and the weights are those of a run that is never left."""
+@pytest.mark.parametrize(
+    "stop", [2 * STEPS, 2 * STEPS + 1], ids=["between_epochs", "within_an_epoch"]
+)
+@pytest.mark.parametrize(
+    ("before", "after"), [("loop", "fit"), ("fit", "loop"), ("loop", "loop"), ("fit", "fit")]
+)
+def test_run_that_goes_on_otherwise_is_the_run_that_does_not(
+    before, after, stop, resumed, tmp_path
+):
+    """The samples and their order, the number of epochs, and the weights are those of a run that is
+    never left.
+    """
     with Lab(device="cpu") as lab:
         whole, model = trainer_of(lab)
         run(whole, before, EPOCHS)
-        expected, weights = model.batches, full_weights(whole.strategy)
+        expected = model.batches
+        weights = full_weights(whole.strategy)
         trainer, model = trainer_of(lab)
         left = stop if stop % STEPS else None
         run(trainer, before, EPOCHS if left else 2, left)
@@ -152,17 +171,24 @@ def test_run_that_goes_on_otherwise_is_the_run_that_does_not(before, after, stop
         found = batches + model.batches if resumed else model.batches
         assert found == expected
         assert trainer.progress.step == EPOCHS * STEPS
-        assert all(torch.equal(full_weights(trainer.strategy)[name], value) for name, value in weights.items())
+        assert all(
+            torch.equal(full_weights(trainer.strategy)[name], value)
+            for name, value in weights.items()
+        )
         assert trainer.fit(data(), data(), epochs=EPOCHS) == {}
 
 
 @pytest.mark.parametrize(("how", "epoch", "position"), [("loop", 1, (1, 1)), ("fit", 2, (2, 1))])
-def test_checkpoint_of_an_older_version_is_read_as_it_was(how, epoch, position, tmp_path, monkeypatch):
+def test_checkpoint_of_an_older_version_is_read_as_it_was(
+    how, epoch, position, tmp_path, monkeypatch
+):
     """It does not say who wrote it: a loop numbered its epochs from 0, and `fit` from 1."""
     with Lab(device="cpu") as lab:
         trainer, _ = trainer_of(lab)
         run(trainer, how, EPOCHS, stop=STEPS + 1)
-        old = {key: value for key, value in asdict(trainer.position).items() if key != "first_order"} | {"epoch": epoch}
+        old = {
+            key: value for key, value in asdict(trainer.position).items() if key != "first_order"
+        } | {"epoch": epoch}
         trainer.checkpoint(tmp_path)
         trainer, model = trainer_of(lab)
         resume = Checkpoints.resume

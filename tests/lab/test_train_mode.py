@@ -1,4 +1,6 @@
-"""A loop calls the model's `train` as `fit` does: when an evaluation has ended it, and at the beginning of a loop."""
+"""A loop calls the model's `train` as `fit` does: when an evaluation has ended it, and at the
+beginning of a loop.
+"""
 
 from functools import partial
 
@@ -39,13 +41,17 @@ class Frozen(nn.Module):
 
 
 def data() -> TensorDataset:
-    return TensorDataset(torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1))
+    return TensorDataset(
+        torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
+    )
 
 
 def trained(how: str, hides: bool, strategy: str = "single") -> Frozen:
     model = Frozen(hides)
     with Lab(strategy, device="cpu") as lab:
-        trainer = lab.trainer(model, tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=8)
+        trainer = lab.trainer(
+            model, tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=8
+        )
         model.modes.clear()  # those of the construction
         if how == "fit":
             trainer.fit(data(), data(), epochs=EPOCHS)
@@ -75,7 +81,9 @@ def test_backbone_that_train_keeps_in_evaluation_mode_counts_no_batch():
 def test_step_trains_a_model_that_the_user_has_switched_to_evaluation():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     with Lab(device="cpu") as lab:
-        trainer = lab.trainer(model, tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=8)
+        trainer = lab.trainer(
+            model, tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=8
+        )
         for inputs, targets in trainer.batches(data(), 0):
             model.eval()
             trainer.step(inputs, targets)

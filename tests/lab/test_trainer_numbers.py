@@ -27,7 +27,9 @@ from ddp_lab import Lab, launch, tasks
 
 SAMPLES = TensorDataset(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
 SGD = partial(torch.optim.SGD, lr=0.1)
-FIRST, SECOND = 0.675, 0.39875  # the averages after a step, and after two
+# the averages after a step, and after two
+FIRST = 0.675
+SECOND = 0.39875
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +131,9 @@ def test_save_writes_the_averages_if_there_are_any(lab, tmp_path, ema, expected)
     step(trainer)
     trainer.save(tmp_path / "new" / "weights.safetensors")
     found = load_file(tmp_path / "new" / "weights.safetensors")
-    assert {name: value.item() for name, value in found.items()} == {"weight": pytest.approx(expected)}
+    assert {name: value.item() for name, value in found.items()} == {
+        "weight": pytest.approx(expected)
+    }
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights.safetensors"]
 
 
@@ -144,7 +148,9 @@ def test_fit_returns_the_losses_of_training_and_of_the_averages(lab):
 
 
 def test_fit_logs_the_weighted_mean_since_the_last_row(tmp_path):
-    """Rows at steps 1 and 2 of an epoch of two steps, with the samples in the order 2, 1 or 1, 2."""
+    """Rows at steps 1 and 2 of an epoch of two steps, with the samples in the order 2, 1 or 1,
+    2.
+    """
     with Lab(device="cpu", run_dir=tmp_path) as lab:
         trainer = trainer_of(lab, batch_size=1)
         trainer.fit(SAMPLES, SAMPLES, epochs=1, log_every=1)
@@ -217,8 +223,13 @@ def test_lab_is_one_rank_and_logs_numbers_and_tensors(tmp_path, capsys):
         lab.log(epoch=1, loss=torch.tensor(0.25), note="text")
         lab.log(step=7, loss=1 / 3)
         lab.log(loss=0.5)
-    assert capsys.readouterr().out == "two 3\nepoch 1 loss 0.25 note text\nstep 7 loss 0.3333\nloss 0.5\n"
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        capsys.readouterr().out
+        == "two 3\nepoch 1 loss 0.25 note text\nstep 7 loss 0.3333\nloss 0.5\n"
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows == [
         {"kind": "epoch", "epoch": 1, "loss": 0.25, "note": "text"},
         {"kind": "step", "step": 7, "loss": 1 / 3},
@@ -258,8 +269,11 @@ def check_launch_of_two_ranks() -> None:
 
 
 def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
-    """In a new process: another test of this one may have started threads of autograd, which no fork survives."""
-    root, here = Path(__file__).parents[2], Path(__file__).parent
+    """In a new process: another test of this one may have started threads of autograd, which no
+    fork survives.
+    """
+    root = Path(__file__).parents[2]
+    here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"}
     program = "import test_trainer_numbers; test_trainer_numbers.check_launch_of_two_ranks()"
     command = [sys.executable, "-c", program]

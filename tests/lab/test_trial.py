@@ -1,4 +1,6 @@
-"""The trial of a model in a Lab, which has two copies of the example: what it freezes, what it finds, what it leaves alone."""
+"""The trial of a model in a Lab, which has two copies of the example: what it freezes, what it
+finds, what it leaves alone.
+"""
 
 import contextlib
 import io
@@ -24,13 +26,17 @@ KEY = {"find_unused_parameters": True}
 
 
 class Pooled(nn.Module):
-    """A model of which the pooler is not used, with a frozen part, statistics, dropout, and a mask that is expanded."""
+    """A model of which the pooler is not used, with a frozen part, statistics, dropout, and a mask
+    that is expanded.
+    """
 
     def __init__(self):
         super().__init__()
         self.frozen = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False).eval()
-        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.body, self.pooler = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.5)
+        self.body = nn.Linear(4, 2)
+        self.pooler = nn.Linear(4, 4)
         self.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
 
     def forward(self, inputs):
@@ -42,7 +48,8 @@ class Plain(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.pooler = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.body = nn.Linear(4, 2)
+        self.pooler = nn.Linear(4, 4)
 
     def forward(self, inputs):
         return self.body(inputs)
@@ -53,7 +60,8 @@ class Images(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 3)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.head = nn.Linear(2, 3)
 
     def forward(self, images):
         return self.head(self.conv(images).mean((2, 3)))
@@ -61,7 +69,9 @@ class Images(nn.Module):
 
 def samples(size: int = 16) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.rand(size, 4, generator=generator), torch.rand(size, 2, generator=generator))
+    return TensorDataset(
+        torch.rand(size, 4, generator=generator), torch.rand(size, 2, generator=generator)
+    )
 
 
 def train(strategy: str, options: dict, path: str = "", example=True) -> list[float]:
@@ -84,7 +94,8 @@ def refused(strategy: str) -> str:
 def refused_by_the_trial(**options) -> str:
     arguments = {"model": Plain(), "loss": tasks.Regression(), "example": samples()[0]} | options
     with Lab(device="cpu") as lab:
-        model, loss = arguments.pop("model"), arguments.pop("loss")
+        model = arguments.pop("model")
+        loss = arguments.pop("loss")
         with pytest.raises(ConfigError) as error:
             lab.trainer(model, loss, SGD, batch_size=8, **arguments)
     return str(error.value)
@@ -101,18 +112,27 @@ def different_examples() -> str:
     with Lab("ddp", device="cpu", timeout=30) as lab:
         numbers = torch.tensor([lab.rank, 0, 0, 0])  # integers, which the trial keeps
         with pytest.raises(ConfigError) as error:
-            lab.trainer(Chosen(), tasks.Regression(), SGD, batch_size=8, example=(numbers, torch.ones(2)))
+            lab.trainer(
+                Chosen(), tasks.Regression(), SGD, batch_size=8, example=(numbers, torch.ones(2))
+            )
         return str(error.value)
 
 
 def on_two(path: str) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found: dict = {strategy: train(strategy, {}, f"{path}/{strategy}") for strategy in ("scratch", "ddp", "fsdp")}
-        found |= {f"{strategy} with the key": train(strategy, KEY) for strategy in ("scratch", "ddp")}
+        found: dict = {
+            strategy: train(strategy, {}, f"{path}/{strategy}")
+            for strategy in ("scratch", "ddp", "fsdp")
+        }
+        found |= {
+            f"{strategy} with the key": train(strategy, KEY) for strategy in ("scratch", "ddp")
+        }
     found["printed"] = printed.getvalue()
     found |= {f"{strategy} refuses": refused(strategy) for strategy in ("scratch", "ddp")}
     found["different"] = different_examples()
-    data = TensorDataset(torch.randint(0, 256, (8, 1, 6, 6), dtype=torch.uint8), torch.arange(8) % 3)
+    data = TensorDataset(
+        torch.randint(0, 256, (8, 1, 6, 6), dtype=torch.uint8), torch.arange(8) % 3
+    )
     with Lab("ddp", device="cpu", timeout=30) as lab:
         trainer = lab.trainer(Images(), tasks.Classification(), SGD, batch_size=8, example=data[0])
         found["images"] = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
@@ -134,7 +154,9 @@ def alone(folder: str) -> list[float]:
     return train("single", {}, f"{folder}/single")
 
 
-@pytest.mark.parametrize("strategy", ["scratch", "ddp", "fsdp", "scratch with the key", "ddp with the key"])
+@pytest.mark.parametrize(
+    "strategy", ["scratch", "ddp", "fsdp", "scratch with the key", "ddp with the key"]
+)
 def test_model_with_unused_parameters_trains_under_every_strategy(strategy, folder):
     for rank in two(folder):
         assert rank[strategy] == pytest.approx(alone(folder), rel=1e-6)
@@ -161,7 +183,9 @@ def test_notes_are_printed_by_rank_0_only(folder):
 def test_without_a_complete_example_the_error_names_it(strategy, folder):
     for rank in two(folder):
         message = rank[f"{strategy} refuses"]
-        assert message.startswith(f"strategy={strategy}: the parameter pooler.weight got no gradient in a step on rank ")
+        assert message.startswith(
+            f"strategy={strategy}: the parameter pooler.weight got no gradient in a step on rank "
+        )
         assert f'Lab("{strategy}", find_unused_parameters=True)' in message
         assert message.endswith("lab.trainer(..., example=dataset[0])")
 
@@ -181,14 +205,19 @@ def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
         assert modes == {name: module.training for name, module in model.named_modules()}
         assert torch.equal(state, torch.get_rng_state())
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == TRAINED
+        assert [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ] == TRAINED
         return notes
 
     monkeypatch.setattr("ddp_lab.lab.lab.try_model", keep)
     with Lab("ddp", device="cpu") as lab:
         model = Pooled()
         lab.trainer(model, tasks.Regression(), SGD, batch_size=8, example=samples()[0])
-    assert found["notes"] == ["4 parameters are frozen: frozen.0.weight, frozen.0.bias, frozen.1.weight and 1 more", NOTE]
+    assert found["notes"] == [
+        "4 parameters are frozen: frozen.0.weight, frozen.0.bias, frozen.1.weight and 1 more",
+        NOTE,
+    ]
     assert model.mask.is_contiguous()
 
 
@@ -211,17 +240,43 @@ def reduced(outputs, targets):
 
 REFUSED = [
     ({"model": nn.Linear(3, 2)}, "the model: failed for inputs of shape [4]: RuntimeError: "),
-    ({"model": nn.Linear(4, 3)}, "the outputs must have the shape of the targets, [2, 2], got [2, 3]. Change the last layer"),
-    ({"model": nn.LSTM(4, 2)}, "the model: it returns a tuple of 2, but Regression needs one tensor [b, ...] for b samples"),
-    ({"model": Plain().requires_grad_(False)}, "the model: has nothing to train: all parameters are frozen"),
-    ({"loss": raising}, "loss: failed for outputs of [2, 2] and targets of [2, 2], torch.float32, which are two copies"),
-    ({"loss": reduced}, "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use reduction='none'"),
-    ({"example": (torch.rand(4), {})}, "example: the target of a sample must be a tensor or a number, got dict"),
-    ({"example": ([1.0], 2)}, "example: must be a sample of tensors, for example dataset[0], got list"),
+    (
+        {"model": nn.Linear(4, 3)},
+        "the outputs must have the shape of the targets, [2, 2], got [2, 3]. Change the last layer",
+    ),
+    (
+        {"model": nn.LSTM(4, 2)},
+        "the model: it returns a tuple of 2, but Regression needs one tensor [b, ...] for b "
+        "samples",
+    ),
+    (
+        {"model": Plain().requires_grad_(False)},
+        "the model: has nothing to train: all parameters are frozen",
+    ),
+    (
+        {"loss": raising},
+        "loss: failed for outputs of [2, 2] and targets of [2, 2], torch.float32, which are two "
+        "copies",
+    ),
+    (
+        {"loss": reduced},
+        "the loss must return unreduced losses, [2, ...] for 2 samples, got []. Use "
+        "reduction='none'",
+    ),
+    (
+        {"example": (torch.rand(4), {})},
+        "example: the target of a sample must be a tensor or a number, got dict",
+    ),
+    (
+        {"example": ([1.0], 2)},
+        "example: must be a sample of tensors, for example dataset[0], got list",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED]
+)
 def test_mistake_that_the_trial_finds_is_one_message(options, message):
     assert message in refused_by_the_trial(**options)
 
@@ -233,7 +288,8 @@ def test_failure_of_the_loss_is_not_called_one_of_the_model():
 def test_ranks_with_different_examples_are_refused(folder):
     for rank in two(folder):
         assert rank["different"].startswith(
-            "example: for that of rank 1 the model uses other parameters than for that of rank 0, for example pooler.bias. "
+            "example: for that of rank 1 the model uses other parameters than for that of rank 0, "
+            "for example pooler.bias. "
         )
 
 
@@ -241,4 +297,6 @@ def test_expanded_parameter_is_refused_by_name():
     model = Plain()
     model.body.bias = nn.Parameter(torch.ones(1).expand(2))
     message = refused_by_the_trial(model=model, example=None)
-    assert message.startswith("the model: the parameter body.bias is expanded: several of its elements share one place")
+    assert message.startswith(
+        "the model: the parameter body.bias is expanded: several of its elements share one place"
+    )

@@ -1,4 +1,6 @@
-"""What a trial leaves as it was: counters and schedules of models and losses, and random states, under every strategy."""
+"""What a trial leaves as it was: counters and schedules of models and losses, and random states,
+under every strategy.
+"""
 
 import random
 from collections import deque
@@ -50,7 +52,13 @@ class Scheduled(nn.Module):
         self.table["seen"].add(self.calls)
         self.average += 1
         drawn = torch.rand((), generator=self.generator).to(inputs)
-        factor = len(self.history) + sum(self.recent) + len(self.table["seen"]) + float(self.average) + drawn
+        factor = (
+            len(self.history)
+            + sum(self.recent)
+            + len(self.table["seen"])
+            + float(self.average)
+            + drawn
+        )
         return self.layer(inputs) / (1 + factor * self.calls)
 
 
@@ -62,7 +70,9 @@ class Draws(nn.Module):
 
 
 def make_loss():
-    """Return a loss with a schedule in the variables of a closure, and in an attribute of the function."""
+    """Return a loss with a schedule in the variables of a closure, and in an attribute of the
+    function.
+    """
     calls = 0
 
     def loss(outputs, targets):
@@ -82,10 +92,17 @@ def data() -> TensorDataset:
 
 
 def chain() -> Chain:
-    return Chain((4,), first=Scheduled(), second=nn.Sequential(nn.Linear(4, 4), Draws()), last=nn.Linear(4, 4))
+    return Chain(
+        (4,),
+        first=Scheduled(),
+        second=nn.Sequential(nn.Linear(4, 4), Draws()),
+        last=nn.Linear(4, 4),
+    )
 
 
-def losses(strategy: str, example: bool = True, make=chain, loss=make_loss, **options) -> list[float]:
+def losses(
+    strategy: str, example: bool = True, make=chain, loss=make_loss, **options
+) -> list[float]:
     random.seed(5), np.random.seed(5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -95,7 +112,11 @@ def losses(strategy: str, example: bool = True, make=chain, loss=make_loss, **op
             model = make()
             given = {"example": samples[0]} if example else {}
             trainer = lab.trainer(model, loss(), SGD, batch_size=4, **given)
-            return [trainer.step(*batch).item() for epoch in range(2) for batch in trainer.batches(samples, epoch)]
+            return [
+                trainer.step(*batch).item()
+                for epoch in range(2)
+                for batch in trainer.batches(samples, epoch)
+            ]
     finally:
         torch.set_default_dtype(before)
 
@@ -138,8 +159,11 @@ class Changing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.swapped, self.written = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.slots, self.plain, self.numbers = Slotted(), random.Random(1), np.random.default_rng(1)
+        self.swapped = nn.Linear(2, 2)
+        self.written = nn.Linear(2, 2)
+        self.slots = Slotted()
+        self.plain = random.Random(1)
+        self.numbers = np.random.default_rng(1)
 
     def forward(self, inputs):
         self.slots.calls += 1
@@ -156,7 +180,11 @@ def state_of(model: Changing) -> list:
     values = [value.tolist() for value in model.state_dict().values()]
     trained = [parameter.requires_grad for parameter in model.parameters()]
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    generators = model.plain.getstate(), model.numbers.bit_generator.state, torch.get_rng_state().tolist()
+    generators = (
+        model.plain.getstate(),
+        model.numbers.bit_generator.state,
+        torch.get_rng_state().tolist(),
+    )
     gradients = [parameter.grad for parameter in model.parameters()]
     return [values, trained, places, generators, gradients, model.slots.calls, model.training]
 

@@ -1,4 +1,6 @@
-"""Elastic restarts over two torchrun agents, which stand for two nodes, and a node that is lost and comes back."""
+"""Elastic restarts over two torchrun agents, which stand for two nodes, and a node that is lost and
+comes back.
+"""
 
 import re
 import socket
@@ -11,11 +13,13 @@ from launches import SMALL, finish, launch, newest, only_run, read_metrics, star
 
 EPOCHS = 4
 OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_steps=3"]
-RESTARTABLE = "python -m ddp_lab train"  # an agent of torchrun itself that is started again cannot join
+# an agent of torchrun itself that is started again cannot join
+RESTARTABLE = "python -m ddp_lab train"
 
 
 class Agents:
-    """Two agents, of which the second one has the first ranks, because its address comes first; the first opens the store.
+    """Two agents, of which the second one has the first ranks, because its address comes first; the
+    first opens the store.
 
     Args:
         runs: the config's `runs_dir`.
@@ -35,25 +39,36 @@ class Agents:
         ranks: tuple[int, int] = (1, 1),
         program: str = "torchrun",
     ):
-        self.runs, self.faults, self.ranks = runs, faults, ranks
+        self.runs = runs
+        self.faults = faults
+        self.ranks = ranks
         with socket.socket() as free:
             free.bind(("localhost", 0))
             endpoint = f"localhost:{free.getsockname()[1]}"
-        self.line = f"{program} {options} --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint={endpoint}"
+        self.line = (
+            f"{program} {options} --rdzv-backend=c10d --rdzv-id=agents --rdzv-endpoint={endpoint}"
+        )
         self.overrides = [*OVERRIDES, f"runs_dir={runs}", *overrides]
         self.processes = [self.start(0), self.start(1)]
 
     def start(self, agent: int) -> subprocess.Popen:
-        line = f"{self.line} --rdzv-conf=is_host={1 - agent},last_call_timeout=10 --local-addr=127.0.0.{2 - agent}"
+        line = (
+            f"{self.line} --rdzv-conf=is_host={1 - agent},last_call_timeout=10 "
+            f"--local-addr=127.0.0.{2 - agent}"
+        )
         fault = [f"inject={self.faults[agent]}"] if self.faults[agent] else []
         script = "train.py" if line.startswith("torchrun") else ""
-        return start(f"{line} --nproc_per_node={self.ranks[agent]} {script}", *self.overrides, *fault)
+        return start(
+            f"{line} --nproc_per_node={self.ranks[agent]} {script}", *self.overrides, *fault
+        )
 
     def await_fault(self, agent: int) -> None:
         """Wait until a rank of this agent sleeps, because `slow` is injected."""
 
         def injected() -> bool:
-            return any(self.faults[agent] in path.read_text() for path in self.runs.glob("*/.injected"))
+            return any(
+                self.faults[agent] in path.read_text() for path in self.runs.glob("*/.injected")
+            )
 
         wait_for(self.faults[agent], injected, 120)
 
@@ -63,7 +78,10 @@ class Agents:
         self.processes[1].communicate(timeout=30)
 
     def finish(self) -> Path:
-        """Assert that the agents succeed and that every epoch was recorded once, in one directory. Return the directory."""
+        """Assert that the agents succeed and that every epoch was recorded once, in one directory.
+
+        Return the directory.
+        """
         outputs = [finish(agent, timeout=120) for agent in self.processes]
         assert [code for code, _ in outputs] == [0, 0], outputs
         run = only_run(self.runs)
@@ -75,7 +93,9 @@ class Agents:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
     runs = tmp_path_factory.mktemp("undisturbed")
-    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={runs}")
+    code, output = launch(
+        "torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={runs}"
+    )
     assert code == 0, output
     return newest(only_run(runs))["model"]
 
@@ -88,7 +108,10 @@ def test_rank_that_crashes_is_restarted_with_the_ranks_of_the_other_agent(tmp_pa
 
 @pytest.mark.slow
 def test_run_continues_without_a_lost_node_and_takes_it_back(undisturbed, tmp_path):
-    """With --nnodes=1:2. The lost node had rank 0, so the run directory is chosen on three nodes one after another."""
+    """With --nnodes=1:2.
+
+    The lost node had rank 0, so the run directory is chosen on three nodes one after another.
+    """
     faults = "slow@rank=0,step=14", "slow@rank=0,step=8"
     agents = Agents(tmp_path, "--nnodes=1:2 --max-restarts=3", faults=faults, program=RESTARTABLE)
     agents.await_fault(1)
@@ -110,4 +133,9 @@ def test_rest_of_the_nodes_whose_ranks_do_not_divide_the_batch_is_refused(tmp_pa
     agents.kill_second()
     code, output = finish(agents.processes[0], timeout=120)
     assert code == 2, output
-    assert output.count("error: batch_size=27: is the global batch and must be divisible by the 2 replicas") == 1, output
+    assert (
+        output.count(
+            "error: batch_size=27: is the global batch and must be divisible by the 2 replicas"
+        )
+        == 1
+    ), output

@@ -25,7 +25,9 @@ def test_exception_of_a_rank_is_written_to_its_error_file_alone(monkeypatch, tmp
     with pytest.raises(SystemExit) as ended, user_errors():
         raise RuntimeError("a bug")
     assert (ended.value.code, capsys.readouterr().err) == (1, "")
-    callstack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    callstack = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"][
+        "py_callstack"
+    ]
     assert callstack.startswith("Traceback")
     assert callstack.endswith("RuntimeError: a bug\n")
 

@@ -1,4 +1,6 @@
-"""Of several ranks' errors, users see the first cause: the error of their own class, from a rank that raised it."""
+"""Of several ranks' errors, users see the first cause: the error of their own class, from a rank
+that raised it.
+"""
 
 import json
 import os
@@ -90,7 +92,13 @@ def chained(first: Exception, then: Exception) -> Exception:
         (dist.DistNetworkError("failed to recv"), True),
         (dist.DistStoreError("wait timeout after 100ms, keys: /a"), True),
         (dist.DistBackendError("a rank has left"), True),
-        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1"), True),
+        (
+            RuntimeError(
+                "[third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer "
+                "[127.0.0.1]:1"
+            ),
+            True,
+        ),
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (OtherRankError("rank 0 raised TypeError: a"), True),
         (TypeError("a bug"), False),
@@ -109,7 +117,9 @@ def test_errors_that_follow_from_another_ranks_end_are_known(error, expected):
 def test_record_of_an_exception_has_its_rank_type_text_and_place():
     error = from_record(to_record(failed(TypeError("a bug.")), 3))
     assert type(error) is OtherRankError
-    assert re.fullmatch(r"rank 3 raised TypeError: a bug \(test_first_cause.py, line \d+\)", str(error))
+    assert re.fullmatch(
+        r"rank 3 raised TypeError: a bug \(test_first_cause.py, line \d+\)", str(error)
+    )
     assert str(from_record(to_record(error, 1))) == str(error), "it is passed on again unchanged"
     mistake = from_record(to_record(ConfigError("lr=x: must be a number"), 3))
     assert (type(mistake), str(mistake)) == (ConfigError, "lr=x: must be a number")
@@ -140,11 +150,15 @@ def test_answer_carries_any_exception(own_store):
         port = free.getsockname()[1]
     first, second = run_world(2, raise_in_an_answer, own_store, port, timeout=60)
     assert first == "KeyError: 'a bug'"
-    assert re.fullmatch(r"OtherRankError: rank 0 raised KeyError: 'a bug' \(test_first_cause.py, line \d+\)", second)
+    assert re.fullmatch(
+        r"OtherRankError: rank 0 raised KeyError: 'a bug' \(test_first_cause.py, line \d+\)", second
+    )
 
 
 def work_of_all(failing: int, kind: type[Exception]) -> str:
-    """Do a work of all ranks that one of them cannot do, while the others already ask a question."""
+    """Do a work of all ranks that one of them cannot do, while the others already ask a
+    question.
+    """
 
     def work() -> str:
         if runtime.rank == failing:
@@ -166,7 +180,11 @@ def test_work_that_one_rank_cannot_do_fails_on_all_ranks_at_once(failing, kind):
     found = run_world(3, work_of_all, failing, kind, timeout=60)
     own = found.pop(failing)
     assert own == f"{kind.__name__}: {kind('impossible')}"
-    others = "ConfigError: impossible" if kind is ConfigError else f"OtherRankError: rank {failing} raised KeyError: "
+    others = (
+        "ConfigError: impossible"
+        if kind is ConfigError
+        else f"OtherRankError: rank {failing} raised KeyError: "
+    )
     assert all(text.startswith(others) for text in found), found
     assert time.monotonic() - begin < 60
 
@@ -177,7 +195,9 @@ def test_work_that_all_ranks_can_do_returns_each_ranks_result():
 
 def succeed_everywhere() -> str:
     with Runtime("cpu", timeout=30) as runtime:
-        return runtime.succeed("work", lambda: f"{runtime.rank} {runtime.agree('inner', lambda: 'done')}")
+        return runtime.succeed(
+            "work", lambda: f"{runtime.rank} {runtime.agree('inner', lambda: 'done')}"
+        )
 
 
 def failure_of(rank: int, tmp_path: Path, monkeypatch, **options) -> ProcessFailure:
@@ -188,7 +208,9 @@ def failure_of(rank: int, tmp_path: Path, monkeypatch, **options) -> ProcessFail
     return ProcessFailure(rank, 1, options.get("code", 1), str(file))
 
 
-def test_first_error_is_shown_by_fractions_of_a_second_and_network_errors_last(tmp_path, monkeypatch, capsys):
+def test_first_error_is_shown_by_fractions_of_a_second_and_network_errors_last(
+    tmp_path, monkeypatch, capsys
+):
     now = float(int(time.time()))
     failures = {
         0: failure_of(0, tmp_path, monkeypatch, began=now + 0.1, secondary=True),

@@ -12,7 +12,8 @@ ENVIRONMENT = {"HOME": "/root", "X": "y"}
 def expand(argument: str) -> str:
     """Return an argument as a container gets it, by the rules of Kubernetes.
 
-    $$ becomes a dollar sign, $(NAME) the value of a variable that is set; anything else is unchanged.
+    $$ becomes a dollar sign, $(NAME) the value of a variable that is set; anything else is
+    unchanged.
     https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
     """
 

@@ -1,6 +1,8 @@
-"""A run over two machines with their own host names, /dev/shm and network, which share only the run directory.
+"""A run over two machines with their own host names, /dev/shm and network, which share only the run
+directory.
 
-The machines are namespaces of this one with a virtual cable. They need root privileges and iproute2.
+The machines are namespaces of this one with a virtual cable. They need root privileges and
+iproute2.
 """
 
 import os
@@ -25,7 +27,10 @@ OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}", "checkpoint.every_s
 REPORTED = 10.0  # seconds within which a lost node is reported
 BUSY = 5.0  # additional seconds on a busy machine
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-SET_UP = 'hostname "$1" && mount -t tmpfs none /dev/shm && mount --bind "$2" /etc/hosts && echo ready && exec sleep infinity'
+SET_UP = (
+    'hostname "$1" && mount -t tmpfs none /dev/shm && mount --bind "$2" /etc/hosts && echo ready '
+    "&& exec sleep infinity"
+)
 
 
 def ip(*words: str) -> None:
@@ -53,7 +58,20 @@ def cable(names: tuple[str, str]) -> Iterator[None]:
         for name in names:
             ip("netns", "add", name)
             made.append(name)
-        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+        ip(
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", name)
             for device in ("lo", name):
@@ -102,7 +120,10 @@ def two_machines(folder: Path) -> Iterator[list[Machine]]:
     """Return two machines that know each other by name. Skip the test where they cannot be made."""
     names = f"node0-{os.getpid()}", f"node1-{os.getpid()}"
     hosts = folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, names, strict=True)))
+    hosts.write_text(
+        "127.0.0.1 localhost\n"
+        + "".join(f"{a} {n}\n" for a, n in zip(ADDRESSES, names, strict=True))
+    )
     with ExitStack() as stack:
         try:
             stack.enter_context(cable(names))
@@ -112,12 +133,17 @@ def two_machines(folder: Path) -> Iterator[list[Machine]]:
         for machine in machines:
             stack.callback(machine.close)
         if any(machine.ready != "ready\n" for machine in machines):
-            pytest.skip(f"needs the right to make namespaces: {[machine.ready for machine in machines]}")
+            pytest.skip(
+                f"needs the right to make namespaces: {[machine.ready for machine in machines]}"
+            )
         yield machines
 
 
 def start_node(machines: list[Machine], node: int, runs: Path):
-    """Start torchrun on a machine. Node 1 sleeps before step 8 and node 0 before step 14: there the test interferes."""
+    """Start torchrun on a machine.
+
+    Node 1 sleeps before step 8 and node 0 before step 14: there the test interferes.
+    """
     options = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=run"
     endpoint = f"--rdzv-endpoint={machines[0].name}:29500 --rdzv-conf=is_host={1 - node}"
     fault = f"inject=slow@rank={node},step={14 - 6 * node}"
@@ -126,7 +152,11 @@ def start_node(machines: list[Machine], node: int, runs: Path):
 
 
 def await_fault(run: Path, fault: str) -> None:
-    wait_for(fault, lambda: (run / ".injected").exists() and fault in (run / ".injected").read_text(), 120)
+    wait_for(
+        fault,
+        lambda: (run / ".injected").exists() and fault in (run / ".injected").read_text(),
+        120,
+    )
 
 
 def read(path: Path) -> dict:
@@ -134,35 +164,54 @@ def read(path: Path) -> dict:
 
 
 def test_run_survives_a_lost_machine_and_resumes_after_a_preemption(tmp_path):
-    runs, run = tmp_path / "runs", tmp_path / "runs" / "run"
+    runs = tmp_path / "runs"
+    run = tmp_path / "runs" / "run"
     with two_machines(tmp_path) as machines:
         agents = [start_node(machines, node, runs) for node in (0, 1)]
         await_fault(run, "step=8")
         table = read(run / "status.json")["heartbeats"]
         assert os.readlink(table).startswith("/dev/shm/ddp_lab-")
-        wait_for("the table without a name, which would remain of a lost node", lambda: "(deleted)" in os.readlink(table), 10)
+        wait_for(
+            "the table without a name, which would remain of a lost node",
+            lambda: "(deleted)" in os.readlink(table),
+            10,
+        )
 
         machines[1].connect("down")  # first, so that nobody is informed that its processes end
         agents[1].kill()
         lost = time.time()
         failure = wait_for("failure.json", lambda: read(run / "failure.json"), 60)
-        assert (failure["kind"], failure["rank"], failure["host"]) == ("lost_node", 1, machines[1].name)
+        assert (failure["kind"], failure["rank"], failure["host"]) == (
+            "lost_node",
+            1,
+            machines[1].name,
+        )
         assert failure["time"] - lost < REPORTED + BUSY
         machines[1].connect("up")
         agents[1] = start_node(machines, 1, runs)
 
         await_fault(run, "step=14")
-        assert "started again after error: rank 1 on " + machines[1].name in (run / "train.log").read_text()
+        assert (
+            "started again after error: rank 1 on " + machines[1].name
+            in (run / "train.log").read_text()
+        )
         for agent in agents:
             os.kill(agent.pid, signal.SIGTERM)
         outputs = [finish(agent, timeout=60) for agent in agents]
         assert read(run / "status.json")["status"] == "preempted", outputs
 
-        outputs = [finish(agent, timeout=120) for agent in [start_node(machines, node, runs) for node in (0, 1)]]
+        outputs = [
+            finish(agent, timeout=120)
+            for agent in [start_node(machines, node, runs) for node in (0, 1)]
+        ]
         assert [code for code, _ in outputs] == [0, 0], outputs
     assert read(run / "status.json")["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(run)] == list(range(1, EPOCHS + 1))
-    code, output = launch("torchrun --standalone --nproc_per_node=2 train.py", *OVERRIDES, f"runs_dir={tmp_path / 'one'}")
+    code, output = launch(
+        "torchrun --standalone --nproc_per_node=2 train.py",
+        *OVERRIDES,
+        f"runs_dir={tmp_path / 'one'}",
+    )
     assert code == 0, output
     expected = newest(tmp_path / "one" / "run")["model"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in newest(run)["model"].items())

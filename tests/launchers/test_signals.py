@@ -1,4 +1,6 @@
-"""How `ddp-lab train` and `train.py` end by each signal of docs/running.md, before training and in it."""
+"""How `ddp-lab train` and `train.py` end by each signal of docs/running.md, before training and in
+it.
+"""
 
 import json
 import signal
@@ -31,7 +33,8 @@ def test_signal_during_training_saves_a_checkpoint_and_is_the_exit_code(command,
     where = [f"runs_dir={tmp_path}", "name=mine"]
     process = start(line, *SMALL, strategy, "epochs=100000", *where, stderr=subprocess.PIPE)
     run_dir = tmp_path / "mine"
-    wait_for_heartbeat(run_dir, 0, lambda record: record["step"] > 6)  # step 7 has begun, so 6 are done
+    # step 7 has begun, so 6 are done
+    wait_for_heartbeat(run_dir, 0, lambda record: record["step"] > 6)
     process.send_signal(number)
     code, output, errors = end_of(process)
     assert (code, errors) == (CODES[number], ""), output

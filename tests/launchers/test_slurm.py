@@ -23,9 +23,11 @@ from ddp_lab.launchers.schedulers import outcome
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 EPOCHS = 8
 TWO_NODES = ["--nodes=2", "--cpus-per-task=2"]
-# Not ddp: on more than two ranks it resumes only up to rounding errors, because DDP's first step sums in another order.
+# Not ddp: on more than two ranks it resumes only up to rounding errors, because DDP's first step
+# sums in another order.
 OVERRIDES = [*SMALL, "strategy=scratch", f"epochs={EPOCHS}"]
-SLOW = "inject=slow@rank=0,step=12"  # a step of three seconds in epoch 3, during which the signal arrives
+# a step of three seconds in epoch 3, during which the signal arrives
+SLOW = "inject=slow@rank=0,step=12"
 AGAIN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD"}
 
 
@@ -41,12 +43,17 @@ def cluster(tmp_path_factory):
 class Job:
     """A submitted train.sbatch and its results."""
 
-    def __init__(self, cluster: Cluster, runs: Path, options: list[str], *overrides: str, **env: str):
-        self.cluster, self.runs = cluster, runs
+    def __init__(
+        self, cluster: Cluster, runs: Path, options: list[str], *overrides: str, **env: str
+    ):
+        self.cluster = cluster
+        self.runs = runs
         self.out = runs / "job.out"
         options = [f"--chdir={ROOT}", f"--output={self.out}", "--parsable", *options]
         env = {"NPROC_PER_NODE": "2"} | env
-        self.id = cluster.run("sbatch", *options, str(SCRIPT), f"runs_dir={runs}", *overrides, **env)
+        self.id = cluster.run(
+            "sbatch", *options, str(SCRIPT), f"runs_dir={runs}", *overrides, **env
+        )
         self.dir = runs / f"slurm-{self.id}"
 
     def report(self) -> str:
@@ -63,18 +70,26 @@ class Job:
     def end(self, timeout: float = 240) -> tuple[str, int]:
         """Wait for the end of the job and return its final state and exit code."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
-        state = self.wait("end of the job", lambda: (now := self.state())["JobState"] in over and now, timeout)
+        state = self.wait(
+            "end of the job", lambda: (now := self.state())["JobState"] in over and now, timeout
+        )
         return state["JobState"], int(state["ExitCode"].split(":")[0])
 
     def train(self, epochs: int) -> None:
         """Wait until `epochs` epochs are done."""
         metrics = self.dir / "metrics.jsonl"
-        self.wait(f"epoch {epochs}", lambda: metrics.exists() and metrics.read_text().count("\n") >= epochs)
+        self.wait(
+            f"epoch {epochs}",
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= epochs,
+        )
 
     def start_again(self) -> None:
         """Start the requeued job now; Slurm would wait two minutes."""
-        self.wait("requeue", lambda: (now := self.state())["Restarts"] == "1" and now["JobState"] in AGAIN)
-        # Not in the same second in which it ended: Slurm would confuse the new start with the old one.
+        self.wait(
+            "requeue", lambda: (now := self.state())["Restarts"] == "1" and now["JobState"] in AGAIN
+        )
+        # Not in the same second in which it ended: Slurm would confuse the new start with the old
+        # one.
         self.cluster.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
 
     def status(self) -> dict:
@@ -86,19 +101,28 @@ def parent(pid: int) -> int:
 
 
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
-    """Assert that a job trained every epoch once and ended with the same weights as an undisturbed one."""
+    """Assert that a job trained every epoch once and ended with the same weights as an undisturbed
+    one.
+    """
     assert job.end() == ("COMPLETED", 0), job.report()
     assert job.status()["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
-    weights, expected = newest(job.dir)["model"], newest(undisturbed.dir)["model"]
+    weights = newest(job.dir)["model"]
+    expected = newest(undisturbed.dir)["model"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.fixture(scope="module")
 def forking(cluster) -> dict[str, str]:
-    """Return the environment variables of jobs whose torchrun forks its ranks. Signals do not reach their other commands."""
-    return {"PATH": f"{programs() / 'agent'}:{cluster.env['PATH']}", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+    """Return the environment variables of jobs whose torchrun forks its ranks.
+
+    Signals do not reach their other commands.
+    """
+    return {
+        "PATH": f"{programs() / 'agent'}:{cluster.env['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{SUPPORT}",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +134,26 @@ def undisturbed(cluster, forking, tmp_path_factory) -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["time limit", "higher partition"])
-def test_preempted_job_is_requeued_and_ends_with_the_same_weights(by, cluster, forking, undisturbed, tmp_path):
-    """A higher partition sends SIGTERM to the step's processes, not to the script. resume=never is for the first start only."""
+def test_preempted_job_is_requeued_and_ends_with_the_same_weights(
+    by, cluster, forking, undisturbed, tmp_path
+):
+    """A higher partition sends SIGTERM to the step's processes, not to the script. resume=never is
+    for the first start only.
+    """
     job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, "resume=never", **forking)
     job.train(epochs=2)
     if by == "time limit":
-        cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # what Slurm does for --signal=B:USR1@60
+        # what Slurm does for --signal=B:USR1@60
+        cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     else:
-        cluster.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/wanted.out", "--wrap=true")
+        cluster.run(
+            "sbatch",
+            "--partition=high",
+            "--nodes=2",
+            "--exclusive",
+            f"--output={tmp_path}/wanted.out",
+            "--wrap=true",
+        )
     job.start_again()
     assert job.status()["status"] == "preempted", job.report()
     assert 10 <= job.status()["step"] < 5 * EPOCHS  # 10 if the signal arrived before step 11
@@ -132,19 +168,36 @@ def srun(cluster: Cluster, options: str, *command: str) -> subprocess.CompletedP
 
 
 @pytest.mark.slow
-def test_tasks_that_are_not_ranks_are_refused_once_and_one_on_each_node_starts_the_ranks(cluster, tmp_path):
+def test_tasks_that_are_not_ranks_are_refused_once_and_one_on_each_node_starts_the_ranks(
+    cluster, tmp_path
+):
     """The second line is the one that the message of the first one advises."""
     runs = f"runs_dir={tmp_path / 'runs'}"
     done = srun(cluster, "--nodes=2 --ntasks=4", "train.py", "strategy=ddp", runs)
     assert done.returncode == 2
-    assert done.stderr.count("error: srun started 4 tasks (SLURM_STEP_NUM_TASKS=4), which are not ranks") == 1, done.stderr
+    assert (
+        done.stderr.count(
+            "error: srun started 4 tasks (SLURM_STEP_NUM_TASKS=4), which are not ranks"
+        )
+        == 1
+    ), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--nproc=2", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"]
-    done = srun(cluster, "--nodes=2 --ntasks-per-node=1", "-m", "ddp_lab", "train", *options, *OVERRIDES, "epochs=1", runs)
+    done = srun(
+        cluster,
+        "--nodes=2 --ntasks-per-node=1",
+        "-m",
+        "ddp_lab",
+        "train",
+        *options,
+        *OVERRIDES,
+        "epochs=1",
+        runs,
+    )
     assert done.returncode == 0, done.stderr
     assert "4 ranks, global batch 24" in done.stdout
     assert len(list((tmp_path / "runs").iterdir())) == 1
@@ -163,12 +216,18 @@ def test_cancelled_job_saves_and_is_not_requeued(cluster, forking, tmp_path):
 
 
 def test_overrides_reach_torchrun_unchanged(cluster, tmp_path):
-    """The fake torchrun records its arguments. Its exit code 0 is no success: no rank recorded the end of the run."""
+    """The fake torchrun records its arguments.
+
+    Its exit code 0 is no success: no rank recorded the end of the run.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     recorded = tmp_path / "arguments.json"
     torchrun = programs / "torchrun"
-    torchrun.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(recorded)!r}, 'w'))\n")
+    torchrun.write_text(
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(recorded)!r}, "
+        "'w'))\n"
+    )
     torchrun.chmod(0o755)
     bad = tmp_path / "executed"
     overrides = [
@@ -188,7 +247,12 @@ def test_overrides_reach_torchrun_unchanged(cluster, tmp_path):
     assert job.end() == ("FAILED", 1), job.report()
     arguments = json.loads(recorded.read_text())
     module = arguments.index("-m")
-    assert arguments[module + 1 :] == ["ddp_lab", f"name=slurm-{job.id}", f"runs_dir={tmp_path}", *overrides]
+    assert arguments[module + 1 :] == [
+        "ddp_lab",
+        f"name=slurm-{job.id}",
+        f"runs_dir={tmp_path}",
+        *overrides,
+    ]
     assert "--nproc-per-node=2" in arguments
     assert not bad.exists()
 
@@ -197,19 +261,24 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
     where = [f"runs_dir={tmp_path}", "name=run", "epochs=3"]
     assert outcome("7.1", where) == "none"
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "status.json").write_text(json.dumps({"status": "preempted", "launch": "7.0"}))
+    (tmp_path / "run" / "status.json").write_text(
+        json.dumps({"status": "preempted", "launch": "7.0"})
+    )
     assert (outcome("7.0", where), outcome("7.1", where)) == ("preempted", "none")
 
 
 @pytest.mark.slow
 def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
-    """Slurm considers a node that does not respond dead and starts its job on the other node, but the job is still running."""
+    """Slurm considers a node that does not respond dead and starts its job on the other node, but
+    the job is still running.
+    """
     overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
     job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)
     job.train(epochs=2)
     writer = read_heartbeat(job.dir, 0)["pid"]
     torchrun = parent(writer)
-    daemon = parent(parent(torchrun))  # slurmstepd of this job step; a shell is between it and torchrun
+    # slurmstepd of this job step; a shell is between it and torchrun
+    daemon = parent(parent(torchrun))
     before = (job.dir / "metrics.jsonl").read_text()
     node = job.state()["NodeList"]
     cluster.kill_node(node)
@@ -239,9 +308,17 @@ def at_cluster(cluster, monkeypatch) -> None:
 
 
 def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_path):
-    given = [*SMALL, "strategy=scratch", "epochs=1", f"runs_dir={quote(str(tmp_path))}", "name=mine"]
+    given = [
+        *SMALL,
+        "strategy=scratch",
+        "epochs=1",
+        f"runs_dir={quote(str(tmp_path))}",
+        "name=mine",
+    ]
     options = ["--", f"--output={tmp_path}/job.out", "--parsable"]
-    code, output = launch("python -m ddp_lab submit slurm --nodes 2 --gpus 0 --yes", *given, *options)
+    code, output = launch(
+        "python -m ddp_lab submit slurm --nodes 2 --gpus 0 --yes", *given, *options
+    )
     assert code == 0, output
     assert output.startswith(SCRIPT.read_text())
     number = output.split()[-1]

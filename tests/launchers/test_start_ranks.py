@@ -34,11 +34,24 @@ TWO = "python -m ddp_lab train --nproc 2"
     [
         ("--nproc 0", "--nproc 0: must be an integer of at least 1"),
         ("epochs=1 --nproc", "--nproc: expected a value"),
-        ("--max-restarts x", "argument --max-restarts/--max_restarts: invalid int value: 'x'; see ddp-lab train --help"),
+        (
+            "--max-restarts x",
+            "argument --max-restarts/--max_restarts: invalid int value: 'x'; see ddp-lab train "
+            "--help",
+        ),
         ("--nprocs=2", "unrecognized arguments: --nprocs=2; see ddp-lab train --help"),
-        ("--nnodes 2 --nproc 2", "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine"),
-        ("--nnodes 2 --rdzv-endpoint no-such-host.invalid:1", "no-such-host.invalid:1: cannot be resolved on "),
-        ("--nproc 2 -m seed=1,2", "`ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`"),
+        (
+            "--nnodes 2 --nproc 2",
+            "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint no-such-host.invalid:1",
+            "no-such-host.invalid:1: cannot be resolved on ",
+        ),
+        (
+            "--nproc 2 -m seed=1,2",
+            "`ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`",
+        ),
         ("--nproc 2 --info", "--nproc: cannot be combined with --info"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
@@ -91,7 +104,9 @@ def test_lost_connection_of_launchers_refers_to_the_output_of_another_machine(mo
     monkeypatch.setenv(OWN_STORE, "1")
     options, overrides = read_options(["--nproc", "2", "strategy=ddp"])
     assert start_ranks(options, overrides) == 1
-    assert re.search(r"has failed.*\)\. If the ranks .* output of another machine has", capsys.readouterr().err)
+    assert re.search(
+        r"has failed.*\)\. If the ranks .* output of another machine has", capsys.readouterr().err
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -123,14 +138,22 @@ def test_port_in_use_is_named_in_one_line():
         port = server.getsockname()[1]
         code, output = launch(f"{TWO} --master-addr localhost --master-port {port} strategy=ddp")
     assert code == 1
-    assert output.startswith("error: the ranks were not started: the port is in use; choose another one, the same on ")
+    assert output.startswith(
+        "error: the ranks were not started: the port is in use; choose another one, the same on "
+    )
     assert f"port: {port}," in output
     assert output.count("\n") == 1
 
 
 def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
     """`train.py | head -1`."""
-    process = start("python train.py", *SMALL, "epochs=100000", f"runs_dir={tmp_path}/runs", stderr=subprocess.PIPE)
+    process = start(
+        "python train.py",
+        *SMALL,
+        "epochs=100000",
+        f"runs_dir={tmp_path}/runs",
+        stderr=subprocess.PIPE,
+    )
     process.stdout.readline()
     process.stdout.close()
     errors = process.stderr.read()
@@ -142,8 +165,10 @@ def test_closed_pipe_stops_the_run_with_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("nnodes", "variables", "refused"),
     [
-        ("2", "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_NTASKS=4", None),  # the last one as in the shell of salloc
-        ("1:2", "SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NUM_NODES=3", None),  # one machine waits until another one leaves
+        # the last one as in the shell of salloc
+        ("2", "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_NTASKS=4", None),
+        # one machine waits until another one leaves
+        ("1:2", "SLURM_STEP_NUM_TASKS=3 SLURM_STEP_NUM_NODES=3", None),
         ("2", "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2", "srun"),
         ("1:1", "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2", "srun"),
         ("1", "SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NUM_NODES=1", None),
@@ -161,7 +186,10 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
     with pytest.raises(error) if error else nullcontext() as raised:
         refuse_tasks(is_large(Namespace(nnodes=nnodes)))
     if error is ConfigError:
-        assert re.match(rf"{refused} started (\d) tasks \(.*\), which are not ranks\. .*train --nproc \1 ", str(raised.value))
+        assert re.match(
+            rf"{refused} started (\d) tasks \(.*\), which are not ranks\. .*train --nproc \1 ",
+            str(raised.value),
+        )
 
 
 @pytest.mark.parametrize(
@@ -169,10 +197,23 @@ def test_only_one_task_on_each_machine_may_start_its_ranks(nnodes, variables, re
     [
         ("--help", 0, "doctor    check machines and config before a launch"),
         ("help", 0, "evaluate  evaluate a trained run on its test or validation set"),
-        ("--version", 0, f"ddp_lab {metadata.version('ddp_lab')}, torch {metadata.version('torch')}\n"),
+        (
+            "--version",
+            0,
+            f"ddp_lab {metadata.version('ddp_lab')}, torch {metadata.version('torch')}\n",
+        ),
         ("''", 2, "error: '': overrides look like key=value: ddp-lab train --help\n"),
-        ("evaluate", 2, "error: the following arguments are required: run; see ddp-lab evaluate --help\n"),
-        ("evalute runs/x", 2, "error: evalute: there is no such command. Did you mean evaluate? allowed: train, evaluate, "),
+        (
+            "evaluate",
+            2,
+            "error: the following arguments are required: run; see ddp-lab evaluate --help\n",
+        ),
+        (
+            "evalute runs/x",
+            2,
+            "error: evalute: there is no such command. Did you mean evaluate? allowed: train, "
+            "evaluate, ",
+        ),
         ("~model", 2, "error: "),
     ],
 )

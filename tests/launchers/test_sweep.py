@@ -28,22 +28,33 @@ def jobs(tmp_path) -> dict[str, str]:
     found = {}
     for path in (tmp_path / "sweep").glob("*/status.json"):
         parts = dict(part.split("=", 1) for part in path.parent.name.split(",") if "=" in part)
-        found[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(path.read_text())["status"]
+        found[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(
+            path.read_text()
+        )["status"]
     return found
 
 
 def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
-    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=scratch,single", "optimizer.lr=0.01,-1")
+    line = sweep_overrides(
+        tmp_path,
+        "hydra.launcher.nproc_per_node=2",
+        "strategy=scratch,single",
+        "optimizer.lr=0.01,-1",
+    )
     code, output = launch(SWEEP, *line)
     assert code == 1, output
     assert jobs(tmp_path) == {"scratch 0.01": "finished", "single 0.01": "finished"}
     sizes = {
-        path.parent.name.split("strategy=")[1].split(",")[0]: read_metrics(path.parent)[0]["world_size"]
+        path.parent.name.split("strategy=")[1].split(",")[0]: read_metrics(path.parent)[0][
+            "world_size"
+        ]
         for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
     }
     assert sizes == {"scratch": 2, "single": 1}, "a one-process strategy must get one rank"
     summary = output.strip().splitlines()[-4:]
-    assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], output
+    assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], (
+        output
+    )
     assert all("did not start (exit code" in row for row in summary[1::2])
     assert "optimizer.lr=-1: must be a number above 0" in output
     code, output = launch(SWEEP, *line)
@@ -53,15 +64,27 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
 
 
 def test_concurrent_jobs_use_different_ports(tmp_path):
-    """It is started as a module in another directory, with an option of Hydra's and a config group of the user's."""
+    """It is started as a module in another directory, with an option of Hydra's and a config group
+    of the user's.
+    """
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\nwarmup_epochs: 0.5\n")
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nwarmup_epochs: 0.5\n"
+    )
     sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir own experiment=mine"
-    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=3", "hydra.launcher.max_parallel=2", "strategy=scratch,ddp")
+    line = sweep_overrides(
+        tmp_path,
+        "hydra.launcher.nproc_per_node=3",
+        "hydra.launcher.max_parallel=2",
+        "strategy=scratch,ddp",
+    )
     code, output = launch(sweep, *line, "optimizer.lr=0.01", cwd=tmp_path)
     assert code == 0, output
     assert jobs(tmp_path) == {"scratch ": "finished", "ddp ": "finished"}
-    assert all(OmegaConf.load(path).warmup_epochs == 0.5 for path in (tmp_path / "sweep").glob("*/config.yaml"))
+    assert all(
+        OmegaConf.load(path).warmup_epochs == 0.5
+        for path in (tmp_path / "sweep").glob("*/config.yaml")
+    )
     code, output = launch(sweep, *line, "optimizer.lr=0.02", cwd=tmp_path)
     assert code == 2
     assert "strategy=scratch was started there with another optimizer.lr (0.01, now 0.02)" in output
@@ -69,14 +92,24 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
 
 
 def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
-    line = sweep_overrides(tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01")
+    line = sweep_overrides(
+        tmp_path, "hydra.launcher.nproc_per_node=2", "strategy=ddp,single", "optimizer.lr=0.01"
+    )
     process = start(SWEEP, *line, "data.dataset.train_size=24000", "epochs=50")
     runs = tmp_path / "sweep"
-    wait_for("step", lambda: any((read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in runs.glob("*")), 120)
+    wait_for(
+        "step",
+        lambda: any(
+            (read_heartbeat(path, 1) or {"step": 0})["step"] > 0 for path in runs.glob("*")
+        ),
+        120,
+    )
     os.kill(process.pid, signal.SIGINT)
     code, output = finish(process, timeout=60)
     assert code == 130, output
-    assert "the sweep was interrupted; the same command with its hydra.sweep.dir resumes it" in output
+    assert (
+        "the sweep was interrupted; the same command with its hydra.sweep.dir resumes it" in output
+    )
     assert "strategy=single: did not start" not in output
     assert jobs(tmp_path) == {"ddp ": "preempted"}
 
@@ -89,7 +122,9 @@ def test_job_is_finished_after_all_its_epochs_or_early_stopping(tmp_path):
     assert not is_finished(shorter)
     (tmp_path / "config.yaml").write_text("epochs: 5\n")
     write_status(tmp_path, "finished", 3, 15)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"):
+    with pytest.raises(
+        ConfigError, match=r"metrics\.jsonl: lacks epoch 3 of a finished run.* Delete"
+    ):
         is_finished(shorter)
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 3}\n{"epoch": 5}\n')
     assert is_finished(shorter)
@@ -129,12 +164,20 @@ def test_options_that_the_launcher_cannot_use_are_named(tmp_path):
     assert refusal(slots, 1, 0) == "hydra.launcher.max_parallel=0: must be an integer of at least 1"
     (tmp_path / "file").touch()
     where = f"{tmp_path}/file/sweep"
-    launcher, config = TorchrunLauncher(1, 1), OmegaConf.create({"hydra": {"sweep": {"dir": where}}})
-    reported = refusal(lambda: launcher.setup(hydra_context=None, task_function=None, config=config))
-    assert reported == f"hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory"
+    launcher = TorchrunLauncher(1, 1)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": where}}})
+    reported = refusal(
+        lambda: launcher.setup(hydra_context=None, task_function=None, config=config)
+    )
+    assert (
+        reported
+        == f"hydra.sweep.dir={where}: cannot write to it (Not a directory); use another directory"
+    )
 
 
-@pytest.mark.parametrize("value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#'])
+@pytest.mark.parametrize(
+    "value", ["a b", "a'b", "a\\b", "a\\", "a\\'b", "a\\\\b'\\\\", '$(x) `y` "z", {k: v} [1]=#']
+)
 def test_quoted_values_reach_hydra_unchanged(value):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         assert compose("config", overrides=[f"runs_dir={quote(value)}"]).runs_dir == value

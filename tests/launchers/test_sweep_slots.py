@@ -22,12 +22,17 @@ PATIENCE = 10.0  # seconds after which a sweep that hangs is given slots, so tha
 GPUS = ("0,1", "2,3")
 
 
-def launcher_of(folder: Path, slots: queue.Queue, names: list[str], max_parallel: int) -> TorchrunLauncher:
+def launcher_of(
+    folder: Path, slots: queue.Queue, names: list[str], max_parallel: int
+) -> TorchrunLauncher:
     """Return a launcher with these slots, of jobs with these names."""
     launcher = TorchrunLauncher(2, max_parallel)
-    launcher.sweep_dir, launcher.searches = folder, False
+    launcher.sweep_dir = folder
+    launcher.searches = False
     launcher._slots = lambda: slots
-    launcher._jobs = lambda overrides: [Job(name, [], folder / name, 1, "auto", False) for name in names]
+    launcher._jobs = lambda overrides: [
+        Job(name, [], folder / name, 1, "auto", False) for name in names
+    ]
     return launcher
 
 
@@ -41,7 +46,9 @@ def slots_of(gpus: tuple[str, ...]) -> queue.Queue:
 def run_program(monkeypatch, program: str) -> None:
     """Let each job be a Python program in place of a launch."""
     monkeypatch.setattr(
-        torchrun_launcher, "command_of", lambda overrides, ranks: ([sys.executable, "-S", "-c", program], dict(os.environ))
+        torchrun_launcher,
+        "command_of",
+        lambda overrides, ranks: ([sys.executable, "-S", "-c", program], dict(os.environ)),
     )
 
 
@@ -59,9 +66,12 @@ def when(condition: Callable[[], object], act: Callable[[], object]) -> threadin
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupt_ends_the_running_job_and_no_third_job_waits_for_ever(number, code, tmp_path, monkeypatch, capfd):
+def test_interrupt_ends_the_running_job_and_no_third_job_waits_for_ever(
+    number, code, tmp_path, monkeypatch, capfd
+):
     run_program(monkeypatch, LONG)
-    slots, hung = slots_of(GPUS[:1]), threading.Event()
+    slots = slots_of(GPUS[:1])
+    hung = threading.Event()
     launcher = launcher_of(tmp_path, slots, ["one", "two", "three"], 1)
 
     def free() -> None:
@@ -84,11 +94,17 @@ def test_interrupt_ends_the_running_job_and_no_third_job_waits_for_ever(number, 
 
 
 @pytest.mark.parametrize("ends_with", [0, 3])
-def test_third_waiting_job_gets_the_gpus_of_one_that_has_ended(ends_with, tmp_path, monkeypatch, capfd):
+def test_third_waiting_job_gets_the_gpus_of_one_that_has_ended(
+    ends_with, tmp_path, monkeypatch, capfd
+):
     """Three jobs, two slots: all run, on the GPUs of a slot, also after a job that fails."""
-    program = f"import os; print('on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); raise SystemExit({ends_with})"
+    program = (
+        "import os; print('on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); raise "
+        f"SystemExit({ends_with})"
+    )
     run_program(monkeypatch, program)
-    slots, names = slots_of(GPUS), ["one", "two", "three", "four", "five"]
+    slots = slots_of(GPUS)
+    names = ["one", "two", "three", "four", "five"]
     launcher = launcher_of(tmp_path, slots, names, 2)
     if ends_with:
         with pytest.raises(SystemExit) as ended:
@@ -135,7 +151,8 @@ def test_key_that_does_not_change_the_result_so_far_may_change_in_a_resumed_swee
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("seed", 2), ("optimizer", {"lr": 0.2}), ("optimizer", {"lr": 0.1, "nesterov": True})]
+    ("key", "value"),
+    [("seed", 2), ("optimizer", {"lr": 0.2}), ("optimizer", {"lr": 0.1, "nesterov": True})],
 )
 def test_key_that_changes_the_result_is_refused_in_a_resumed_sweep(key, value, tmp_path):
     OmegaConf.save(OmegaConf.create(CONFIG), tmp_path / "config.yaml")
@@ -143,12 +160,18 @@ def test_key_that_changes_the_result_is_refused_in_a_resumed_sweep(key, value, t
         refuse_another(tmp_path, OmegaConf.create(CONFIG | {key: value}))
 
 
-def test_finished_jobs_of_a_sweep_that_is_extended_train_the_further_epochs(tmp_path, monkeypatch, capfd):
+def test_finished_jobs_of_a_sweep_that_is_extended_train_the_further_epochs(
+    tmp_path, monkeypatch, capfd
+):
     run_program(monkeypatch, "print('trains', flush=True)")
     for name, epochs in (("short", 2), ("long", 5)):
         (tmp_path / name).mkdir()
-        OmegaConf.save(OmegaConf.create(CONFIG | {"epochs": epochs}), tmp_path / name / "config.yaml")
-        (tmp_path / name / "metrics.jsonl").write_text(f'{{"epoch": {epochs}, "samples_per_second": 1}}\n')
+        OmegaConf.save(
+            OmegaConf.create(CONFIG | {"epochs": epochs}), tmp_path / name / "config.yaml"
+        )
+        (tmp_path / name / "metrics.jsonl").write_text(
+            f'{{"epoch": {epochs}, "samples_per_second": 1}}\n'
+        )
         write_status(tmp_path / name, "finished", epochs, epochs)
     launcher = launcher_of(tmp_path, slots_of(GPUS), [], 1)
     jobs = [Job(name, [], tmp_path / name, 5, "auto", False) for name in ("short", "long")]

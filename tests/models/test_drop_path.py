@@ -1,4 +1,6 @@
-"""Stochastic depth, `model.drop_path`. tests/strategies/test_equivalence.py compares the strategies."""
+"""Stochastic depth, `model.drop_path`. tests/strategies/test_equivalence.py compares the
+strategies.
+"""
 
 import pytest
 import torch
@@ -17,27 +19,43 @@ def model(drop_path: float, depth: int = 3):
 
 
 def test_rates_grow_linearly_from_zero():
-    rates = {name: layer.rate for name, layer in model(0.4, depth=5).named_modules() if isinstance(layer, DropPath)}
+    rates = {
+        name: layer.rate
+        for name, layer in model(0.4, depth=5).named_modules()
+        if isinstance(layer, DropPath)
+    }
     assert rates == pytest.approx(
-        {f"block{i}.drop{k}": rate for i, rate in enumerate([0, 0.1, 0.2, 0.3, 0.4]) if i for k in (1, 2)}
+        {
+            f"block{i}.drop{k}": rate
+            for i, rate in enumerate([0, 0.1, 0.2, 0.3, 0.4])
+            if i
+            for k in (1, 2)
+        }
     )
     assert not any(isinstance(layer, DropPath) for layer in model(0.0).modules())
 
 
 def test_drops_have_their_rate_and_differ_by_step_and_name():
-    first, second = DropPath(0.3, "block1.drop1"), DropPath(0.3, "block1.drop2")
+    first = DropPath(0.3, "block1.drop1")
+    second = DropPath(0.3, "block1.drop2")
     drawn = [first.draw(7, step) for step in range(2000)]
     assert set(drawn) == {0.0, 1 / 0.7}
     assert drawn.count(0.0) / 2000 == pytest.approx(0.3, abs=0.03)
     assert sum(drawn) / 2000 == pytest.approx(1, abs=0.05)
-    for other in ([second.draw(7, step) for step in range(2000)], [first.draw(8, step) for step in range(2000)]):
-        assert sum(one != two for one, two in zip(drawn, other, strict=True)) == pytest.approx(2000 * 2 * 0.3 * 0.7, rel=0.1)
+    for other in (
+        [second.draw(7, step) for step in range(2000)],
+        [first.draw(8, step) for step in range(2000)],
+    ):
+        assert sum(one != two for one, two in zip(drawn, other, strict=True)) == pytest.approx(
+            2000 * 2 * 0.3 * 0.7, rel=0.1
+        )
     assert drawn[5] == first.draw(7, 5), "a resumed run draws something else"
 
 
 @torch.no_grad()
 def test_dropped_branches_add_nothing_and_the_others_are_scaled():
-    net, images = model(0.5, depth=2), torch.randn(2, 1, 28, 28)
+    net = model(0.5, depth=2)
+    images = torch.randn(2, 1, 28, 28)
     tokens = net.block0(net.embed(images))
     branches = drop_paths_of(net.modules())
     seen = set()

@@ -40,28 +40,42 @@ def group(name: str, **changed) -> dict:
 def test_draw_depends_on_seed_and_name_only():
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    complete, weights = weights_of(group("vit")), made(group("vit")).initial_weights
+    complete = weights_of(group("vit"))
+    weights = made(group("vit")).initial_weights
     torch.set_rng_state(state)
     for name in ("head", "block2", "embed"):  # in another order than that of the model
         drawn = weights.of(name)
-        assert drawn.keys() == {key.removeprefix(f"{name}.") for key in complete if key.startswith(f"{name}.")}
+        assert drawn.keys() == {
+            key.removeprefix(f"{name}.") for key in complete if key.startswith(f"{name}.")
+        }
         assert all(torch.equal(tensor, complete[f"{name}.{key}"]) for key, tensor in drawn.items())
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(complete["block0.fc1.weight"], complete["block1.fc1.weight"])
-    assert not torch.equal(weights_of(group("vit"), seed=4)["block0.fc1.weight"], complete["block0.fc1.weight"])
+    assert not torch.equal(
+        weights_of(group("vit"), seed=4)["block0.fc1.weight"], complete["block0.fc1.weight"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("lenet", {"init_std": None}), ("resnet18", {"init_std": None}), ("book_resnet18", {"init_std": 0.05})],
+    [
+        ("lenet", {"init_std": None}),
+        ("resnet18", {"init_std": None}),
+        ("book_resnet18", {"init_std": 0.05}),
+    ],
 )
 def test_weights_by_block_have_the_distribution_of_the_constructors(name, options):
     node = group(name, **options)
     torch.manual_seed(0)
-    default = make_model({**node, "init": "default"}, SHAPE, Runtime("cpu"), 3, TRIAL).model.state_dict()
+    default = make_model(
+        {**node, "init": "default"}, SHAPE, Runtime("cpu"), 3, TRIAL
+    ).model.state_dict()
     weights = made(node | {"init": "by_block"}).initial_weights
-    blocks = {*list(weights.blocks)[:4], list(weights.blocks)[-1]}  # ResNet's last ones are like these, and large
-    drawn = {f"{block}.{key}": tensor for block in blocks for key, tensor in weights.of(block).items()}
+    # ResNet's last ones are like these, and large
+    blocks = {*list(weights.blocks)[:4], list(weights.blocks)[-1]}
+    drawn = {
+        f"{block}.{key}": tensor for block in blocks for key, tensor in weights.of(block).items()
+    }
     compared = {key: tensor for key, tensor in default.items() if key.split(".")[0] in blocks}
     assert drawn.keys() == compared.keys()
     for key, tensor in compared.items():
@@ -74,7 +88,9 @@ def test_weights_by_block_have_the_distribution_of_the_constructors(name, option
 
 
 class Scaled(nn.Module):
-    """A frozen layer, a buffer that checkpoints do not contain, and a parameter that `reset_parameters` draws."""
+    """A frozen layer, a buffer that checkpoints do not contain, and a parameter that
+    `reset_parameters` draws.
+    """
 
     def __init__(self):
         super().__init__()
@@ -110,7 +126,9 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
     model, initial_weights, notes, *_ = made({"_target_": f"{__name__}.scaled"})
     assert notes == ["2 parameters are frozen: 1.layer.weight, 1.layer.bias"]
     fill(model, initial_weights, CPU)
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["1.scale"]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
+        "1.scale"
+    ]
     assert 1 <= model.get_parameter("1.scale").min() < model.get_parameter("1.scale").max() <= 2
     assert model.get_buffer("1.order").tolist() == [1, 2, 3]
 
@@ -120,14 +138,24 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
     [
         (
             "own_models.attention",
-            "init=by_block: 1.attention (MultiheadAttention) has in_proj_weight, in_proj_bias, but no method reset_parameters",
+            "init=by_block: 1.attention (MultiheadAttention) has in_proj_weight, in_proj_bias, but "
+            "no method reset_parameters",
         ),
-        (f"{__name__}.reads", f"_target_={__name__}.reads: cannot be constructed on the meta device, which has no values, as"),
+        (
+            f"{__name__}.reads",
+            f"_target_={__name__}.reads: cannot be constructed on the meta device, which has no "
+            "values, as",
+        ),
         (
             "own_models.one_weight",
-            "init=by_block: 2.weight and 4.weight are the same parameter, but would be allocated separately.",
+            "init=by_block: 2.weight and 4.weight are the same parameter, but would be allocated "
+            "separately.",
         ),
-        ("torch.nn.Flatten", "init=by_block: needs a model made of blocks, got a Flatten. Use model.init=default, or return"),
+        (
+            "torch.nn.Flatten",
+            "init=by_block: needs a model made of blocks, got a Flatten. Use model.init=default, "
+            "or return",
+        ),
     ],
 )
 def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
@@ -153,10 +181,14 @@ def test_tensors_that_reset_parameters_leaves_out_are_named():
 def test_file_of_weights_takes_precedence_block_by_block(tmp_path, monkeypatch):
     node = group("vit")
     state = {name: tensor + 1 for name, tensor in weights_of(node).items()}
-    state["head.linear.weight"], state["head.linear.bias"] = torch.ones(7, 64), torch.ones(7)  # of seven classes
+    # of seven classes
+    state["head.linear.weight"] = torch.ones(7, 64)
+    state["head.linear.bias"] = torch.ones(7)
     torch.save(state, tmp_path / "vit.pt")
     model, initial_weights, notes, *_ = made({**node, "weights": f"{tmp_path}/vit.pt"})
-    assert notes[1:] == ["head.linear.weight, head.linear.bias: initialised anew, for 10 classes instead of 7"]
+    assert notes[1:] == [
+        "head.linear.weight, head.linear.bias: initialised anew, for 10 classes instead of 7"
+    ]
     fill(model, initial_weights, CPU)
     for name, tensor in model.state_dict().items():
         expected = torch.zeros_like(tensor) if name.startswith("head.linear") else state[name]

@@ -1,4 +1,9 @@
-"""Lazy layers get their parameters where the model is constructed. Training is in the matrix (test_equivalence.py)."""
+"""Lazy layers get their parameters where the model is constructed.
+
+Training is in the matrix (test_equivalence.py).
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -33,15 +38,20 @@ def test_lazy_layers_get_shapes_and_nothing_else_changes():
     assert {type(module).__name__ for module in model.modules()} == {
         *("Lazy", "Sequential", "Conv2d", "BatchNorm2d", "Tanh", "Dropout", "Linear", "BatchNorm1d")
     }
-    assert model.training_only.weight.shape == (16, 16), "a layer that only training uses has no shape"
+    assert model.training_only.weight.shape == (16, 16), (
+        "a layer that only training uses has no shape"
+    )
     assert all(module.training for module in model.modules())
     norms = model.body[1], model.norm
     assert all(norm.num_batches_tracked == 0 == norm.running_mean.abs().max() for norm in norms)
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
+    )
 
 
 def test_weights_depend_on_the_seed_and_not_on_the_samples():
-    one, other = built(images=torch.rand(2, 1, 28, 28)).state_dict(), built().state_dict()
+    one = built(images=torch.rand(2, 1, 28, 28)).state_dict()
+    other = built().state_dict()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert largest_difference(built(1).state_dict(), one) > 0
 
@@ -57,11 +67,14 @@ def test_mode_of_each_layer_and_its_buffers_stay():
 
 def test_by_block_draws_the_weights_of_layers_that_are_not_lazy():
     lazy, eager = (
-        make_model({"_target_": f"own_models.{name}", "init": "by_block"}, SHAPE, Runtime("cpu"), 3, TRIAL)
+        make_model(
+            {"_target_": f"own_models.{name}", "init": "by_block"}, SHAPE, Runtime("cpu"), 3, TRIAL
+        )
         for name in ("lazy_blocks", "eager_blocks")
     )
     for name in ("0", "2", "4"):
-        one, other = lazy.initial_weights.of(name), eager.initial_weights.of(name)
+        one = lazy.initial_weights.of(name)
+        other = eager.initial_weights.of(name)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -91,21 +104,32 @@ class LazyReader(ReadsValues):
 
 
 def test_failure_names_the_layer_and_the_reason():
-    message = r"^the model: the first forward pass, which gives the lazy layer layer its shape, failed for inputs of shape "
-    with pytest.raises(ConfigError, match=rf"{message}\[1, 28, 28\]: KeyError: 'a bug' \(test_lazy.py, line \d+\)"):
+    message = (
+        "^the model: the first forward pass, which gives the lazy layer layer its shape, failed "
+        "for inputs of shape "
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{message}\[1, 28, 28\]: KeyError: 'a bug' \(test_lazy.py, line \d+\)"
+    ):
         materialise(Raises(), IMAGES, "the model")
     with torch.device("meta"):
         model = LazyReader(**SHAPE)
-    with pytest.raises(ConfigError, match=r"lazy layer head its shape, failed on the meta device.* \(use model.init=default\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lazy layer head its shape, failed on the meta device.* \(use model.init=default\)",
+    ):
         materialise(model, IMAGES, "the model")
-    assert not lazy_layers(model_to_plan({"_target_": "test_lazy.LazyReader"}, SHAPE, "float32", 0, TRIAL))
+    assert not lazy_layers(
+        model_to_plan({"_target_": "test_lazy.LazyReader"}, SHAPE, "float32", 0, TRIAL)
+    )
 
 
 def test_run_with_lazy_layers_is_resumed_and_opened(tmp_path):
     words = [*OWN, "model._target_=own_models.Lazy", "scheduler=constant", f"runs_dir={tmp_path}"]
     for name, epochs in (("long", 2), ("short", 1), ("short", 2)):
         run_world(1, main_in_world, *words, f"name={name}", f"epochs={epochs}")
-    one, other = newest(tmp_path / "long")["model"], newest(tmp_path / "short")["model"]
+    one = newest(tmp_path / "long")["model"]
+    other = newest(tmp_path / "short")["model"]
     assert largest_difference(one, other) == 0
     model = open_run(tmp_path / "short", "auto").model
     assert largest_difference(model.state_dict(), one) == 0
@@ -118,16 +142,23 @@ def trained(strategy: str) -> dict[str, torch.Tensor]:
     images = torch.rand(10, 1, 12, 12, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(images, torch.arange(10))
     with Lab(strategy, timeout=30, **options) as lab:
-        model = nn.Sequential(nn.LazyConv2d(3, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10))
-        loss, optimizer = nn.CrossEntropyLoss(reduction="none"), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        model = nn.Sequential(
+            nn.LazyConv2d(3, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10)
+        )
+        loss = nn.CrossEntropyLoss(reduction="none")
+        optimizer = partial(torch.optim.SGD, lr=0.1)
         with pytest.raises(
-            ConfigError, match=r"^the model: 0 is a lazy layer, .*: lab\.trainer\(\.\.\., example=dataset\[0\]\)"
+            ConfigError,
+            match=r"^the model: 0 is a lazy layer, .*: lab\.trainer\(\.\.\., example=dataset\[0\]\)",
         ):
             lab.trainer(model, loss, optimizer, 4)
         trainer = lab.trainer(model, loss, optimizer, 4, example=data[0])
         for inputs, targets in trainer.batches(data, 0, shuffle=False):
             trainer.step(inputs, targets)
-        return {name: tensor.detach().clone() for name, tensor in trainer.strategy.module.state_dict().items()}
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in trainer.strategy.module.state_dict().items()
+        }
 
 
 def test_lab_gives_shapes_by_its_example():
@@ -137,6 +168,8 @@ def test_lab_gives_shapes_by_its_example():
 
 
 def test_launch_on_two_ranks_has_the_same_weights(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp check_replicas=1 epochs=1"
+    line = (
+        "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp check_replicas=1 epochs=1"
+    )
     code, output = launch(line, *OWN, "model._target_=own_models.Lazy", f"runs_dir={tmp_path}")
     assert code == 0, output

@@ -45,7 +45,8 @@ def test_lenet_has_the_layers_of_section_13_5():
 
 
 @pytest.mark.parametrize(
-    ("make", "smallest"), [(lenet, 14), (resnet18, 9), (book_resnet18, 9), (lambda *shape: simple_cnn(*shape[:3]), 2)]
+    ("make", "smallest"),
+    [(lenet, 14), (resnet18, 9), (book_resnet18, 9), (lambda *shape: simple_cnn(*shape[:3]), 2)],
 )
 def test_models_take_shapes_and_classes_from_the_data_and_refuse_too_small_images(make, smallest):
     for channels, size, classes in (3, 32, 10), (1, 28, 7), (1, smallest, 10):
@@ -53,7 +54,9 @@ def test_models_take_shapes_and_classes_from_the_data_and_refuse_too_small_image
         assert model.input_shape == (channels, size, size)
         assert model(torch.randn(2, channels, size, size)).shape == (2, classes)
     with pytest.raises(
-        ConfigError, match=f"^model=.*: needs images of at least {smallest}x{smallest} pixels, got {smallest - 1}x"
+        ConfigError,
+        match=f"^model=.*: needs images of at least {smallest}x{smallest} pixels, got "
+        f"{smallest - 1}x",
     ):
         make(1, smallest - 1, 10, None)
 
@@ -64,7 +67,9 @@ def test_resnet18_computes_torchvisions_with_a_small_stem():
     reference = torchvision_resnet18(num_classes=10).eval()
     reference.conv1 = torch.nn.Conv2d(1, 64, 3, 1, 1, bias=False)
     reference.maxpool = torch.nn.Identity()
-    reference.load_state_dict(dict(zip(reference.state_dict(), model.state_dict().values(), strict=True)))
+    reference.load_state_dict(
+        dict(zip(reference.state_dict(), model.state_dict().values(), strict=True))
+    )
     images = torch.randn(2, 1, 28, 28)
     assert torch.equal(model(images), reference(images))
 
@@ -74,7 +79,11 @@ def test_book_resnet18_init_std_draws_weights_and_keeps_biases():
     default = book_resnet18(1, 28, 10, None).state_dict()
     torch.manual_seed(0)
     model = book_resnet18(1, 28, 10, 0.01)
-    drawn = {f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+    drawn = {
+        f"{name}.weight"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+    }
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, default[name]) == (name not in drawn), name
         if name in drawn:
@@ -82,7 +91,9 @@ def test_book_resnet18_init_std_draws_weights_and_keeps_biases():
 
 
 def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """Return the logits as section 13.6 describes the network, from functions and the weights' names only."""
+    """Return the logits as section 13.6 describes the network, from functions and the weights'
+    names only.
+    """
 
     def conv(name: str, inputs: torch.Tensor, stride: int = 1) -> torch.Tensor:
         weight = state[f"{name}.weight"]
@@ -95,10 +106,16 @@ def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.
         return (inputs - mean) / (variance + 1e-5).sqrt() * scale + shift
 
     outputs = norm("stem.1", conv("stem.0", images)).relu()
-    for block, stride in [(f"layer{i}_{j}", 2 if i > 1 and j == 0 else 1) for i in (1, 2, 3, 4) for j in (0, 1)]:
+    for block, stride in [
+        (f"layer{i}_{j}", 2 if i > 1 and j == 0 else 1) for i in (1, 2, 3, 4) for j in (0, 1)
+    ]:
         inner = norm(f"{block}.bn1", conv(f"{block}.conv1", outputs, stride)).relu()
         inner = norm(f"{block}.bn2", conv(f"{block}.conv2", inner))
-        shortcut = conv(f"{block}.shortcut", outputs, stride) if f"{block}.shortcut.weight" in state else outputs
+        shortcut = (
+            conv(f"{block}.shortcut", outputs, stride)
+            if f"{block}.shortcut.weight" in state
+            else outputs
+        )
         outputs = (inner + shortcut).relu()
     return outputs.mean((2, 3)) @ state["head.2.weight"].T + state["head.2.bias"]
 
@@ -107,13 +124,18 @@ def test_book_resnet18_computes_the_network_of_section_13_6():
     torch.manual_seed(0)
     model = book_resnet18(1, 28, 10, None).double()
     assert count(model) == 11_175_818
-    assert [name for name, _ in model.named_children()] == [name for name, _ in resnet18(1, 28, 10, None).named_children()]
+    assert [name for name, _ in model.named_children()] == [
+        name for name, _ in resnet18(1, 28, 10, None).named_children()
+    ]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(torch.rand_like(parameter))  # otherwise a swapped scale and shift would not be detected
+                # otherwise a swapped scale and shift would not be detected
+                parameter.add_(torch.rand_like(parameter))
     images = torch.rand(4, 1, 28, 28, dtype=torch.float64)
-    expected = book_forward({name: tensor.clone() for name, tensor in model.state_dict().items()}, images)
+    expected = book_forward(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, images
+    )
     assert torch.allclose(model(images), expected, rtol=1e-9, atol=0)
 
 
@@ -135,7 +157,10 @@ def test_cut_minimises_the_most_expensive_stage(costs, sizes):
 
 
 def test_chains_that_read_values_are_cut_by_their_flops():
-    model = build_model({"_target_": "own_models.waiting_blocks"}, {"in_channels": 1, "image_size": 8, "num_classes": 10})
+    model = build_model(
+        {"_target_": "own_models.waiting_blocks"},
+        {"in_channels": 1, "image_size": 8, "num_classes": 10},
+    )
     parts = Partition(model, 2)
     assert parts.flops == [0, 2 * 64 * 24, 2 * 24 * 24, 2 * 24 * 10]
     assert [list(shape) for shape in parts.shapes] == [[1, 8, 8], [64], [24], [24], [10]]

@@ -1,4 +1,6 @@
-"""Models of users: `model=own model._target_=...`, their trial before the run, and models of which training changes a part."""
+"""Models of users: `model=own model._target_=...`, their trial before the run, and models of which
+training changes a part.
+"""
 
 from functools import partial
 
@@ -26,10 +28,15 @@ SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 
 @pytest.mark.parametrize(
-    ("name", "is_chain"), [("sequential", True), ("one_weight", True), ("one_layer", False), ("Freezing", False)]
+    ("name", "is_chain"),
+    [("sequential", True), ("one_weight", True), ("one_layer", False), ("Freezing", False)],
 )
-def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice_or_a_method(name, is_chain):
-    model = build({"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE)
+def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice_or_a_method(
+    name, is_chain
+):
+    model = build(
+        {"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE
+    )
     built = build_model({"_target_": f"own_models.{name}"}, SHAPE)
     assert built.state_dict().keys() == model.state_dict().keys()
     built.load_state_dict(model.state_dict())
@@ -41,17 +48,36 @@ def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer
 
 def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
     layer = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match=r"^the blocks first and second of the model are the same Linear: .* Use a copy"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the blocks first and second of the model are the same Linear: .* Use a copy",
+    ):
         Chain((1, 2, 2), flatten=nn.Flatten(), first=layer, second=layer)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("no_module", {}, "model._target_=own_models.no_module: must return a torch.nn.Module, got int"),
-        ("Wrong", {"how": "raises"}, r"cannot be constructed: KeyError: 'a bug' \(own_models.py, line \d+\)"),
-        ("Wrong", {"how": "lazy"}, "_target_=own_models.Wrong: spare is a lazy layer that the forward pass does not use"),
-        ("Plain", {"num_classes": 5}, "^model.num_classes=5: follows from the data, where it is 10; leave it out"),
+        (
+            "no_module",
+            {},
+            "model._target_=own_models.no_module: must return a torch.nn.Module, got int",
+        ),
+        (
+            "Wrong",
+            {"how": "raises"},
+            r"cannot be constructed: KeyError: 'a bug' \(own_models.py, line \d+\)",
+        ),
+        (
+            "Wrong",
+            {"how": "lazy"},
+            "_target_=own_models.Wrong: spare is a lazy layer that the forward pass does not use",
+        ),
+        (
+            "Plain",
+            {"num_classes": 5},
+            "^model.num_classes=5: follows from the data, where it is 10; leave it out",
+        ),
     ],
 )
 def test_model_that_cannot_be_used_is_refused(name, options, message):
@@ -62,12 +88,25 @@ def test_model_that_cannot_be_used_is_refused(name, options, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("", r"_: is missing; it must be the name of a class or function that Python can import, for example"),
+        (
+            "",
+            "_: is missing; it must be the name of a class or function that Python can import, for "
+            "example",
+        ),
         ("model._target_=nonet.Net", r"_=nonet.Net: must be .* \(No module named 'nonet'\)"),
         ("model._target_=own_models", r"_=own_models: must be .*; it is a module"),
-        ("model._target_=own_models.instance", r"_=own_models.instance: must be .*; it is a Flatten"),
-        ("model._target_=own_models.Plain +model.hidden=wide", r"model.hidden=wide: must be an integer"),
-        ("model._target_=own_models.Plain +model.hiden=8", r"model.hiden=8: there is no such key; did you mean model.hidden"),
+        (
+            "model._target_=own_models.instance",
+            r"_=own_models.instance: must be .*; it is a Flatten",
+        ),
+        (
+            "model._target_=own_models.Plain +model.hidden=wide",
+            r"model.hidden=wide: must be an integer",
+        ),
+        (
+            "model._target_=own_models.Plain +model.hiden=8",
+            r"model.hiden=8: there is no such key; did you mean model.hidden",
+        ),
     ],
 )
 def test_wrong_options_are_refused(overrides, message, caplog):
@@ -87,9 +126,14 @@ BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.00
         (BUCKETED, "Experts", "experts."),
     ],
 )
-def test_parameters_that_some_steps_use_are_refused_with_a_remedy(strategy, model, parameter, tmp_path):
-    line, name = "torchrun --standalone --nproc_per_node=2 train.py", strategy.split()[0].partition("=")[2]
-    code, output = launch(line, *OWN, f"model._target_=own_models.{model}", *strategy.split(), f"runs_dir={tmp_path}")
+def test_parameters_that_some_steps_use_are_refused_with_a_remedy(
+    strategy, model, parameter, tmp_path
+):
+    line = "torchrun --standalone --nproc_per_node=2 train.py"
+    name = strategy.split()[0].partition("=")[2]
+    code, output = launch(
+        line, *OWN, f"model._target_=own_models.{model}", *strategy.split(), f"runs_dir={tmp_path}"
+    )
     assert code == 1
     text = " ".join(output.split())
     assert text.count(f"error: strategy={name}: the parameter {parameter}") == 1, output
@@ -103,7 +147,9 @@ def test_split_refuses_a_weight_on_two_devices():
     strategy = Split(Runtime("cpu"), ["cpu"] * len(model), 1)
     strategy.partition(model, 4)
     strategy.devices[4] = torch.device("meta")
-    with pytest.raises(ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"
+    ):
         strategy.partition(model, 4)
 
 
@@ -121,10 +167,15 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
         "7 parameters are frozen: scale, entry.weight, entry.bias and 4 more",
         "2 parameters are not used in training, so they stay as they are: spare.weight, spare.bias",
     ]
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["head.weight", "head.bias"]
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
+        "head.weight",
+        "head.bias",
+    ]
 
 
-@pytest.mark.parametrize(("strategy", "frozen_without"), [("single", 0), ("scratch", 0), ("ddp", 6), ("fsdp", 0)])
+@pytest.mark.parametrize(
+    ("strategy", "frozen_without"), [("single", 0), ("scratch", 0), ("ddp", 6), ("fsdp", 0)]
+)
 def test_parameters_that_some_steps_may_use_are_not_frozen(strategy, frozen_without):
     """The images of the trial go through no expert. On one rank only DDP waits for gradients."""
     for key, frozen in (("", frozen_without), ("find_unused_parameters=true", 0)):
@@ -158,7 +209,8 @@ def test_model_that_reads_values_is_tried_with_real_images(large, monkeypatch):
 
 def test_trial_changes_neither_the_model_nor_the_random_state():
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Dropout(0.5), nn.Flatten(), nn.Linear(784, 10))
-    before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
     assert tried(model) == []
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -168,19 +220,39 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("frozen", "has nothing to train: all parameters are frozen. Leave requires_grad=True for some"),
-        ("pixels", r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, line"),
+        (
+            "frozen",
+            "has nothing to train: all parameters are frozen. Leave requires_grad=True for some",
+        ),
+        (
+            "pixels",
+            r"failed for images of 1x28x28 .*: ValueError: 28 pixels are too few \(own_models.py, "
+            "line",
+        ),
         (
             "pair",
-            r"it returns a tuple of 2, but expected is one tensor \[b, \.\.\.\] .*`return self.model\(inputs\)\[0\]`",
+            r"it returns a tuple of 2, but expected is one tensor \[b, \.\.\.\] .*`return "
+            r"self.model\(inputs\)\[0\]`",
         ),
-        ("pair when evaluated", r"in evaluation mode it returns a tuple of 2, but expected is one tensor"),
-        ("classes", r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got \[2, 2\]"),
-        ("only float32", r"failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not support bf16 on"),
+        (
+            "pair when evaluated",
+            r"in evaluation mode it returns a tuple of 2, but expected is one tensor",
+        ),
+        (
+            "classes",
+            r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got "
+            r"\[2, 2\]",
+        ),
+        (
+            "only float32",
+            "failed .*: RuntimeError: no bf16 .* Use precision=float32, if a layer does not "
+            "support bf16 on",
+        ),
     ],
 )
 def test_model_that_cannot_be_trained_is_refused(how, message):
-    model, runtime = Wrong(**SHAPE, how=how), Runtime("cpu", "bf16")
+    model = Wrong(**SHAPE, how=how)
+    runtime = Runtime("cpu", "bf16")
     with pytest.raises(ConfigError, match=f"model._target_=net: {message}"):
         tried(model, runtime)
 
@@ -205,9 +277,12 @@ def test_replicas_and_stages_draw_different_dropout_masks_and_tp_ranks_the_same(
 def test_resume_with_other_frozen_parameters_is_refused(tmp_path):
     overrides = [*OWN, "model._target_=own_models.finetuned", "name=a", f"runs_dir={tmp_path}"]
     run_world(1, main_in_world, *overrides, "epochs=1")
-    code, printed = run_world(1, refusal_in_world, f"{' '.join(overrides)} epochs=2 +model.trained=entry")[0]
+    code, printed = run_world(
+        1, refusal_in_world, f"{' '.join(overrides)} epochs=2 +model.trained=entry"
+    )[0]
     assert code == 2
     assert (
-        "step_00000005.pt: the parameter entry.weight is trained in this launch and was frozen when the checkpoint was "
-        "written. Freeze the same parameters, or begin a new run from these weights: model.weights="
+        "step_00000005.pt: the parameter entry.weight is trained in this launch and was frozen "
+        "when the checkpoint was written. Freeze the same parameters, or begin a new run from "
+        "these weights: model.weights="
     ) in printed

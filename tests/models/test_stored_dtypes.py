@@ -28,7 +28,9 @@ class Waves(nn.Module):
 
 def save(strategy: str, folder) -> None:
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(*(torch.randn(16, width, generator=generator).double() for width in (4, 1)))
+    data = TensorDataset(
+        *(torch.randn(16, width, generator=generator).double() for width in (4, 1))
+    )
     with Lab(strategy, device="cpu", timeout=30) as lab:
         make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         trainer = lab.trainer(Waves(), tasks.Regression(), make, batch_size=8, example=data[0])
@@ -66,10 +68,15 @@ def differing_imaginary_parts() -> str:
 
 def test_models_that_differ_in_imaginary_parts_are_refused():
     for message in run_world(2, differing_imaginary_parts, timeout=60):
-        assert message.startswith("the model of rank 1 has other initial weights than that of rank 0")
+        assert message.startswith(
+            "the model of rank 1 has other initial weights than that of rank 0"
+        )
 
 
 def test_dtype_that_cannot_be_stored_is_refused_by_name(tmp_path):
     tensors = {"good": torch.zeros(2), "layer.bits": torch.empty(2, dtype=torch.bits8)}
-    with pytest.raises(ConfigError, match=r"safetensors cannot store layer\.bits, which is bits8\. Convert it in the model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"safetensors cannot store layer\.bits, which is bits8\. Convert it in the model",
+    ):
         write_weights(tmp_path / "file.safetensors", tensors, {})

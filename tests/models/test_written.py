@@ -1,4 +1,6 @@
-"""Layers that write to their weights in a forward pass are refused where ranks have other samples."""
+"""Layers that write to their weights in a forward pass are refused where ranks have other
+samples.
+"""
 
 from functools import partial
 
@@ -30,7 +32,9 @@ def message_of(strategy: str, layer: str) -> str:
 def test_max_norm_is_refused_by_name_on_several_ranks(strategy, layer):
     first, second = run_world(2, message_of, strategy, layer)
     assert first == second
-    assert first.startswith(f"strategy={strategy}: the layer 0 has max_norm=0.5: it changes its weights in a ")
+    assert first.startswith(
+        f"strategy={strategy}: the layer 0 has max_norm=0.5: it changes its weights in a "
+    )
 
 
 def test_max_norm_is_allowed_on_one_device():

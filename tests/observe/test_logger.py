@@ -36,16 +36,22 @@ EPOCH = {  # all values differ
 
 def record_two_epochs(run_dir) -> None:
     # Forked processes draw no pictures (preload_rank.py).
-    ddp_lab.observe.logger.confusion_figure, ddp_lab.observe.logger.prediction_grid = confusion_figure, prediction_grid
+    ddp_lab.observe.logger.confusion_figure = confusion_figure
+    ddp_lab.observe.logger.prediction_grid = prediction_grid
     ddp_lab.observe.metrics_file.beside = beside
     setup_logging(run_dir, 0)
     trackers = Trackers(chosen_trackers("tensorboard", {}), TrackedRun(run_dir, "", {}, {}, (1, 0)))
     logger = FileLogger(run_dir, (1, 0), {"world_size": 2}, trackers, classes=["cat", "dog"])
     logger.epoch(1, **EPOCH)
-    metrics, logger.metrics = logger.metrics, Path("/dev/full")
+    metrics = logger.metrics
+    logger.metrics = Path("/dev/full")
     logger.epoch(1, **EPOCH)
     logger.metrics = metrics
-    logger.epoch(2, **EPOCH | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625})
+    logger.epoch(
+        2,
+        **EPOCH
+        | {"test_loss": 3.0, "test_top5_accuracy": 0.75, "val_loss": 4.0, "val_accuracy": 0.625},
+    )
     shown = EventAccumulator(str(run_dir)).Reload().Scalars("accuracy/train")
     assert len(shown) == 3, "TensorBoard does not show a run while it trains"
     for epoch in (1, 2):
@@ -71,11 +77,21 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
     def refuse(constant: str):
         pytest.fail(f"{constant} is no JSON")
 
-    first, second = (json.loads(line, parse_constant=refuse) for line in (recorded / "metrics.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line, parse_constant=refuse)
+        for line in (recorded / "metrics.jsonl").read_text().splitlines()
+    )
     added = {"kind": "epoch", "world_size": 2}
     assert first == {"epoch": 1, **EPOCH, "test_loss": None, **added}
     validation = {"val_loss": 4.0, "val_accuracy": 0.625}
-    assert second == {"epoch": 2, **EPOCH, "test_loss": 3.0, "test_top5_accuracy": 0.75, **validation, **added}
+    assert second == {
+        "epoch": 2,
+        **EPOCH,
+        "test_loss": 3.0,
+        "test_top5_accuracy": 0.75,
+        **validation,
+        **added,
+    }
     events = EventAccumulator(str(recorded), {"images": 0}).Reload()
     assert [image.step for image in events.Images("predictions")] == [1, 9, 10, 20]
     shown = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
@@ -98,9 +114,12 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
 
 
 def test_full_disk_and_a_failing_picture_are_logged_and_do_not_end_the_run(recorded):
-    full, missing = [line for line in (recorded / "train.log").read_text().splitlines() if "ERROR" in line]
+    full, missing = [
+        line for line in (recorded / "train.log").read_text().splitlines() if "ERROR" in line
+    ]
     assert full.endswith(
-        "ERROR /dev/full could not be written (No space left on device): its records are incomplete; training continues"
+        "ERROR /dev/full could not be written (No space left on device): its records are "
+        "incomplete; training continues"
     )
     assert f"ERROR {recorded}/missing.png could not be drawn (FileNotFoundError: " in missing
     assert Image.open(recorded / "curves.png").width > 1000, "the loss or the accuracy is missing"
@@ -109,27 +128,44 @@ def test_full_disk_and_a_failing_picture_are_logged_and_do_not_end_the_run(recor
 def test_result_has_the_median_speed_of_the_epochs_on_the_same_number_of_devices(tmp_path):
     rows = [(1, 4, 9.0, 10.0), (2, 2, 1.0, 60.0), (3, 2, 2.0, 30.0), (4, 2, 3.0, 20.0)]
     lines = [
-        {"epoch": epoch, "test_accuracy": epoch / 8, "world_size": ranks, "seconds": seconds, "samples_per_second": rate}
+        {
+            "epoch": epoch,
+            "test_accuracy": epoch / 8,
+            "world_size": ranks,
+            "seconds": seconds,
+            "samples_per_second": rate,
+        }
         for epoch, ranks, seconds, rate in rows
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = describe_result(tmp_path / "metrics.jsonl", 2, "val_loss", Path("best.pt"), "2 x cpu")
-    assert found == "result: epoch 2 (best val_loss), test accuracy 0.2500, 2.00 s/epoch, 30 samples/s on 2 x cpu (best.pt)"
-    assert describe_result(tmp_path / "none", 1, None, Path("a"), "cpu") == "result: epoch 1 (last), no metrics (a)"
+    assert (
+        found
+        == "result: epoch 2 (best val_loss), test accuracy 0.2500, 2.00 s/epoch, 30 samples/s on 2 "
+        "x cpu (best.pt)"
+    )
+    assert (
+        describe_result(tmp_path / "none", 1, None, Path("a"), "cpu")
+        == "result: epoch 1 (last), no metrics (a)"
+    )
 
 
 def test_row_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path, caplog):
     metrics = tmp_path / "metrics.jsonl"
     append_row(metrics, {"a": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))  # the kernel writes up to this size, as on a disk with 3 bytes left
+    # the kernel writes up to this size, as on a disk with 3 bytes left
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))
     try:
         append_row(metrics, {"too": "long"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_row(metrics, {"b": float("nan")})
     assert metrics.read_text() == '{"a": 1}\n{"b": null}\n'
-    assert "(only 3 of 16 bytes were written): its records are incomplete; training continues" in caplog.text
+    assert (
+        "(only 3 of 16 bytes were written): its records are incomplete; training continues"
+        in caplog.text
+    )
 
 
 def log_as(run_dir, ranks: list[int]) -> None:
@@ -143,7 +179,9 @@ def log_as(run_dir, ranks: list[int]) -> None:
 def test_rank_0_logs_info_and_the_first_other_ranks_warnings_with_their_rank(tmp_path):
     run_world(1, log_as, tmp_path, [0, 7, 700])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.log", "train.rank7.log"]
-    assert [line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()] == [
+    assert [
+        line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()
+    ] == [
         "INFO all is well",
         "WARNING not quite",
     ]

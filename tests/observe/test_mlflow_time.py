@@ -32,7 +32,14 @@ class Client:
 
 
 def test_metrics_have_the_time_in_milliseconds_and_the_step(tmp_path, monkeypatch):
-    for name in ("__init__", "get_experiment_by_name", "search_runs", "update_run", "log_dict", "log_batch"):
+    for name in (
+        "__init__",
+        "get_experiment_by_name",
+        "search_runs",
+        "update_run",
+        "log_dict",
+        "log_batch",
+    ):
         monkeypatch.setattr(MlflowClient, name, getattr(Client, name))
     tracker = MLflow(TrackedRun(tmp_path, "id", {}, {}, (1, 0)))
     before = time.time_ns() // 10**6

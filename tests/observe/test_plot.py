@@ -12,7 +12,17 @@ from matplotlib.figure import SubFigure
 from PIL import Image
 
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
-from ddp_lab.observe.plot import Curve, Plot, beside, curves, figure, short, stacked, timeline, write
+from ddp_lab.observe.plot import (
+    Curve,
+    Plot,
+    beside,
+    curves,
+    figure,
+    short,
+    stacked,
+    timeline,
+    write,
+)
 
 LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
@@ -35,26 +45,61 @@ def panel_of(plot: Plot) -> SubFigure:
     return panel
 
 
-EPOCHS = curves("a title", "epoch", "accuracy", [Curve(name, [(1, 0.5), (2, 0.9)]) for name in ("train", "test")])
+EPOCHS = curves(
+    "a title",
+    "epoch",
+    "accuracy",
+    [Curve(name, [(1, 0.5), (2, 0.9)]) for name in ("train", "test")],
+)
 PLOTS = {  # and the number of entries of their legends
     "curves": (EPOCHS, 2),
     "curves of long names": (
-        curves(f"{LONG}, and its $\\title", "devices", LONG[:24], [Curve(LONG, [(1, 1e6), (2, 2e6)]), Curve("b", [(1, 3e6)])]),
+        curves(
+            f"{LONG}, and its $\\title",
+            "devices",
+            LONG[:24],
+            [Curve(LONG, [(1, 1e6), (2, 2e6)]), Curve("b", [(1, 3e6)])],
+        ),
         2,
     ),
     "many curves": (
-        curves("many", "epoch", "loss", [Curve(f"{i}", [(i, i) for i in range(50)]) for i in range(31)], zero=True),
+        curves(
+            "many",
+            "epoch",
+            "loss",
+            [Curve(f"{i}", [(i, i) for i in range(50)]) for i in range(31)],
+            zero=True,
+        ),
         31,
     ),
     "logarithmic curves": (
-        curves("log", "bytes", "s", [Curve("a", [(4096, 1e-5), (2**26, 1e-3)]), Curve("b", [(1, 1)], dashed=True)], log=True),
+        curves(
+            "log",
+            "bytes",
+            "s",
+            [Curve("a", [(4096, 1e-5), (2**26, 1e-3)]), Curve("b", [(1, 1)], dashed=True)],
+            log=True,
+        ),
         2,
     ),
     "nothing measured": (stacked("zero", "ms", {"one": {"time": 0.0}}), 1),
-    "many stacked": (stacked("stacked", "ms", {f"{i} cuda:{i}": dict.fromkeys(PARTS, 3.0) for i in range(64)}), 5),
-    "stacked long names": (stacked(LONG, "ms", {f"{number} {LONG}": {LONG: 1234.5 * number} for number in range(9)}), 1),
+    "many stacked": (
+        stacked("stacked", "ms", {f"{i} cuda:{i}": dict.fromkeys(PARTS, 3.0) for i in range(64)}),
+        5,
+    ),
+    "stacked long names": (
+        stacked(LONG, "ms", {f"{number} {LONG}": {LONG: 1234.5 * number} for number in range(9)}),
+        1,
+    ),
     "timeline": (
-        timeline("a", "ms", {"host": [(5.0, 5.1, "issue", "")], "device": [(5.1, 6.2, "product", "1"), (6.2, 7, "copy", "2")]}),
+        timeline(
+            "a",
+            "ms",
+            {
+                "host": [(5.0, 5.1, "issue", "")],
+                "device": [(5.1, 6.2, "product", "1"), (6.2, 7, "copy", "2")],
+            },
+        ),
         3,
     ),
 }
@@ -64,12 +109,17 @@ PLOTS = {  # and the number of entries of their legends
 def test_texts_and_legends_of_a_plot_are_readable(name):
     plot, entries = PLOTS[name]
     panel = panel_of(plot)
-    (axes,), (legend,) = panel.axes, panel.legends
+    (axes,) = panel.axes
+    (legend,) = panel.legends
     assert panel.get_suptitle()
     assert_inside(texts(panel), panel.bbox)
     assert len(legend.get_texts()) == entries
-    assert not legend.get_window_extent().overlaps(axes.get_tightbbox()), "the legend covers the axes"
-    assert axes.get_window_extent().width > 0.25 * panel.bbox.width, "too little room is left for the values"
+    assert not legend.get_window_extent().overlaps(axes.get_tightbbox()), (
+        "the legend covers the axes"
+    )
+    assert axes.get_window_extent().width > 0.25 * panel.bbox.width, (
+        "too little room is left for the values"
+    )
 
 
 def test_stacked_bars_start_at_zero_and_parts_are_adjacent():
@@ -86,26 +136,55 @@ def test_stacked_bars_start_at_zero_and_parts_are_adjacent():
 
 
 def test_curves_match_the_order_and_colours_of_the_legend():
-    lines = [Curve("low", [(1, 1), (2, 1)]), Curve("ideal", [(1, 2)], dashed=True), Curve("high", [(1, 0), (2, 3)])]
+    lines = [
+        Curve("low", [(1, 1), (2, 1)]),
+        Curve("ideal", [(1, 2)], dashed=True),
+        Curve("high", [(1, 0), (2, 3)]),
+    ]
     panel = panel_of(curves("a title", "x", "y", lines, zero=True))
-    (axes,), (legend,) = panel.axes, panel.legends
-    assert [list(zip(*line.get_data(), strict=True)) for line in axes.lines] == [curve.points for curve in lines]
+    (axes,) = panel.axes
+    (legend,) = panel.legends
+    assert [list(zip(*line.get_data(), strict=True)) for line in axes.lines] == [
+        curve.points for curve in lines
+    ]
     assert axes.get_ylim() == (0, pytest.approx(1.05 * 3))
     assert [text.get_text() for text in legend.get_texts()] == ["high", "ideal", "low"]
-    assert [handle.get_color() for handle in legend.legend_handles] == [axes.lines[i].get_color() for i in (2, 1, 0)]
+    assert [handle.get_color() for handle in legend.legend_handles] == [
+        axes.lines[i].get_color() for i in (2, 1, 0)
+    ]
     low, high = axes.get_xlim()
-    assert [label.get_text() for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high] == ["1", "2"]
-    assert [short(value) for value in (0.5, 1500, 2e6, 3e9, -1500)] == ["0.5", "1.5k", "2M", "3G", "-1.5k"]
+    assert [
+        label.get_text()
+        for label in axes.get_xticklabels()
+        if low <= label.get_position()[0] <= high
+    ] == ["1", "2"]
+    assert [short(value) for value in (0.5, 1500, 2e6, 3e9, -1500)] == [
+        "0.5",
+        "1.5k",
+        "2M",
+        "3G",
+        "-1.5k",
+    ]
 
 
 def test_boxes_of_a_timeline_are_at_their_times_in_the_rows_and_colours_of_the_legend():
-    rows = {"host": [(0.0, 2.0, "issue", ""), (6.0, 7.0, "wait", "")], "device": [(1.0, 5.0, "wait", "7")]}
+    rows = {
+        "host": [(0.0, 2.0, "issue", ""), (6.0, 7.0, "wait", "")],
+        "device": [(1.0, 5.0, "wait", "7")],
+    }
     panel = panel_of(timeline("a title", "ms", rows))
-    (axes,), (legend,) = panel.axes, panel.legends
+    (axes,) = panel.axes
+    (legend,) = panel.legends
     assert [label.get_text() for label in axes.get_yticklabels()] == ["host", "device"]
-    boxes = {(bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()): bar.get_facecolor() for bar in axes.patches}
+    boxes = {
+        (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()): bar.get_facecolor()
+        for bar in axes.patches
+    }
     assert list(boxes) == [(0, 0, 2), (0, 6, 1), (1, 1, 4)]
-    shown = {text.get_text(): patch.get_facecolor() for text, patch in zip(legend.texts, legend.legend_handles, strict=True)}
+    shown = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.texts, legend.legend_handles, strict=True)
+    }
     assert shown == {"issue": boxes[0, 0, 2], "wait": boxes[0, 6, 1]}
     assert boxes[1, 1, 4] == boxes[0, 6, 1]
     assert [text.get_text() for text in axes.texts if text.get_text()] == ["7"]
@@ -124,13 +203,17 @@ def test_labels_of_a_confusion_matrix_are_inside_and_left_out_of_large_ones(size
     shown = texts(figure)
     assert_inside(shown, figure.bbox)
     matrix, _ = figure.axes
-    assert matrix.get_window_extent().width >= max(100, 2 * size), "too little room is left for the cells"
+    assert matrix.get_window_extent().width >= max(100, 2 * size), (
+        "too little room is left for the cells"
+    )
     assert len(matrix.texts) == size * named
     assert sum(text.get_text()[:4] == LONG[:4] for text in shown) == 2 * size * named
 
 
 def test_names_counts_and_colours_of_a_confusion_matrix_are_at_their_classes():
-    figure = confusion_figure(torch.tensor([[7, 2, 0], [0, 0, 0], [0, 15_300, 5100]]), ["cat", "dog", "cow"])
+    figure = confusion_figure(
+        torch.tensor([[7, 2, 0], [0, 0, 0], [0, 15_300, 5100]]), ["cat", "dog", "cow"]
+    )
     figure.draw_without_rendering()
     matrix, bar = figure.axes
     for axis in (matrix.xaxis, matrix.yaxis):
@@ -146,7 +229,8 @@ def test_names_counts_and_colours_of_a_confusion_matrix_are_at_their_classes():
     assert bar.get_ylabel() == "fraction of the true class"
 
 
-CHINESE = ["\u732b", "dog", "\u725b and cow", "K\u00e4se"]  # of which the font has not the first and the third
+# of which the font has not the first and the third
+CHINESE = ["\u732b", "dog", "\u725b and cow", "K\u00e4se"]
 
 
 def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_nothing(tmp_path):
@@ -156,11 +240,19 @@ def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_
         grid = prediction_grid(torch.rand(4, 3, 8, 8), [0, 1, 2, 3], [0, 1, 2, 0], CHINESE)
         for number, drawn in enumerate((matrix, grid)):
             write(drawn, tmp_path / f"{number}.png")
-        beside([curves("\u732b: loss", "\u732b", "loss", [Curve("\u732b", [(1, 1)])])], tmp_path / "curves.png")
+        beside(
+            [curves("\u732b: loss", "\u732b", "loss", [Curve("\u732b", [(1, 1)])])],
+            tmp_path / "curves.png",
+        )
     assert not [str(warning.message) for warning in found]
     labels = [label.get_text() for label in matrix.axes[0].get_xticklabels()]
     assert labels == ["0", "dog", "2", "K\u00e4se"]
-    assert [axes.get_xlabel() for axes in grid.axes if axes.images] == ["0", "dog", "2", "0\n(K\u00e4se)"]
+    assert [axes.get_xlabel() for axes in grid.axes if axes.images] == [
+        "0",
+        "dog",
+        "2",
+        "0\n(K\u00e4se)",
+    ]
 
 
 def test_file_has_the_pixels_and_the_resolution_of_the_figure_whatever_the_user_has_set(tmp_path):
@@ -173,8 +265,17 @@ def test_file_has_the_pixels_and_the_resolution_of_the_figure_whatever_the_user_
 
 @pytest.mark.parametrize(("count", "channels"), [(1, 1), (20, 2), (8, 3)])
 def test_prediction_grid_shows_wrong_predictions_in_red_with_the_true_class(count, channels):
-    figure = prediction_grid(torch.rand(count, channels, 20, 40), [0] * count, [0, 1] * count, ["sandal", LONG])
+    figure = prediction_grid(
+        torch.rand(count, channels, 20, 40), [0] * count, [0, 1] * count, ["sandal", LONG]
+    )
     figure.draw_without_rendering()
-    below = [(axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in figure.axes if axes.images]
-    assert below == ([("sandal", "darkgreen"), (f"{LONG[:10]}\N{HORIZONTAL ELLIPSIS}\n(sandal)", "red")] * 4)[:count]
+    below = [
+        (axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in figure.axes if axes.images
+    ]
+    assert (
+        below
+        == (
+            [("sandal", "darkgreen"), (f"{LONG[:10]}\N{HORIZONTAL ELLIPSIS}\n(sandal)", "red")] * 4
+        )[:count]
+    )
     assert_inside([axes.xaxis.label for axes in figure.axes], figure.bbox)

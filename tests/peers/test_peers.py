@@ -1,7 +1,7 @@
 """The same training by torch's DDP and FSDP2, by Accelerate and by Lightning Fabric, against ours.
 
-`expected` computes, in one process and without any of these libraries, what each of them means by the
-loss of a step. So a difference is not only measured, its cause is proven.
+`expected` computes, in one process and without any of these libraries, what each of them means by
+the loss of a step. So a difference is not only measured, its cause is proven.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +39,13 @@ MicroBatches = Sequence[Sequence[int]]  # of all ranks in one step, as numbers o
 
 
 @once
-def peer(name: str, number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
+def peer(
+    name: str, number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM
+) -> Weights:
     function = getattr(peer_training, name)
-    first, second = run_world(RANKS, function, number, weighted, by_global_weight, max_norm, timeout=60)
+    first, second = run_world(
+        RANKS, function, number, weighted, by_global_weight, max_norm, timeout=60
+    )
     assert difference(first, second) == 0
     return first
 
@@ -58,7 +62,13 @@ def difference(found: Weights, other: Weights) -> float:
     return max(float((found[name] - other[name]).abs().max()) for name in found)
 
 
-def train(number: int, weighted: bool, steps: Sequence[MicroBatches], loss_of: Callable, max_norm: float = MAX_NORM) -> Weights:
+def train(
+    number: int,
+    weighted: bool,
+    steps: Sequence[MicroBatches],
+    loss_of: Callable,
+    max_norm: float = MAX_NORM,
+) -> Weights:
     """Train on one device; `loss_of` returns the loss of a step for its micro-batches."""
     data = samples(number, weighted)
     model = net()
@@ -72,19 +82,25 @@ def train(number: int, weighted: bool, steps: Sequence[MicroBatches], loss_of: C
 
 
 def mean_of_means(model, micro_batches) -> torch.Tensor:
-    """Return the mean over ranks and micro-batches of their local means; missing ones count as 0."""
+    """Return the mean over ranks and micro-batches of their local means; missing ones count as
+    0.
+    """
     means = [local_mean(model(inputs), targets) for inputs, targets in micro_batches]
     return torch.stack(means).sum() / (RANKS * ACCUMULATE)
 
 
 def global_mean(model, micro_batches) -> torch.Tensor:
-    """Return the mean over all samples of a step: of the weighted losses, by the sum of the weights."""
+    """Return the mean over all samples of a step: of the weighted losses, by the sum of the
+    weights.
+    """
     inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     return loss_sum(model(inputs), targets) / targets[:, 1].sum()
 
 
 def strided(step: int, *local_batches: int) -> MicroBatches:
-    """Return the micro-batches of DistributedSampler, which deals the samples to the ranks in turn."""
+    """Return the micro-batches of DistributedSampler, which deals the samples to the ranks in
+    turn.
+    """
     start = step * BATCH
     return [
         [start + rank + RANKS * (2 * part + position) for position in range(size)]
@@ -94,7 +110,9 @@ def strided(step: int, *local_batches: int) -> MicroBatches:
 
 
 def consecutive(step: int) -> MicroBatches:
-    """Return the micro-batches of a complete batch by Accelerate, which deals micro-batches in turn."""
+    """Return the micro-batches of a complete batch by Accelerate, which deals micro-batches in
+    turn.
+    """
     start = step * BATCH
     return [[start + first, start + first + 1] for first in range(0, BATCH, 2)]
 
@@ -148,7 +166,9 @@ def test_peer_with_a_partial_batch_counts_repeated_samples(name):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_peer_with_missing_micro_batches_divides_by_all_of_them(name):
-    """The gradient of the last step is half as large; Fabric's documented loop never takes that step."""
+    """The gradient of the last step is half as large; Fabric's documented loop never takes that
+    step.
+    """
     last = [[16, 17], [18, 19]] if name == "accelerate" else strided(2, 2)
     steps = complete(name) if name == "fabric" else [*complete(name), last]
     found = peer(name, SHORT, False, False, UNCLIPPED)

@@ -1,4 +1,6 @@
-"""How many steps lie between two exchanges: about half a second of them, and never more than losses are kept."""
+"""How many steps lie between two exchanges: about half a second of them, and never more than losses
+are kept.
+"""
 
 import time
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ from ddp_lab.training.sync import PERIOD, Sync
 from ddp_lab.world.runtime import Runtime
 
 
-def begun(step: int, flags: Any = lambda: (), every: Every | None = None) -> tuple[Sync, RunningSums]:
+def begun(
+    step: int, flags: Any = lambda: (), every: Every | None = None
+) -> tuple[Sync, RunningSums]:
     """Return exchanges that begin after a step, and the sums of the next ones."""
     strategy = Single(Runtime("cpu"))
     strategy.task = Task()
@@ -31,7 +35,9 @@ def begun(step: int, flags: Any = lambda: (), every: Every | None = None) -> tup
 
 
 def next_exchange(monkeypatch, seconds_per_step: float, steps: int) -> int:
-    """Return how many steps after an exchange the next one is, after `steps` steps of this duration."""
+    """Return how many steps after an exchange the next one is, after `steps` steps of this
+    duration.
+    """
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sync, _ = begun(0)
@@ -44,7 +50,9 @@ def next_exchange(monkeypatch, seconds_per_step: float, steps: int) -> int:
     ("seconds_per_step", "expected"),
     [(0.01, 50), (0.1, 5), (3.0, 1), (0.00001, LONGEST)],  # 0.5 s / 0.01 s; at most LONGEST
 )
-def test_exchanges_lie_half_a_second_apart_and_no_loss_is_overwritten(monkeypatch, seconds_per_step, expected):
+def test_exchanges_lie_half_a_second_apart_and_no_loss_is_overwritten(
+    monkeypatch, seconds_per_step, expected
+):
     assert PERIOD == 0.5
     assert next_exchange(monkeypatch, seconds_per_step, 40) == expected
 
@@ -90,5 +98,7 @@ def test_evaluation_exchanges_only_where_it_is_due_on_all_ranks():
     heartbeat = SimpleNamespace(at=lambda *place: None)
     guard = Guard(*cast("Any", (None, None, heartbeat)), 1, None, "stop", "stop", None, ())
     loader = SimpleNamespace(data=SimpleNamespace(size=8))
-    guard.on_start(cast("Any", SimpleNamespace(sync=sync, position=Progress(), loaders={"train": loader})))
+    guard.on_start(
+        cast("Any", SimpleNamespace(sync=sync, position=Progress(), loaders={"train": loader}))
+    )
     guard.on_evaluation_batch(Progress(step=1), 1)

@@ -1,4 +1,6 @@
-"""An injected fault is recorded by its complete text, so that one at step 5 is not taken for one at step 50."""
+"""An injected fault is recorded by its complete text, so that one at step 5 is not taken for one at
+step 50.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -6,7 +6,9 @@ from unittest.mock import MagicMock
 from ddp_lab.resilience.guard import Guard
 from ddp_lab.training.progress import Progress
 
-SIZE, BATCH = 20, 8  # three steps an epoch
+# three steps an epoch
+SIZE = 20
+BATCH = 8
 
 
 class Phases:

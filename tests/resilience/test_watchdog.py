@@ -25,7 +25,14 @@ from ddp_lab.world.runtime import Runtime
 
 def beat(rank: int, step: int = 5, doing: str = "training", **more) -> dict:
     """Return the heartbeat of a rank."""
-    place = {"rank": rank, "host": f"host{rank // 2}", "pid": os.getpid(), "epoch": 1, "step": step, "doing": doing}
+    place = {
+        "rank": rank,
+        "host": f"host{rank // 2}",
+        "pid": os.getpid(),
+        "epoch": 1,
+        "step": step,
+        "doing": doing,
+    }
     return place | {"since": 0.0, "beat": 1, "waits": False, "called": {}, "call": None} | more
 
 
@@ -38,16 +45,20 @@ def table() -> Table:
 
 
 def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> Watchdog:
-    """Return the watchdog of a rank of the node, whose thread does not run; instead of exiting it only reports."""
+    """Return the watchdog of a rank of the node, whose thread does not run; instead of exiting it
+    only reports.
+    """
     place = Place(rank, table.size, rank, table.size, 0, 1)
     made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
-    made.table, made.leave = table, lambda grace: None
+    made.table = table
+    made.leave = lambda grace: None
     made.heartbeat = OwnHeartbeat(table, rank, made.own)
     return made
 
 
 def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypatch):
-    runtime, found = Runtime("cpu"), []
+    runtime = Runtime("cpu")
+    found = []
 
     def opened(key, value):
         path = Path(created[0])
@@ -68,7 +79,9 @@ def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypa
 def test_table_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *of: False)  # no files in memory
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="nowhere: cannot create the file of the heartbeats there"):
+    with pytest.raises(
+        ConfigError, match="nowhere: cannot create the file of the heartbeats there"
+    ):
         Table(Runtime("cpu"))
 
 
@@ -76,7 +89,8 @@ def test_table_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):
     ("local_rank", "phases", "expected"),
     [
         (0, ["training", "DEAD", "training", "training"], 1),
-        (3, ["done", "DEAD", "training", "training"], 1),  # the next one has left normally, so the one after it is watched
+        # the next one has left normally, so the one after it is watched
+        (3, ["done", "DEAD", "training", "training"], 1),
         (2, ["training", "DEAD", "training", "training"], None),  # rank 0 finds it
         (0, ["training", None, "DEAD", "training"], 2),  # rank 1 has not started yet
     ],
@@ -86,7 +100,9 @@ def test_rank_finds_the_next_rank_dead(local_rank, phases, expected, table, tmp_
     dead.wait()
     for local, doing in enumerate(phases):
         if doing:
-            table.write(local, beat(local, **({"pid": dead.pid} if doing == "DEAD" else {"doing": doing})))
+            table.write(
+                local, beat(local, **({"pid": dead.pid} if doing == "DEAD" else {"doing": doing}))
+            )
     found = watch(tmp_path, table, local_rank)._dead_neighbour()
     assert (found and found[0]["rank"]) == expected
 
@@ -95,8 +111,12 @@ def test_rank_finds_the_next_rank_dead(local_rank, phases, expected, table, tmp_
     ("suspect", "others"),
     [
         (beat(2, step=15, waits=True), [beat(0, step=16), beat(1, step=16)]),
-        # This has happened: rank 1 was frozen when gloo had delivered the sum to it, but not yet to rank 0.
-        (beat(1, step=16, doing="deciding", since=0.1), [beat(0, step=16, doing="loading", waits=True)]),
+        # This has happened: rank 1 was frozen when gloo had delivered the sum to it, but not yet to
+        # rank 0.
+        (
+            beat(1, step=16, doing="deciding", since=0.1),
+            [beat(0, step=16, doing="loading", waits=True)],
+        ),
         (beat(3, since=1.0), [beat(2, since=2.0)]),
     ],
 )
@@ -105,8 +125,15 @@ def test_rank_for_which_the_others_wait_is_suspected(suspect, others):
 
 
 def calls(rank: int, called: int, waits_in: str | None = None, size: int = 3, **more) -> dict:
-    """Return the heartbeat of a rank that has called `called` collectives of the group "0", and waits in the last."""
-    call = waits_in and {"group": "0", "number": called, "size": size, "text": f"{waits_in} {called} of ranks 0-{size - 1}"}
+    """Return the heartbeat of a rank that has called `called` collectives of the group "0", and
+    waits in the last.
+    """
+    call = waits_in and {
+        "group": "0",
+        "number": called,
+        "size": size,
+        "text": f"{waits_in} {called} of ranks 0-{size - 1}",
+    }
     return beat(rank, called={"0": called, "1": 0}, call=call, **more)
 
 
@@ -119,7 +146,8 @@ def calls(rank: int, called: int, waits_in: str | None = None, size: int = 3, **
         ),
         (  # the shapes or kinds differ: NCCL waits for ever
             [calls(0, 7, "all_reduce"), calls(1, 7, "broadcast"), calls(2, 7, "all_reduce")],
-            "all_reduce 7 of ranks 0-2: called by ranks 0, 2\nbroadcast 7 of ranks 0-2: called by rank 1",
+            "all_reduce 7 of ranks 0-2: called by ranks 0, 2\nbroadcast 7 of ranks 0-2: called by "
+            "rank 1",
         ),
         (  # rank 1 is suspended
             [beat(1), calls(0, 7, "all_reduce"), calls(2, 7, "all_reduce")],
@@ -141,8 +169,24 @@ def test_collective_of_a_hang_is_described(everyone, expected, tmp_path):
 @pytest.mark.parametrize(
     ("beats", "expected"),
     [
-        ([calls(0, 7, "all_reduce"), calls(1, 7, "all_reduce"), calls(2, 6, step=6), calls(3, 7, "all_reduce")], 2),
-        ([calls(0, 7, "all_reduce", step=6), calls(1, 6), calls(2, 7, "all_reduce", step=6), beat(3, step=6)], 1),
+        (
+            [
+                calls(0, 7, "all_reduce"),
+                calls(1, 7, "all_reduce"),
+                calls(2, 6, step=6),
+                calls(3, 7, "all_reduce"),
+            ],
+            2,
+        ),
+        (
+            [
+                calls(0, 7, "all_reduce", step=6),
+                calls(1, 6),
+                calls(2, 7, "all_reduce", step=6),
+                beat(3, step=6),
+            ],
+            1,
+        ),
     ],
 )
 def test_rank_that_lacks_a_collective_reports_itself(beats, expected, table, tmp_path):
@@ -153,12 +197,15 @@ def test_rank_that_lacks_a_collective_reports_itself(beats, expected, table, tmp
     for rank in range(4):
         watchdog = watch(tmp_path, table, rank, timeout=2)
         assert not any(watchdog._hang(False) for _ in range(4))
-        found[rank] = [who["rank"] for _ in range(4) for who, *_ in filter(None, [watchdog._hang(False)])]
+        found[rank] = [
+            who["rank"] for _ in range(4) for who, *_ in filter(None, [watchdog._hang(False)])
+        ]
     assert found == {rank: [rank] * 2 if rank == expected else [] for rank in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"), [(0, ["training for 2 s (epoch 1, step 5)", "training for 4 s (epoch 1, step 5)"]), (1, [])]
+    ("rank", "said"),
+    [(0, ["training for 2 s (epoch 1, step 5)", "training for 4 s (epoch 1, step 5)"]), (1, [])],
 )
 def test_step_that_takes_long_is_logged_by_rank_0(rank, said, table, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("ddp_lab.resilience.watchdog.SILENT", 2.0)
@@ -174,7 +221,9 @@ def test_step_that_takes_long_is_logged_by_rank_0(rank, said, table, tmp_path, m
     assert caplog.messages == said, "steps that take less time are logged"
 
 
-@pytest.mark.parametrize(("act", "waits"), [(time.sleep, False), (lambda _: torch.futures.Future().wait(), True)])
+@pytest.mark.parametrize(
+    ("act", "waits"), [(time.sleep, False), (lambda _: torch.futures.Future().wait(), True)]
+)
 def test_waiting_rank_shows_it_long_before_a_hang_is_judged(act, waits, table, tmp_path):
     """An innocent rank whose looks are late on a busy machine must not seem to hang."""
     table.size = 1
@@ -189,24 +238,33 @@ def test_waiting_rank_shows_it_long_before_a_hang_is_judged(act, waits, table, t
 
 
 def test_overview_of_nodes_equals_that_of_their_ranks():
-    beats = [beat(rank, step=100 - rank % 7, doing=("training", "loading")[rank % 3 == 0]) for rank in range(64)]
+    beats = [
+        beat(rank, step=100 - rank % 7, doing=("training", "loading")[rank % 3 == 0])
+        for rank in range(64)
+    ]
     merged = least(each for i in range(0, 64, 8) for each in least(beats[i : i + 8]))
     assert merged == least(beats)
-    assert (len(merged), merged[0]["step"], merged[-1]["step"]) == (9, 94, 100), "the last one may have skipped a collective"
+    assert (len(merged), merged[0]["step"], merged[-1]["step"]) == (9, 94, 100), (
+        "the last one may have skipped a collective"
+    )
 
 
 def test_message_lists_eight_other_ranks_those_with_the_least_progress_and_the_most():
     everyone = least(beat(rank, step=4 if rank in (1, 2, 3) else 5) for rank in range(1024))
     message = describe(everyone[0], "exited", everyone)
     assert message.startswith("error: rank 1 on host0 ")
-    _, others = message.split("The other ranks at that time: rank 0 training, step 5; rank 2 training, step 4; rank 3 training")
+    _, others = message.split(
+        "The other ranks at that time: rank 0 training, step 5; rank 2 training, step 4; rank 3 "
+        "training"
+    )
     assert others.count("rank ") == 5
 
 
 @pytest.fixture
 def nodes() -> list[NodeLink]:
     """Return the links of two nodes of one rank each, with one store. Their threads do not run."""
-    store, links = HashStore(), []
+    store = HashStore()
+    links = []
     for node in (0, 1):
         runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
         runtime._store = store
@@ -238,16 +296,22 @@ def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, last, turns,
     for _ in range(turns):
         exchange(nodes[0])
     found = nodes[0].find_lost(2)
-    assert (found is not None and found[0]["rank"] == 1 and "has sent no heartbeat" in found[2]) == vanished
+    assert (
+        found is not None and found[0]["rank"] == 1 and "has sent no heartbeat" in found[2]
+    ) == vanished
 
 
 def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes):
-    """Neither those of node 0 at another node, nor those of another node at the overview of node 0."""
+    """Neither those of node 0 at another node, nor those of another node at the overview of node
+    0.
+    """
     exchange(nodes[1])
     found = []
     for turn in range(20):
         for link in nodes:
-            link.table.write(0, beat(link.runtime.rank, doing="training" if turn >= 10 else "starting"))
+            link.table.write(
+                0, beat(link.runtime.rank, doing="training" if turn >= 10 else "starting")
+            )
         exchange(nodes[0])
         if turn == 0:
             exchange(nodes[1])
@@ -258,16 +322,24 @@ def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes)
     assert "or this node is cut off from the ranks' store at " in found[-1][1][2]
 
 
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB"
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1.00 GiB"
+)
 
 
 @pytest.mark.parametrize(
     ("error", "end"),
     [
-        (ValueError("Expected more than 1 value per channel when training, got"), "with which the ranks together need two"),
+        (
+            ValueError("Expected more than 1 value per channel when training, got"),
+            "with which the ranks together need two",
+        ),
         (torch.OutOfMemoryError(OUT_OF_MEMORY), "predicts which ones fit"),
         (ValueError("own mistake"), "ValueError: own mistake"),
-        (SampleError("sample 5 cannot be read"), "epoch 0, step 0, starting: sample 5 cannot be read"),
+        (
+            SampleError("sample 5 cannot be read"),
+            "epoch 0, step 0, starting: sample 5 cannot be read",
+        ),
     ],
 )
 def test_exception_is_reported_with_its_remedy(error, end, tmp_path, table, capsys):
@@ -282,8 +354,12 @@ def test_exception_is_reported_with_its_remedy(error, end, tmp_path, table, caps
 
 
 def test_rank_that_ends_while_the_store_does_not_answer_exits_at_once(nodes, monkeypatch):
-    """Without the interpreter's finalization, in which torch would abort the process when the store answers."""
-    link, answers, codes = nodes[0], threading.Event(), []
+    """Without the interpreter's finalization, in which torch would abort the process when the store
+    answers.
+    """
+    link = nodes[0]
+    answers = threading.Event()
+    codes = []
     monkeypatch.setattr(heartbeats, "STOP", 0.1)
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(link, "exchange", lambda store: answers.wait())

@@ -14,12 +14,17 @@ SECRET = "s3cr3t"
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    """Train, and return the lines of the log of this launch from that on which says where it resumed."""
+    """Train, and return the lines of the log of this launch from that on which says where it
+    resumed.
+    """
     log = run_dir / "train.log"
     before = log.read_text() if log.exists() else ""
     where = f"runs_dir={run_dir.parent}", f"name={run_dir.name}"
     run_world(ranks, main_in_world, *SMALL, "device=cpu", *where, *overrides)
-    lines = [line.partition(" INFO ")[2] or line for line in log.read_text().removeprefix(before).splitlines()]
+    lines = [
+        line.partition(" INFO ")[2] or line
+        for line in log.read_text().removeprefix(before).splitlines()
+    ]
     resumed = [number for number, line in enumerate(lines) if "resumed from " in line]
     return lines[resumed[0] + 1 :] if resumed else lines
 
@@ -50,13 +55,17 @@ def test_resume_lists_each_key_that_it_changes_and_keeps_the_config_before(tmp_p
         "strategy._target_: ddp_lab.strategies.single.Single -> ddp_lab.strategies.ddp.DDP",
         "strategy.bucket_cap_mb: not set -> 25",
     } <= set(found)
-    assert not [line for line in found if line.startswith(("name", "runs_dir", "resume", "model", "data"))]
+    assert not [
+        line for line in found if line.startswith(("name", "runs_dir", "resume", "model", "data"))
+    ]
     assert kept(run) == ["config.1.yaml"]
     assert (run / "config.1.yaml").read_text() == first
     assert f"{run}/config.1.yaml" in "\n".join(lines)
     second = (run / "config.yaml").read_text()
 
-    assert changes(train(run, "epochs=3", "optimizer.lr=0.005", "batch_size=20", "strategy=ddp", ranks=2)) == ["epochs: 2 -> 3"]
+    assert changes(
+        train(run, "epochs=3", "optimizer.lr=0.005", "batch_size=20", "strategy=ddp", ranks=2)
+    ) == ["epochs: 2 -> 3"]
     assert kept(run) == ["config.1.yaml", "config.2.yaml"]
     assert (run / "config.2.yaml").read_text() == second
 
@@ -69,14 +78,25 @@ def test_unchanged_resume_and_another_name_list_nothing_but_what_they_change(tmp
     assert (changes(lines), kept(tmp_path / "one")) == ([], [])
 
     source = tmp_path / "one" / "checkpoints" / "step_00000005.pt"
-    lines = train(tmp_path / "two", "epochs=2", "checkpoint.at_steps=[5]", "checkpoint.keep=9", "seed=7", f"resume={source}")
+    lines = train(
+        tmp_path / "two",
+        "epochs=2",
+        "checkpoint.at_steps=[5]",
+        "checkpoint.keep=9",
+        "seed=7",
+        f"resume={source}",
+    )
     assert changes(lines) == ["seed: 0 -> 7"]
-    assert f"{tmp_path}/one/config.yaml" in "\n".join(lines), "the config of before is in the other run"
+    assert f"{tmp_path}/one/config.yaml" in "\n".join(lines), (
+        "the config of before is in the other run"
+    )
     assert kept(tmp_path / "two") == []
 
 
 def config(**keys):
-    return OmegaConf.create({"seed": 0, "data": {"root": "a", "dataset": {"root": "${data.root}"}}, **keys})
+    return OmegaConf.create(
+        {"seed": 0, "data": {"root": "a", "dataset": {"root": "${data.root}"}}, **keys}
+    )
 
 
 def test_secrets_are_not_listed_and_references_are_listed_once(tmp_path):
@@ -92,7 +112,8 @@ def test_secrets_are_not_listed_and_references_are_listed_once(tmp_path):
 def test_launch_that_was_killed_while_it_recorded_its_config_leaves_no_second_copy(tmp_path):
     record_config(tmp_path, to_record(config()), 1, None)
     before = (tmp_path / "config.yaml").read_text()
-    (tmp_path / "config.1.yaml").write_text(before)  # kept, but the config of that launch was not written
+    # kept, but the config of that launch was not written
+    (tmp_path / "config.1.yaml").write_text(before)
     lines = record_config(tmp_path, to_record(config(epochs=3)), 1, tmp_path)
     assert lines[1:] == ["epochs: not set -> 3"]
     assert kept(tmp_path) == ["config.1.yaml"]

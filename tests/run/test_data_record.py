@@ -17,7 +17,9 @@ HELD_OUT = "data.val_fraction=0.1"
 
 
 def test_other_files_are_a_warning(tmp_path):
-    dataset = replace(Synthetic(2, 2, 1, 4, 2).load(), classes=["a", "b"], digest="2", held_out=HELD_OUT)
+    dataset = replace(
+        Synthetic(2, 2, 1, 4, 2).load(), classes=["a", "b"], digest="2", held_out=HELD_OUT
+    )
     record = DataRecord({}, ["a", "b"], "1", HELD_OUT, None)
     (tmp_path / "data.json").write_text(json.dumps(asdict(record)))
     found = compare_data(tmp_path, dataset, resumes=True)
@@ -38,9 +40,12 @@ def test_run_does_not_resume_with_other_classes_or_another_validation_set(resume
     difference = r"number 2 of 10 was 3, in these data it is 2\. Use data with the same"
     with pytest.raises(ConfigError, match=f"{run}: was trained with other classes: {difference}"):
         prepare(cfg, Runtime("cpu"))
-    (run / "data.json").write_text(json.dumps(asdict(replace(record, classes=[*"0123456789"], held_out=HELD_OUT))))
+    (run / "data.json").write_text(
+        json.dumps(asdict(replace(record, classes=[*"0123456789"], held_out=HELD_OUT)))
+    )
     with pytest.raises(
         ConfigError,
-        match=f"{HELD_OUT}, and a run cannot be resumed with another validation set. Use the recorded values, or start",
+        match=f"{HELD_OUT}, and a run cannot be resumed with another validation set. Use the "
+        "recorded values, or start",
     ):
         prepare(cfg, Runtime("cpu"))

@@ -1,4 +1,6 @@
-"""Each file that a run writes has, after a preemption and a resume, the content of a run without one."""
+"""Each file that a run writes has, after a preemption and a resume, the content of a run without
+one.
+"""
 
 import json
 import logging
@@ -32,10 +34,20 @@ LINE = (
     "profile=true",
 )
 PREEMPTED = "inject=sigterm@rank=1,step=3"
-STEPS, PER_EPOCH = 50, 10
+STEPS = 50
+PER_EPOCH = 10
 EARLIER = "error: rank 1 was killed"  # the failure of a launch before the last one
-OF_TIME = {"samples_per_second", "data_wait", "peak_memory_MiB", "eta", "eta_epoch", "mfu", "seconds"}
-MEASURED = "speed/|memory/|step/(samples|data_wait|peak|eta|mfu)"  # tags of values that differ from run to run
+OF_TIME = {
+    "samples_per_second",
+    "data_wait",
+    "peak_memory_MiB",
+    "eta",
+    "eta_epoch",
+    "mfu",
+    "seconds",
+}
+# tags of values that differ from run to run
+MEASURED = "speed/|memory/|step/(samples|data_wait|peak|eta|mfu)"
 # Files that other tests look at after a resume, by test.
 ELSEWHERE = {
     "wandb/*": "tests/observe/test_trackers.py",
@@ -65,7 +77,9 @@ def straight(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
-    """Return the directory of a run that was preempted, then failed at its start, and was resumed."""
+    """Return the directory of a run that was preempted, then failed at its start, and was
+    resumed.
+    """
     folder = tmp_path_factory.mktemp("resumed")
     where = f"runs_dir={folder}", "name=mine"
     assert run_world(2, preempted_main, *LINE, PREEMPTED, *where) == [75, 75]
@@ -107,7 +121,12 @@ def check_log(resumed: Path, straight: Path) -> None:
     text = (resumed / "train.log").read_text()
     epochs = [int(number) for number in re.findall(r" INFO epoch (\d+): train loss", text)]
     assert epochs == [1, 2, 3, 4, 5], "of each epoch one line"
-    lines = ["preempted at epoch ", f"started again after {EARLIER}", "resumed from ", "result: epoch "]
+    lines = [
+        "preempted at epoch ",
+        f"started again after {EARLIER}",
+        "resumed from ",
+        "result: epoch ",
+    ]
     places = [text.index(line) for line in lines]
     assert places == sorted(places)
     assert all(text.count(line) == 1 for line in lines)
@@ -116,7 +135,10 @@ def check_log(resumed: Path, straight: Path) -> None:
 
 def check_metrics(resumed: Path, straight: Path) -> None:
     found, expected = (
-        [{key: value for key, value in row.items() if key not in OF_TIME} for row in read_rows(folder / "metrics.jsonl")]
+        [
+            {key: value for key, value in row.items() if key not in OF_TIME}
+            for row in read_rows(folder / "metrics.jsonl")
+        ]
         for folder in (resumed, straight)
     )
     assert [row["step"] for row in found if row["kind"] == "step"] == list(range(2, STEPS + 1, 2))
@@ -131,7 +153,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def check_events(resumed: Path, straight: Path) -> None:
-    found, expected = scalars(resumed), scalars(straight)
+    found = scalars(resumed)
+    expected = scalars(straight)
     assert {"loss/train", "loss/val", "accuracy/test"} <= found.keys()
     assert found == expected
 
@@ -155,14 +178,17 @@ def check_checkpoints(resumed: Path, straight: Path) -> None:
         assert found.tensors.keys() == expected.tensors.keys()
         assert all(torch.equal(found.tensors[key], expected.tensors[key]) for key in found.tensors)
         progress = [
-            {key: value for key, value in each.state["progress"].items() if key != "seconds"} for each in (found, expected)
+            {key: value for key, value in each.state["progress"].items() if key != "seconds"}
+            for each in (found, expected)
         ]
         assert progress[0] == progress[1]
         assert found.state["scheduler"] == expected.state["scheduler"]
 
 
 def check_status(resumed: Path, straight: Path) -> None:
-    found, expected = (json.loads((folder / "status.json").read_text()) for folder in (resumed, straight))
+    found, expected = (
+        json.loads((folder / "status.json").read_text()) for folder in (resumed, straight)
+    )
     assert found.keys() == expected.keys(), "no heartbeats of a launch that has ended"
     assert (found["status"], found["epoch"], found["step"]) == ("finished", 5, STEPS)
     assert found["time"] >= (resumed / "train.log").read_text()[:19]
@@ -183,9 +209,14 @@ def check_injected(resumed: Path, straight: Path) -> None:
 
 def check_profile(resumed: Path, straight: Path) -> None:
     """It is that of the last launch, complete."""
-    names = [{path.name for path in (folder / "profile").iterdir()} for folder in (resumed, straight)]
+    names = [
+        {path.name for path in (folder / "profile").iterdir()} for folder in (resumed, straight)
+    ]
     assert names[0] == names[1]
-    found, expected = (json.loads((folder / "profile" / "summary.json").read_text()) for folder in (resumed, straight))
+    found, expected = (
+        json.loads((folder / "profile" / "summary.json").read_text())
+        for folder in (resumed, straight)
+    )
     assert found.keys() == expected.keys()
     assert (resumed / "profile").stat().st_mtime > (resumed / "config.1.yaml").stat().st_mtime
 
@@ -237,7 +268,9 @@ def test_every_file_in_the_manual_has_a_check_or_a_test():
 
 
 def record(run_dir: Path, launches: list[list[int]]) -> None:
-    """Record epochs, some in each launch, with the confusion matrix of each; all but the last launch are preempted."""
+    """Record epochs, some in each launch, with the confusion matrix of each; all but the last
+    launch are preempted.
+    """
     run_dir.mkdir(parents=True)
     for number, epochs in enumerate(launches, 1):
         start = epochs[0], PER_EPOCH * (epochs[0] - 1)
@@ -245,7 +278,9 @@ def record(run_dir: Path, launches: list[list[int]]) -> None:
         logger = FileLogger(run_dir, start, {"world_size": 2}, trackers, classes=["cat", "dog"])
         for epoch in epochs:
             losses = {"train_loss": 2.0 / epoch, "val_loss": 3.0 / epoch, "lr": 0.1}
-            logger.epoch(epoch, step=PER_EPOCH * epoch, seconds=1.0, samples_per_second=9.0, **losses)
+            logger.epoch(
+                epoch, step=PER_EPOCH * epoch, seconds=1.0, samples_per_second=9.0, **losses
+            )
             logger.confusion(epoch, torch.tensor([[epoch, 1], [2, 7]]))
         logger.close("finished" if number == len(launches) else "preempted", {})
 
@@ -255,7 +290,10 @@ def test_picture_of_a_resumed_run_has_all_epochs_and_the_last_evaluation(picture
     record(tmp_path / "resumed" / "mine", [[1, 2], [2, 3]])
     record(tmp_path / "straight" / "mine", [[1, 2, 3]])
     record(tmp_path / "shorter" / "mine", [[1, 2]])
-    drawn = {name: (tmp_path / name / "mine" / picture).read_bytes() for name in ("resumed", "straight", "shorter")}
+    drawn = {
+        name: (tmp_path / name / "mine" / picture).read_bytes()
+        for name in ("resumed", "straight", "shorter")
+    }
     assert drawn["resumed"] == drawn["straight"] != drawn["shorter"]
 
 
@@ -274,5 +312,8 @@ def test_warnings_of_other_ranks_are_appended_by_a_resume(tmp_path):
     ((first, *others),) = run_world(1, warn_twice, tmp_path)
     assert (first, others) == ("train.log", ["train.rank1.log", "train.rank7.log"])
     lines = (tmp_path / "train.rank1.log").read_text().splitlines()
-    assert [line.partition(" WARNING ")[2] for line in lines] == ["[rank 1] warning 1", "[rank 1] warning 2"]
+    assert [line.partition(" WARNING ")[2] for line in lines] == [
+        "[rank 1] warning 1",
+        "[rank 1] warning 2",
+    ]
     assert (tmp_path / "train.log").read_text().count("information 1") == 1

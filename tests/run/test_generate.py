@@ -49,7 +49,8 @@ class Drawn(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = torch.full((*tokens.shape, 256), -math.inf)
-        logits[..., 0], logits[..., 1] = 0.0, math.log(2.0)
+        logits[..., 0] = 0.0
+        logits[..., 1] = math.log(2.0)
         return logits
 
 
@@ -64,7 +65,19 @@ def test_prompt_longer_than_the_context_is_continued_by_the_command(command, mon
     class Data:
         shape = {"context": 3}
 
-    run = TrainedRun(Data(), Path("step_00000001.pt"), NextLetter(), Tokens, InputFormat([0.0], [1.0], None))
+    run = TrainedRun(
+        Data(), Path("step_00000001.pt"), NextLetter(), Tokens, InputFormat([0.0], [1.0], None)
+    )
     monkeypatch.setattr("ddp_lab.run.build.open_run", lambda folder, checkpoint: run)
-    line = ["runs/mine", "--prompt", "abcd", "--tokens", "3", "--temperature", "0", "--device", "cpu"]
+    line = [
+        "runs/mine",
+        "--prompt",
+        "abcd",
+        "--tokens",
+        "3",
+        "--temperature",
+        "0",
+        "--device",
+        "cpu",
+    ]
     assert command(predict.main, *line)[:2] == (0, "abcdcde\n")

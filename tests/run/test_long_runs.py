@@ -13,9 +13,20 @@ from torch import nn
 from worlds import run_world
 
 pytestmark = pytest.mark.slow
-EPOCHS, FEW, MANY = 5, 200, 2000  # steps of the two runs
-BETWEEN = 900, 1900  # steps of the longer run, in which what is held is counted: four epochs begin or end before the first
-OPTIONS = ["data.loader=workers", "data.num_workers=1", "ema=0.9", "checkpoint.format=sharded", "log_every=off"]
+# steps of the two runs
+EPOCHS = 5
+FEW = 200
+MANY = 2000
+# steps of the longer run, in which what is held is counted: four epochs begin or end before the
+# first
+BETWEEN = 900, 1900
+OPTIONS = [
+    "data.loader=workers",
+    "data.num_workers=1",
+    "ema=0.9",
+    "checkpoint.format=sharded",
+    "log_every=off",
+]
 
 
 class MallInfo(ctypes.Structure):
@@ -23,7 +34,9 @@ class MallInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes that the C library has allocated, for example for tensors and autograd's graphs."""
+    """Return the bytes that the C library has allocated, for example for tensors and autograd's
+    graphs.
+    """
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
     info = mallinfo()
@@ -38,25 +51,40 @@ class Counting(nn.Module):
 
     def __init__(self, in_channels: int, image_size: int, num_classes: int):
         super().__init__()
-        self.layer, self.steps = nn.Linear(in_channels * image_size**2, num_classes), 0
+        self.layer = nn.Linear(in_channels * image_size**2, num_classes)
+        self.steps = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.steps += self.training
         if self.training and self.steps in BETWEEN:
             gc.collect()
             own = psutil.Process()
-            opened, children = own.num_fds() + own.num_threads(), len(own.children(recursive=True))
+            opened = own.num_fds() + own.num_threads()
+            children = len(own.children(recursive=True))
             self.counts.append((sys.getallocatedblocks(), heap_bytes(), opened, children))
         return self.layer(inputs.flatten(1))
 
 
 def train(runs_dir: Path) -> list[tuple[int, int, int, int]]:
     """Train twice for the same number of epochs. Return the counts."""
-    small = ["data.dataset.channels=1", "data.dataset.image_size=4", "data.dataset.num_classes=4", "data.dataset.test_size=16"]
-    options = [*small, "data=synthetic", "model=own", f"model._target_={__name__}.Counting", "batch_size=4"]
+    small = [
+        "data.dataset.channels=1",
+        "data.dataset.image_size=4",
+        "data.dataset.num_classes=4",
+        "data.dataset.test_size=16",
+    ]
+    options = [
+        *small,
+        "data=synthetic",
+        "model=own",
+        f"model._target_={__name__}.Counting",
+        "batch_size=4",
+    ]
     for steps in (FEW, MANY):
         size = f"data.dataset.train_size={4 * steps // EPOCHS}"
-        main_in_world(*options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}", *OPTIONS)
+        main_in_world(
+            *options, size, f"epochs={EPOCHS}", f"runs_dir={runs_dir}", f"name=run{steps}", *OPTIONS
+        )
     return Counting.counts
 
 
@@ -68,7 +96,9 @@ def trained(tmp_path_factory) -> tuple[Path, list[tuple[int, int, int, int]]]:
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(trained):
-    (objects, size, opened, children), (objects_later, size_later, opened_later, children_later) = trained[1]
+    (objects, size, opened, children), (objects_later, size_later, opened_later, children_later) = (
+        trained[1]
+    )
     steps = BETWEEN[1] - BETWEEN[0]
     assert objects_later - objects < steps / 2, "an object is kept per step"
     assert size_later - size < 64 * steps, "tensors are kept per step"
@@ -76,9 +106,14 @@ def test_memory_does_not_grow_with_the_number_of_steps(trained):
     assert children_later == children, "worker processes are started per epoch"
 
 
-@pytest.mark.parametrize("kind", ["metrics.jsonl", "events.*", "train.log", "checkpoints/**/*", "**/*"])
+@pytest.mark.parametrize(
+    "kind", ["metrics.jsonl", "events.*", "train.log", "checkpoints/**/*", "**/*"]
+)
 def test_files_do_not_grow_with_the_number_of_steps(trained, kind):
-    few, many = ([path for path in (trained[0] / f"run{steps}").glob(kind) if path.is_file()] for steps in (FEW, MANY))
+    few, many = (
+        [path for path in (trained[0] / f"run{steps}").glob(kind) if path.is_file()]
+        for steps in (FEW, MANY)
+    )
     assert len(few) == len(many) > 0
     sizes = [sum(path.stat().st_size for path in paths) for paths in (few, many)]
     assert sizes[1] < 1.05 * sizes[0] + 100, "records are written per step"

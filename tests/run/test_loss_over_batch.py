@@ -1,4 +1,6 @@
-"""train.py with a loss over the batch: refused where the batch is divided, exact elsewhere, and said where it is meant."""
+"""train.py with a loss over the batch: refused where the batch is divided, exact elsewhere, and
+said where it is meant.
+"""
 
 from pathlib import Path
 
@@ -8,7 +10,10 @@ from worlds import run_world
 
 BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=8", "epochs=1", "device=cpu"]
 CONTRASTIVE = "loss=own loss._target_=batch_losses.supervised_contrastive"
-NUMBERS = "task=regression data=own data.dataset._target_=own_datasets.numbers data.num_workers=0 model=own batch_size=16 "
+NUMBERS = (
+    "task=regression data=own data.dataset._target_=own_datasets.numbers data.num_workers=0 "
+    "model=own batch_size=16 "
+)
 NUMBERS += "model._target_=own_models.regressor epochs=1 device=cpu model.weights=null"
 NEAREST = f"{NUMBERS} loss=own loss._target_=batch_losses.info_nce"
 OWN_TASK = f"{NUMBERS} task._target_=batch_losses.Contrastive"
@@ -21,17 +26,45 @@ def with_base(line: str) -> str:
 # By number of ranks: overrides, and what the message names.
 REFUSED = {
     1: [
-        (f"{CONTRASTIVE} accumulate=2", "loss._target_=batch_losses.supervised_contrastive: ", "accumulate=2 would"),
-        (f"{CONTRASTIVE} strategy=split strategy.num_microbatches=3", "loss._target_", "strategy.num_microbatches=3 would"),
-        (f"{NEAREST} accumulate=4", "loss._target_=batch_losses.info_nce: ", "accumulate=4 would compute it over 4 samples"),
-        (f"{OWN_TASK} accumulate=4", "task._target_=batch_losses.Contrastive: ", "not over the global batch of 16"),
+        (
+            f"{CONTRASTIVE} accumulate=2",
+            "loss._target_=batch_losses.supervised_contrastive: ",
+            "accumulate=2 would",
+        ),
+        (
+            f"{CONTRASTIVE} strategy=split strategy.num_microbatches=3",
+            "loss._target_",
+            "strategy.num_microbatches=3 would",
+        ),
+        (
+            f"{NEAREST} accumulate=4",
+            "loss._target_=batch_losses.info_nce: ",
+            "accumulate=4 would compute it over 4 samples",
+        ),
+        (
+            f"{OWN_TASK} accumulate=4",
+            "task._target_=batch_losses.Contrastive: ",
+            "not over the global batch of 16",
+        ),
         (f"{CONTRASTIVE} accumulate=2 model.init=by_block", "loss._target_", "accumulate=2 would"),
     ],
     2: [
-        (f"{CONTRASTIVE} strategy=ddp", "loss._target_", "strategy=ddp on 2 replicas would compute it over 12 samples"),
+        (
+            f"{CONTRASTIVE} strategy=ddp",
+            "loss._target_",
+            "strategy=ddp on 2 replicas would compute it over 12 samples",
+        ),
         (f"{CONTRASTIVE} strategy=fsdp", "loss._target_", "strategy=fsdp on 2 replicas would"),
-        (f"{CONTRASTIVE} strategy=scratch accumulate=2", "loss", "strategy=scratch on 2 replicas and accumulate=2 would"),
-        (f"{CONTRASTIVE} strategy=pipeline strategy.num_microbatches=2", "loss", "strategy.num_microbatches=2 would"),
+        (
+            f"{CONTRASTIVE} strategy=scratch accumulate=2",
+            "loss",
+            "strategy=scratch on 2 replicas and accumulate=2 would",
+        ),
+        (
+            f"{CONTRASTIVE} strategy=pipeline strategy.num_microbatches=2",
+            "loss",
+            "strategy.num_microbatches=2 would",
+        ),
         (f"{CONTRASTIVE} strategy=mesh", "loss._target_", "strategy=mesh on 2 replicas would"),
         (
             f"{NEAREST} strategy=ddp",
@@ -52,7 +85,11 @@ def test_loss_over_the_batch_is_refused_where_the_batch_is_divided(ranks):
     found = run_world(ranks, refusals, [with_base(line) for line, *_ in cases])[0]
     for (line, *parts), (code, printed) in zip(cases, found, strict=True):
         assert code == 2, f"{line}: {printed}"
-        assert printed.count("error: ") == printed.count("the loss is not a sum over samples: it ") == 1, f"{line}: {printed}"
+        assert (
+            printed.count("error: ")
+            == printed.count("the loss is not a sum over samples: it ")
+            == 1
+        ), f"{line}: {printed}"
         assert all(part in printed for part in parts), f"{line}: {printed}"
         assert "loss_over_batch=true" in printed
 
@@ -75,7 +112,8 @@ TWO = {
     "tp": f"{CONTRASTIVE} strategy=tp strategy.tp=2",
     "meant": f"{CONTRASTIVE} strategy=ddp loss_over_batch=true",
     "parts": f"{CONTRASTIVE} strategy=ddp accumulate=3 loss_over_batch=true",
-    "replicated": f"{CONTRASTIVE} strategy=ddp accumulate=1 loss_over_batch=true batch_size=2",  # of which a rank gets one
+    # of which a rank gets one
+    "replicated": f"{CONTRASTIVE} strategy=ddp accumulate=1 loss_over_batch=true batch_size=2",
 }
 
 
@@ -101,11 +139,15 @@ def test_log_says_once_what_a_divided_loss_is_computed_over(folder):
         log = (folder / name / "train.log").read_text()
         assert log.count(said) == log.count(f"{said}{samples} samples") == 1, name
     assert said not in (folder / "single" / "train.log").read_text()
-    losses = [read_metrics(folder / name)[-1]["train_loss"] for name in ("single", "meant", "parts")]
+    losses = [
+        read_metrics(folder / name)[-1]["train_loss"] for name in ("single", "meant", "parts")
+    ]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] - losses[1] > 0.1, "with fewer samples to compare with, the loss is smaller"
 
 
 def test_ordinary_loss_is_trained_with_accumulation(folder):
-    losses = [read_metrics(folder / name)[-1]["train_loss"] for name in ("ordinary", "ordinary_single")]
+    losses = [
+        read_metrics(folder / name)[-1]["train_loss"] for name in ("ordinary", "ordinary_single")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,4 +1,6 @@
-"""A run of train.py whose samples have a dict of inputs, and whose model returns a dict with logits."""
+"""A run of train.py whose samples have a dict of inputs, and whose model returns a dict with
+logits.
+"""
 
 import json
 from pathlib import Path
@@ -7,14 +9,31 @@ import pytest
 from launches import main_in_world
 from worlds import run_world
 
-WORDS = ["data=own", "data.dataset._target_=own_datasets.Pairs", "model=own", "model._target_=own_models.Compared"]
+WORDS = [
+    "data=own",
+    "data.dataset._target_=own_datasets.Pairs",
+    "model=own",
+    "model._target_=own_models.Compared",
+]
 WORDS += ["device=cpu", "tracker=none", "epochs=2", "batch_size=8", "optimizer.lr=0.1"]
 
 
 def losses_of(ranks: int, strategy: str, folder: Path) -> list[float]:
-    run_world(ranks, main_in_world, *WORDS, f"strategy={strategy}", f"runs_dir={folder}", f"name={strategy}", timeout=60)
-    rows = [json.loads(line) for line in (folder / strategy / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows if row["kind"] == "epoch" for key in ("train_loss", "val_loss")]
+    run_world(
+        ranks,
+        main_in_world,
+        *WORDS,
+        f"strategy={strategy}",
+        f"runs_dir={folder}",
+        f"name={strategy}",
+        timeout=60,
+    )
+    rows = [
+        json.loads(line) for line in (folder / strategy / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [
+        row[key] for row in rows if row["kind"] == "epoch" for key in ("train_loss", "val_loss")
+    ]
 
 
 def test_dict_of_inputs_trains_alike_on_one_and_two_ranks(tmp_path):

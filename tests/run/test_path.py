@@ -1,7 +1,8 @@
-"""How far it is from the command to what it is about: files that are loaded, and files that calls pass through.
+"""How far it is from the command to what it is about: files that are loaded, and files that calls
+pass through.
 
-The numbers are those of LeNet on one device. A change that exceeds one adds a detour to every reader's way: find a shorter one
-before raising it.
+The numbers are those of LeNet on one device. A change that exceeds one adds a detour to every
+reader's way: find a shorter one before raising it.
 """
 
 import json
@@ -19,9 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
 MOST_TO_DDP = 8  # files from the start to the constructor of torch's class, with train.py
-MOST_IN_STEP, MOST_CHANGES = 11, 16  # files, and changes from one file to another, between two backward passes
+# files, and changes from one file to another, between two backward passes
+MOST_IN_STEP = 11
+MOST_CHANGES = 16
 MOST_LOADED = 75  # files that a plain run loads, the pictures at its end included
-LENET = ["model=lenet", "data=digits", "strategy=single", "device=cpu", "tracker=none", "epochs=1", "batch_size=64"]
+LENET = [
+    "model=lenet",
+    "data=digits",
+    "strategy=single",
+    "device=cpu",
+    "tracker=none",
+    "epochs=1",
+    "batch_size=64",
+]
 
 
 def way_to_ddp(folder: Path) -> list[str]:
@@ -63,11 +74,16 @@ def test_step_passes_through_few_files(tmp_path):
 
 def loaded_by(folder: Path, *overrides: str) -> list[str]:
     """Train in a process of its own, and return the files of ddp_lab that it has loaded."""
-    code = "import json, sys; from ddp_lab.commands.train import main_of_rank; main_of_rank(sys.argv[1:])\n"
+    code = (
+        "import json, sys; from ddp_lab.commands.train import main_of_rank; "
+        "main_of_rank(sys.argv[1:])\n"
+    )
     code += "from paths import loaded_files; print(json.dumps(loaded_files()))"
     command = [sys.executable, "-c", code, *LENET, *overrides, f"runs_dir={folder}", "name=run"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

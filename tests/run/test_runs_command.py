@@ -16,15 +16,20 @@ from ddp_lab.commands import runs
 from ddp_lab.resilience.run_directory import write_status
 
 LOCKED = (
-    "import sys, pathlib, ddp_lab.resilience.run_directory as r; _ = r.lock(pathlib.Path(sys.argv[1]), 0); print(); input()"
+    "import sys, pathlib, ddp_lab.resilience.run_directory as r; _ = "
+    "r.lock(pathlib.Path(sys.argv[1]), 0); print(); input()"
 )
 
 
 def make(path: Path, status: str, host: str = "", age: float = 0) -> Path:
-    """Make the directory of a run without an epoch, whose last launch was on a machine, `age` seconds ago."""
+    """Make the directory of a run without an epoch, whose last launch was on a machine, `age`
+    seconds ago.
+    """
     path.mkdir(parents=True)
     (path / ".launch").write_text("an id")
-    (path / ".lock").write_text(f"pid 1 on {host or socket.gethostname()} since 2026-11-24 10:00:00")
+    (path / ".lock").write_text(
+        f"pid 1 on {host or socket.gethostname()} since 2026-11-24 10:00:00"
+    )
     (path / "config.yaml").write_text("seed: 0\nepochs: 20\n")
     write_status(path, status, 1, 3)
     return touch(path, age)
@@ -41,7 +46,9 @@ def touch(path: Path, age: float) -> Path:
 def running(tmp_path):
     """Return a run directory in which another process is writing."""
     path = make(tmp_path / "runs" / "running", "running")
-    with subprocess.Popen([sys.executable, "-c", LOCKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"\n"
         yield path
         process.communicate(b"\n")
@@ -49,7 +56,10 @@ def running(tmp_path):
 
 def add_epoch(path: Path, epoch: int = 1, step: int = 4, **metrics: float) -> None:
     with (path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"epoch": epoch, "step": step, "samples_per_second": 1234.5, **metrics}) + "\n")
+        file.write(
+            json.dumps({"epoch": epoch, "step": step, "samples_per_second": 1234.5, **metrics})
+            + "\n"
+        )
 
 
 def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, command):
@@ -82,7 +92,9 @@ def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, 
 
 def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    line = "python train.py device=cpu strategy=single epochs=4 name=mine inject=raise@rank=0,step=14"
+    line = (
+        "python train.py device=cpu strategy=single epochs=4 name=mine inject=raise@rank=0,step=14"
+    )
     code, output = launch(line, *SMALL, "data.val_fraction=0.2", f"runs_dir={tmp_path}")
     assert code == 1, output
     code, output, _ = command(runs.main, "show", "mine", "--runs-dir", tmp_path)
@@ -90,7 +102,9 @@ def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monk
     head, error, loss, accuracy = output.rstrip().split("\n\n")
     assert head.splitlines()[1].split()[:4] == ["mine", "failed", "3/4", "val_loss"]
     assert error.startswith("error: rank 0 on ")
-    rows = [json.loads(row) for row in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(row) for row in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
+    ]
     values = [row[f"{name}_loss"] for row in rows for name in ("train", "val", "test")]
     legend, *drawn, axis = loss.splitlines()
     assert legend == "loss: . train, o val, x test"
@@ -102,12 +116,19 @@ def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monk
     assert accuracy.startswith("accuracy: ")
 
 
-def test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told(running, tmp_path, command, monkeypatch):
-    root, here = running.parent, {"host": "", "age": 9}
-    empty = [make(root / "failed", "failed", **here), make(root / "sweep" / "killed", "running", **here)]
+def test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told(
+    running, tmp_path, command, monkeypatch
+):
+    root = running.parent
+    here = {"host": "", "age": 9}
+    empty = [
+        make(root / "failed", "failed", **here),
+        make(root / "sweep" / "killed", "running", **here),
+    ]
     empty += [make(root / "old", "preempted", "elsewhere", 2 * 86400)]
     elsewhere = make(root / "elsewhere", "running", "elsewhere", 3600)
-    trained, saved = make(root / "trained", "failed", **here), make(root / "saved", "interrupted", **here)
+    trained = make(root / "trained", "failed", **here)
+    saved = make(root / "saved", "interrupted", **here)
     add_epoch(trained)
     (saved / "checkpoints").mkdir()
     (saved / "checkpoints" / "step_00000003.pt").touch()
@@ -126,7 +147,16 @@ def test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told
     code, output, errors = command(runs.main, "--runs-dir", root, "--clean")
     assert (code, errors, output.count(": deleted\n")) == (0, "", 3)
     assert not any(path.exists() for path in empty)
-    left = {elsewhere, trained, saved, running, root / "linked", root / "folder", root / "notes", root / "sweep"}
+    left = {
+        elsewhere,
+        trained,
+        saved,
+        running,
+        root / "linked",
+        root / "folder",
+        root / "notes",
+        root / "sweep",
+    }
     assert {*root.iterdir()} == left
     assert (outside / "config.yaml").exists()
     make(root / "more", "failed")
@@ -142,7 +172,9 @@ def test_run_in_which_a_launch_begins_after_the_question_is_kept(running, comman
     assert (code, output.endswith(f"{path}: kept: a launch has begun in it\n")) == (0, True)
     (path / "metrics.jsonl").unlink()
     (found,) = (run for run in runs.find_runs(path.parent) if run.path == path)
-    with subprocess.Popen([sys.executable, "-c", LOCKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"\n"
         assert not found.remove()
         process.communicate(b"\n")
@@ -172,9 +204,14 @@ def test_damaged_files_and_a_narrow_terminal_hide_no_run(tmp_path, command, monk
         ("list", "argument action: invalid choice: 'list' (choose from"),
         (
             "show trained",
-            "show trained: there is no such run in {ROOT}. Did you mean trained-2? `ddp-lab runs` lists the names",
+            "show trained: there is no such run in {ROOT}. Did you mean trained-2? `ddp-lab runs` "
+            "lists the names",
         ),
-        ("--runs-dir /dev/null", "--runs-dir /dev/null: is not a directory that can be read. Use the runs_dir of your runs"),
+        (
+            "--runs-dir /dev/null",
+            "--runs-dir /dev/null: is not a directory that can be read. Use the runs_dir of your "
+            "runs",
+        ),
     ],
 )
 def test_mistake_is_one_message(line, message, tmp_path, command):

@@ -9,11 +9,45 @@ from scripts.bench import table
 from scripts.bench_pairs import WARM_UP, lower_bound, ratios
 
 ROWS = [
-    {"model": "lenet", "devices": 1, "loop": "stock overhead", "strategy": "ddp", "rate": 400.0, "spread": 0.01},
-    {"model": "lenet", "devices": 1, "loop": "stock compile", "strategy": "ddp", "skipped": "not done within 70 s"},
-    {"model": "lenet", "devices": 1, "loop": "ours", "strategy": "single", "rate": 1000.0, "spread": 0.01},
-    {"model": "lenet", "devices": 2, "loop": "stock compile", "strategy": "ddp", "rate": 500.0, "spread": 0.01},
-    {"model": "lenet", "devices": 2, "loop": "ours", "strategy": "ddp", "rate": 1500.0, "spread": 0.01},
+    {
+        "model": "lenet",
+        "devices": 1,
+        "loop": "stock overhead",
+        "strategy": "ddp",
+        "rate": 400.0,
+        "spread": 0.01,
+    },
+    {
+        "model": "lenet",
+        "devices": 1,
+        "loop": "stock compile",
+        "strategy": "ddp",
+        "skipped": "not done within 70 s",
+    },
+    {
+        "model": "lenet",
+        "devices": 1,
+        "loop": "ours",
+        "strategy": "single",
+        "rate": 1000.0,
+        "spread": 0.01,
+    },
+    {
+        "model": "lenet",
+        "devices": 2,
+        "loop": "stock compile",
+        "strategy": "ddp",
+        "rate": 500.0,
+        "spread": 0.01,
+    },
+    {
+        "model": "lenet",
+        "devices": 2,
+        "loop": "ours",
+        "strategy": "ddp",
+        "rate": 1500.0,
+        "spread": 0.01,
+    },
 ]
 
 
@@ -26,11 +60,16 @@ def test_table_has_the_ratio_to_the_strongest_other_loop():
 
 @pytest.mark.slow
 def test_bench_measures_every_kind_of_loop(tmp_path):
-    line = "python scripts/bench.py --gpus 0 --models lenet --repeats 2 --steps 8 --patience 100 --loops bare"
+    line = (
+        "python scripts/bench.py --gpus 0 --models lenet --repeats 2 --steps 8 --patience 100 "
+        "--loops bare"
+    )
     code, output = launch(line, "stock eager", "ours eager", "--json", str(tmp_path / "b.json"))
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    loops = [(devices, loop) for devices in (1, 2) for loop in ("bare", "stock eager", "ours eager")]
+    loops = [
+        (devices, loop) for devices in (1, 2) for loop in ("bare", "stock eager", "ours eager")
+    ]
     assert [(row["devices"], row["loop"]) for row in rows] == loops
     assert all(row["rate"] > 0 for row in rows)
 
@@ -58,7 +97,9 @@ def test_bench_pairs_our_loop_with_the_bare_one(tmp_path):
     code, output = launch(line, "--json", str(tmp_path / "b.json"))
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [(row["devices"], row["loop"]) for row in rows] == [(devices, "ours beside bare") for devices in (1, 2)]
+    assert [(row["devices"], row["loop"]) for row in rows] == [
+        (devices, "ours beside bare") for devices in (1, 2)
+    ]
     assert all(len(row["ratios"]) >= 20 for row in rows)
 
 

@@ -1,4 +1,6 @@
-"""scripts/compare.py compares checkpoints as files, whatever the size of the model and the user's choice."""
+"""scripts/compare.py compares checkpoints as files, whatever the size of the model and the user's
+choice.
+"""
 
 from launches import SMALL
 

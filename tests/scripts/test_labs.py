@@ -13,7 +13,9 @@ from scripts import lab_allreduce, lab_overlap
 
 @pytest.mark.slow
 def test_lab_allreduce_prints_and_draws_all_algorithms(tmp_path):
-    line = "torchrun --standalone --nproc_per_node=3 scripts/lab_allreduce.py --largest 16 --repeat 3"
+    line = (
+        "torchrun --standalone --nproc_per_node=3 scripts/lab_allreduce.py --largest 16 --repeat 3"
+    )
     code, output = launch(line, "--out", str(tmp_path / "lab"))
     assert code == 0, output
     rows = [line.split() for line in output.splitlines()]
@@ -33,19 +35,30 @@ def test_cost_model_of_the_allreduce_goes_through_the_librarys_first_and_last_ca
     assert times == sorted(times), "the model takes less time for more bytes"
 
 
-@pytest.mark.parametrize("gpus", [0, pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))])
+@pytest.mark.parametrize(
+    "gpus",
+    [0, pytest.param(1, marks=pytest.mark.gpu(1)), pytest.param(2, marks=pytest.mark.gpu(2))],
+)
 def test_lab_overlap_prints_and_draws_both_parts(gpus, tmp_path, monkeypatch):
     if gpus == 1:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     line = "python scripts/lab_overlap.py --size 64 --matmuls 3 --repeat 2"
     code, output = launch(line, "--out", str(tmp_path / "new" / "lab"), gpus=gpus > 0)
     assert code == 0, output
-    for row in ("sequential", "concurrent", "one stream", "two streams", *["two, pageable"] * (gpus > 0)):
+    for row in (
+        "sequential",
+        "concurrent",
+        "one stream",
+        "two streams",
+        *["two, pageable"] * (gpus > 0),
+    ):
         assert f"\n{row} " in output
     assert "every copy is correct" in output
     picture = Image.open(tmp_path / "new" / "lab.png").convert("RGB")
     shown = {colour for _, colour in picture.getcolors(picture.width * picture.height)}
-    assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= shown, "issue, wait or matmul is missing in the timelines"
+    assert {(0, 114, 178), (213, 94, 0), (0, 158, 115)} <= shown, (
+        "issue, wait or matmul is missing in the timelines"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,14 +67,23 @@ def test_lab_overlap_prints_and_draws_both_parts(gpus, tmp_path, monkeypatch):
         (
             "lab_allreduce.py",
             1,
-            "error: an all-reduce needs at least 2 ranks, got 1; use torchrun --standalone --nproc_per_node=2",
+            "error: an all-reduce needs at least 2 ranks, got 1; use torchrun --standalone "
+            "--nproc_per_node=2",
         ),
         ("lab_overlap.py --size 0", 1, "error: --size 0: must be at least 1"),
-        ("bench.py --loops bare --repeats 1", 1, "error: --repeats 1: must be at least 2, for the quartiles\n"),
+        (
+            "bench.py --loops bare --repeats 1",
+            1,
+            "error: --repeats 1: must be at least 2, for the quartiles\n",
+        ),
         ("bench.py --gpus 1", 1, "error: --gpus 1: this machine shows 0; use 0 for the CPU\n"),
         ("compare.py runs_dir=elsewhere", 2, "runs_dir=elsewhere: is set by compare.py; use --out"),
         ("compare.py --ranks 2 0 -- epochs=2", 2, "--ranks 2 0: each must be at least 1"),
-        ("compare.py --strategies magic", 2, "--strategies magic: no such strategy; allowed: single, scratch, ddp"),
+        (
+            "compare.py --strategies magic",
+            2,
+            "--strategies magic: no such strategy; allowed: single, scratch, ddp",
+        ),
     ],
 )
 def test_scripts_refuse_invalid_options(line, code, message):
@@ -73,7 +95,8 @@ def test_scripts_refuse_invalid_options(line, code, message):
 
 
 def test_copies_start_after_their_matmuls_and_lanes_run_sequentially():
-    before, pair = torch.get_num_threads(), [lab_overlap.Lane(name, torch.device("cpu")) for name in ("compute", "copy")]
+    before = torch.get_num_threads()
+    pair = [lab_overlap.Lane(name, torch.device("cpu")) for name in ("compute", "copy")]
     try:
         rows = lab_overlap.once(pair, lab_overlap.on_two(pair, 32, 5)["sequential"]).rows
         copies = lab_overlap.with_copies(pair, 32, 4, 2)["two streams"].rows
@@ -83,5 +106,10 @@ def test_copies_start_after_their_matmuls_and_lanes_run_sequentially():
         torch.set_num_threads(before)
     assert rows["compute"][-1][1] <= rows["copy"][0][0]
     for row in rows.values():
-        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(row)), "boxes of one row overlap"
-    assert all(done <= start for (_, done, _), (start, _, _) in zip(copies["compute"], copies["copy"], strict=True))
+        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(row)), (
+            "boxes of one row overlap"
+        )
+    assert all(
+        done <= start
+        for (_, done, _), (start, _, _) in zip(copies["compute"], copies["copy"], strict=True)
+    )

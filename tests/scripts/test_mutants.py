@@ -166,7 +166,11 @@ def test_sample_is_the_same_for_a_seed_and_a_larger_one_adds_to_it(project):
 
 
 def test_first_failed_test_is_named_with_its_parameters():
-    summary = ["ERROR of something else", "FAILED tests/test_a.py::test_b[cpu-no norm] - assert 1", "FAILED c"]
+    summary = [
+        "ERROR of something else",
+        "FAILED tests/test_a.py::test_b[cpu-no norm] - assert 1",
+        "FAILED c",
+    ]
     assert first_failed(summary) == "tests/test_a.py::test_b[cpu-no norm]"
     assert first_failed(["1 passed"]) == ""
 

@@ -1,4 +1,7 @@
-"""The table of scripts/planted_errors.py matches the code. Planting all errors takes too long for `make test`."""
+"""The table of scripts/planted_errors.py matches the code.
+
+Planting all errors takes too long for `make test`.
+"""
 
 import ast
 import re

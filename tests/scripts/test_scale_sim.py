@@ -1,4 +1,6 @@
-"""The control plane of simulated ranks: its traffic does not grow with their number, and failures are known in time."""
+"""The control plane of simulated ranks: its traffic does not grow with their number, and failures
+are known in time.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +10,9 @@ from launches import ROOT
 from ddp_lab.resilience.heartbeats import VANISHED
 from scripts.scale_sim import CONTEXT, FAULTS, PRELOAD, Training, fail, train
 
-SECONDS, STEP, TIMEOUT = 3.0, 0.2, 4.0
+SECONDS = 3.0
+STEP = 0.2
+TIMEOUT = 4.0
 SIZES = 2, 8, 32  # numbers of ranks, two on each node
 SLOW = 10.0  # additional seconds allowed where the machine is busy
 
@@ -40,8 +44,11 @@ def test_operations_per_rank_do_not_grow_with_the_number_of_ranks(trained):
     for ranks, made in trained.items():
         looks = 8 + made.start_seconds  # at the name of the start, until the last rank is there
         assert made.start.store["attempt"] <= (2 * looks + 3) * ranks
-    heartbeats = 1000 * trained[32].start.store["nodes"]  # there are more of them if the start is slow
-    assert trained[32].start.size <= 1500 * 32 + heartbeats + 200 * trained[32].start.store["attempt"]
+    # there are more of them if the start is slow
+    heartbeats = 1000 * trained[32].start.store["nodes"]
+    assert (
+        trained[32].start.size <= 1500 * 32 + heartbeats + 200 * trained[32].start.store["attempt"]
+    )
     assert trained[32].start.files <= 4 * 32
 
 
@@ -55,7 +62,9 @@ def test_training_uses_the_store_once_per_node_and_second_and_no_shared_file(tra
 
 def test_operations_after_a_failure_do_not_grow_with_the_number_of_ranks():
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(lambda ranks: fail(FAULTS[0], ranks, ranks // 2, STEP, TIMEOUT), SIZES))
+        made = list(
+            pool.map(lambda ranks: fail(FAULTS[0], ranks, ranks // 2, STEP, TIMEOUT), SIZES)
+        )
     for nodes, failure in zip((ranks // 2 for ranks in SIZES), made, strict=True):
         assert failure.counts.files <= 8, "only the rank that reports writes"
         heartbeats = (2 * nodes + 2) * (failure.known_seconds + 2) if nodes > 1 else 0
@@ -64,9 +73,20 @@ def test_operations_after_a_failure_do_not_grow_with_the_number_of_ranks():
 
 @pytest.mark.slow
 def test_failures_are_reported_and_known_everywhere_in_time():
-    limits = {"rank killed": (2, 5), "node vanished": (VANISHED + 2, 12), "rank hangs": (6, 9), "rank suspended": (9, 12)}
+    limits = {
+        "rank killed": (2, 5),
+        "node vanished": (VANISHED + 2, 12),
+        "rank hangs": (6, 9),
+        "rank suspended": (9, 12),
+    }
     with ThreadPoolExecutor() as pool:
-        made = dict(zip(limits, pool.map(lambda fault: fail(fault, 16, 4, STEP, TIMEOUT), FAULTS), strict=True))
+        made = dict(
+            zip(
+                limits,
+                pool.map(lambda fault: fail(fault, 16, 4, STEP, TIMEOUT), FAULTS),
+                strict=True,
+            )
+        )
     for fault, (reported, known) in limits.items():
         assert made[fault].reported_seconds <= reported + SLOW, fault
         assert made[fault].known_seconds <= known + SLOW, fault

@@ -90,7 +90,8 @@ def error_of_capture(
             warnings.warn(f"{WAITS} (Triggered internally at ...)", stacklevel=1)
 
     job = build(config_of("pipeline"), runtime)
-    step, loader = job.trainer().eager_step, job.loaders["train"]
+    step = job.trainer().eager_step
+    loader = job.loaders["train"]
     if runtime.rank == waiting:
         next(job.strategy.module.children()).register_forward_pre_hook(wait)
     with pytest.raises(RuntimeError) as caught:
@@ -116,9 +117,12 @@ def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
 
 
 def test_norm_of_a_stage_without_gradients_is_computed_on_its_device(monkeypatch):
-    """torch's norm of no gradients is on the host, and a graph cannot capture its copy to the GPU."""
+    """torch's norm of no gradients is on the host, and a graph cannot capture its copy to the
+    GPU.
+    """
     strategy = construct(config_of("pipeline").strategy, Runtime("cpu"))
-    strategy.module, strategy.device = make_model("lenet", seed=1), torch.device("meta")
+    strategy.module = make_model("lenet", seed=1)
+    strategy.device = torch.device("meta")
     monkeypatch.setattr("ddp_lab.strategies.base.get_total_norm", None)
     norm = Strategy.gradient_norm(strategy)
     assert norm.device.type == "meta"

@@ -1,5 +1,5 @@
-"""A compiled step computes what an eager one does, also with padded convolutions and by block, where equal blocks share one
-compilation. On GPUs: test_gpu.py.
+"""A compiled step computes what an eager one does, also with padded convolutions and by block,
+where equal blocks share one compilation. On GPUs: test_gpu.py.
 """
 
 import shutil
@@ -65,12 +65,18 @@ def noting(benchmarked: set[bool], compute):
 
 
 def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, caplog):
-    """The partial last batch runs in eager mode. aot_eager compiles in a tenth of Inductor's time."""
+    """The partial last batch runs in eager mode. aot_eager compiles in a tenth of Inductor's
+    time.
+    """
     caplog.set_level("INFO", "ddp_lab")
-    counter, compile, benchmarked = CompileCounterWithBackend("aot_eager"), torch.compile, set()
+    counter = CompileCounterWithBackend("aot_eager")
+    compile = torch.compile
+    benchmarked = set()
     monkeypatch.setattr(Step, "compute", noting(benchmarked, Step.compute))
     monkeypatch.setattr(
-        torch, "compile", lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=counter)
+        torch,
+        "compile",
+        lambda function, dynamic, options: compile(function, dynamic=dynamic, backend=counter),
     )
     expected = train(*make_step("ema=0.9"), 2)
     benchmarked.clear()
@@ -90,7 +96,8 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_compiling_sets_inductor_options_and_pads_convolutions_on_gpus(device):
-    given, model = [], nn.Sequential(nn.Conv2d(1, 20, 3))
+    given = []
+    model = nn.Sequential(nn.Conv2d(1, 20, 3))
     strategy = Single(Runtime("cpu"))
     strategy.setup(model)
     strategy.device = torch.device(device)
@@ -129,16 +136,24 @@ def test_batches_are_gathered_by_one_compiled_function_in_all_epochs():
 )
 @pytest.mark.parametrize(
     ("dtype", "memory_format"),
-    [(torch.float64, torch.contiguous_format), (torch.float64, torch.channels_last), (torch.float32, torch.channels_last)],
+    [
+        (torch.float64, torch.contiguous_format),
+        (torch.float64, torch.channels_last),
+        (torch.float32, torch.channels_last),
+    ],
     ids=["float64", "float64-last", "bf16-last"],
 )
-def test_padded_convolution_keeps_values_gradients_and_strides(conv, written_as, dtype, memory_format):
+def test_padded_convolution_keeps_values_gradients_and_strides(
+    conv, written_as, dtype, memory_format
+):
     """The convolution is tested compiled and in eager mode, where it is torch's own."""
     torch._dynamo.reset()
     autocast = dtype is torch.float32
     tolerance = 0.02 if autocast else 1e-12
     model = nn.Sequential(deepcopy(conv).to(dtype, memory_format=memory_format))
-    images = torch.randn(2, conv.in_channels, 9, 11, dtype=dtype).contiguous(memory_format=memory_format)
+    images = torch.randn(2, conv.in_channels, 9, 11, dtype=dtype).contiguous(
+        memory_format=memory_format
+    )
     weights = []
 
     def results(forward) -> dict[str, torch.Tensor]:
@@ -146,7 +161,9 @@ def test_padded_convolution_keeps_values_gradients_and_strides(conv, written_as,
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             outputs = forward(inputs)
         names = ["inputs", *dict(model.named_parameters())]
-        gradients = torch.autograd.grad(outputs.double().square().sum(), [inputs, *model.parameters()])
+        gradients = torch.autograd.grad(
+            outputs.double().square().sum(), [inputs, *model.parameters()]
+        )
         return {"outputs": outputs, **dict(zip(names, gradients, strict=True))}
 
     def look(graph, inputs):
@@ -185,12 +202,17 @@ def test_unsupported_convolutions_keep_their_class(layer):
 
 
 def test_padded_convolutions_keep_parameters_hooks_and_containers():
-    """A stage of a pipeline, a list of the user's model and a second name refer to the same layer."""
-    layers, called = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)], []
+    """A stage of a pipeline, a list of the user's model and a second name refer to the same
+    layer.
+    """
+    layers = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)]
+    called = []
     for layer in layers:
         layer.register_forward_hook(lambda layer, inputs, outputs: called.append(type(layer)))
-    model, stage = nn.Sequential(*layers, nn.Sequential(*layers)).eval(), nn.Sequential(*layers)
-    before, drawn = dict(model.named_parameters()), torch.get_rng_state()
+    model = nn.Sequential(*layers, nn.Sequential(*layers)).eval()
+    stage = nn.Sequential(*layers)
+    before = dict(model.named_parameters())
+    drawn = torch.get_rng_state()
     pad_convolutions(model)
     assert torch.equal(torch.get_rng_state(), drawn)
     after = dict(model.named_parameters())
@@ -203,7 +225,9 @@ def test_padded_convolutions_keep_parameters_hooks_and_containers():
 
 
 def test_sharded_convolutions_are_not_replaced():
-    """fully_shard gathers the parameters into the module that it was applied to, so it must not be replaced."""
+    """fully_shard gathers the parameters into the module that it was applied to, so it must not be
+    replaced.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -228,9 +252,9 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     assert reason in refusals_of(made, complete)["compile"]
 
 
-# The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as far as the rank has them. A
-# pipeline's loss is not compiled. Parameters of a mesh along tp that are not divided, and their layouts, divide a graph; there
-# are as many for four blocks.
+# The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as
+# far as the rank has them. A pipeline's loss is not compiled. Parameters of a mesh along tp that
+# are not divided, and their layouts, divide a graph; there are as many for four blocks.
 FAST = {
     "fsdp checkpoint_activations=block short clipped": 4,
     "tp tp=2 vit clipped": 4,
@@ -245,8 +269,12 @@ SLOW = {
 
 
 def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
-    """Return each case's outcome, and how many graphs were compiled. aot_eager compiles in a tenth of Inductor's time."""
-    counter, graphs, run_case = CompileCounterWithBackend("aot_eager"), {}, training.run_case
+    """Return each case's outcome, and how many graphs were compiled. aot_eager compiles in a tenth
+    of Inductor's time.
+    """
+    counter = CompileCounterWithBackend("aot_eager")
+    graphs = {}
+    run_case = training.run_case
 
     def counted(runtime: Runtime, case: str) -> Outcome:
         counter.clear()
@@ -259,7 +287,13 @@ def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
     return {case: (outcome, graphs[case]) for case, outcome in run_cases(cases).items()}
 
 
-def count_graphs(compile: Callable, counter: CompileCounterWithBackend, model: Callable, dynamic: bool, options: dict):
+def count_graphs(
+    compile: Callable,
+    counter: CompileCounterWithBackend,
+    model: Callable,
+    dynamic: bool,
+    options: dict,
+):
     return compile(model, dynamic=dynamic, backend=counter)
 
 
@@ -271,7 +305,9 @@ def world(slow: bool) -> tuple[dict, dict]:
     return run_world(2, run_compiled, cases, timeout=500)[0], run_world(1, run_cases, references)[0]
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_compiled_strategies_equal_single(case):
     compiled, references = world(case in SLOW)
     outcome, graphs = compiled[f"{case} compile=true"]

@@ -1,4 +1,7 @@
-"""A captured step takes the steps of an eager one. Here a graph is a function that is called again; on GPUs: test_gpu.py."""
+"""A captured step takes the steps of an eager one.
+
+Here a graph is a function that is called again; on GPUs: test_gpu.py.
+"""
 
 import warnings
 from contextlib import nullcontext
@@ -31,22 +34,30 @@ def train(step: Step | GraphStep, eager: Step, loader) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("options", [[], ["ema=0.9", "accumulate=2", "max_grad_norm=0.5"]], ids=["plain", "more"])
+@pytest.mark.parametrize(
+    "options", [[], ["ema=0.9", "accumulate=2", "max_grad_norm=0.5"]], ids=["plain", "more"]
+)
 def test_captured_step_trains_like_an_eager_one(options, events):
     eager, loader = make_step(*options)
     step, own = make_step(*options)
     graph = GraphStep(step, own)
     with warnings.catch_warnings(action="error"):
         graph.capture(nullcontext())
-    assert events == ["warn", "default", "capture", "capture"], "a step that waits for the GPU must not reach the capture"
+    assert events == ["warn", "default", "capture", "capture"], (
+        "a step that waits for the GPU must not reach the capture"
+    )
     assert sorted(graph.graphs) == [12, 24]
     eager.running_sums.begin(0)
     step.running_sums.begin(0)
     if options:
         del graph.graphs[12]  # as after a resume from a checkpoint with another batch size
     assert train(graph, step, own) == train(eager, eager, loader)
-    for mine, other in zip(step.strategy.module.parameters(), eager.strategy.module.parameters(), strict=True):
+    for mine, other in zip(
+        step.strategy.module.parameters(), eager.strategy.module.parameters(), strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
-    torch.testing.assert_close(step.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        step.running_sums.totals, eager.running_sums.totals, rtol=1e-6, atol=0
+    )
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)

@@ -1,4 +1,7 @@
-"""The fastest step that works: what is tried in which order, and what happens if it fails. On GPUs: test_gpu.py."""
+"""The fastest step that works: what is tried in which order, and what happens if it fails.
+
+On GPUs: test_gpu.py.
+"""
 
 from types import SimpleNamespace
 
@@ -28,7 +31,11 @@ CHOSEN = PerformanceOptions(
     compile="auto",
     reasons=dict.fromkeys(["cuda_graph", "fused", "compile"], ""),
 )
-EAGER, GRAPH, COMPILED, BOTH = (False, False), (True, False), (False, True), (True, True)  # cuda_graph, compile
+# cuda_graph, compile
+EAGER = (False, False)
+GRAPH = (True, False)
+COMPILED = (False, True)
+BOTH = (True, True)
 
 
 class Attempts:
@@ -45,7 +52,9 @@ class Attempts:
     def __call__(self, options: PerformanceOptions, step: Step, loader: Loader) -> Step:
         self.tried.append((options.cuda_graph, options.compile))
         if options.compile:
-            assert step.optimizer.param_groups[0]["fused"] is (True if not options.cuda_graph else None)
+            assert step.optimizer.param_groups[0]["fused"] is (
+                True if not options.cuda_graph else None
+            )
         for name in self.broken:
             if getattr(options, name):
                 raise RuntimeError(f"{name} is impossible\nbecause of the test")
@@ -77,21 +86,40 @@ LONG = 1_000_000
             40_000,
             set(),
             [GRAPH],
-            "compile         off     40,000 steps of 1 ms are left, 40 s: compiling 4 different layers pays",
+            "compile         off     40,000 steps of 1 ms are left, 40 s: compiling 4 different "
+            "layers pays",
         ),
         (
             LONG,
             set(),
             [GRAPH, BOTH],
-            "compile         on      1,000,000 steps of 1 ms are left, 1000 s: compiling 4 different",
+            "compile         on      1,000,000 steps of 1 ms are left, 1000 s: compiling 4 "
+            "different",
         ),
-        (LONG, {"cuda_graph"}, [GRAPH, EAGER, COMPILED], "off     the step cannot be captured: cuda_graph is impossible"),
-        (LONG, {"compile"}, [GRAPH, BOTH, GRAPH], "off     the step cannot be compiled: compile is impossible"),
-        (LONG, {"cuda_graph", "compile"}, [GRAPH, EAGER, COMPILED, EAGER], "off     the step cannot be compiled"),
+        (
+            LONG,
+            {"cuda_graph"},
+            [GRAPH, EAGER, COMPILED],
+            "off     the step cannot be captured: cuda_graph is impossible",
+        ),
+        (
+            LONG,
+            {"compile"},
+            [GRAPH, BOTH, GRAPH],
+            "off     the step cannot be compiled: compile is impossible",
+        ),
+        (
+            LONG,
+            {"cuda_graph", "compile"},
+            [GRAPH, EAGER, COMPILED, EAGER],
+            "off     the step cannot be compiled",
+        ),
     ],
     ids=["short", "long", "graph fails", "compile fails", "both fail"],
 )
-def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, broken, tried, logged, attempts, caplog):
+def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(
+    steps, broken, tried, logged, attempts, caplog
+):
     caplog.set_level("INFO", "ddp_lab")
     attempts.broken = broken
     step, loader = make_step("optimizer.fused=true")
@@ -99,7 +127,9 @@ def test_step_is_compiled_if_the_run_is_long_and_what_fails_is_given_up(steps, b
     assert attempts.tried == tried
     assert logged in caplog.text
     if "compile" in broken:
-        assert torch._dynamo.eval_frame._stance.stance == "force_eager", "parts of the step are compiled"
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager", (
+            "parts of the step are compiled"
+        )
         assert step.optimizer.param_groups[0]["fused"]
 
 
@@ -117,16 +147,22 @@ def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
 
 @pytest.mark.parametrize("answer", [True, False])
 def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
-    """Ranks with other layers, as those of a pipeline, may find something else, and would wait for each other forever."""
+    """Ranks with other layers, as those of a pipeline, may find something else, and would wait for
+    each other forever.
+    """
     step, loader = make_step("optimizer.fused=true")
     runtime = step.strategy.runtime
-    monkeypatch.setattr(runtime, "agree", lambda key, decide: answer if key == "compile" else decide())
+    monkeypatch.setattr(
+        runtime, "agree", lambda key, decide: answer if key == "compile" else decide()
+    )
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
     assert attempts.tried == [GRAPH, BOTH][: 1 + answer]
 
 
 class OfModel:
-    """What `compile_pays_off` reads of a step whose model is on the meta device, so that ViT-L takes no memory."""
+    """What `compile_pays_off` reads of a step whose model is on the meta device, so that ViT-L
+    takes no memory.
+    """
 
     def __init__(self, model):
         self.strategy = SimpleNamespace(
@@ -145,7 +181,9 @@ class OfModel:
         ("resnet18", 0.0028, 60 * 938, True),
     ],
 )
-def test_compiling_pays_by_the_time_left_and_the_kinds_of_blocks(model, step_seconds, steps, compiles):
+def test_compiling_pays_by_the_time_left_and_the_kinds_of_blocks(
+    model, step_seconds, steps, compiles
+):
     with torch.device("meta"):
         made = MODELS[model].make()
     pays, why = compile_pays_off(OfModel(made), step_seconds, steps)
@@ -162,8 +200,13 @@ def test_equal_blocks_count_once():
 
 def test_measuring_a_step_changes_nothing():
     step, loader = make_step("ema=0.9")
-    held = [*step.strategy.module.parameters(), *step.ema.averages.values(), *step.running_sums.state]
-    before, drawn = [tensor.clone() for tensor in held], torch.get_rng_state()
+    held = [
+        *step.strategy.module.parameters(),
+        *step.ema.averages.values(),
+        *step.running_sums.state,
+    ]
+    before = [tensor.clone() for tensor in held]
+    drawn = torch.get_rng_state()
     assert 0 < measure(step, step, loader) < 10
     assert all(map(torch.equal, before, held))
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -183,9 +226,15 @@ def test_measuring_a_step_changes_nothing():
 )
 def test_optimizer_is_fused_as_the_options_require(device, cuda_graph, compile, fused, sgd, adamw):
     how = torch.device(device), fused, cuda_graph, compile is True
-    for make, expected in ((torch.optim.SGD, sgd), (torch.optim.AdamW, adamw), (torch.optim.Adagrad, None)):
+    for make, expected in (
+        (torch.optim.SGD, sgd),
+        (torch.optim.AdamW, adamw),
+        (torch.optim.Adagrad, None),
+    ):
         optimizer = configure_optimizer(make([torch.nn.Parameter(torch.zeros(1))], lr=0.1), *how)
-        assert optimizer.param_groups[0]["fused"] is expected, "torch's fused Adagrad is for CPUs only"
+        assert optimizer.param_groups[0]["fused"] is expected, (
+            "torch's fused Adagrad is for CPUs only"
+        )
         assert optimizer.param_groups[0].get("capturable", cuda_graph) is cuda_graph
     if cuda_graph:
         large = torch.nn.Parameter(torch.empty(FEW, device="meta"))

@@ -1,4 +1,7 @@
-"""Which performance options a run uses: what the config sets, and what speed=auto chooses. On GPUs: test_gpu.py."""
+"""Which performance options a run uses: what the config sets, and what speed=auto chooses.
+
+On GPUs: test_gpu.py.
+"""
 
 from types import SimpleNamespace
 
@@ -16,12 +19,35 @@ from ddp_lab.run.speed import find_options
 from ddp_lab.training.performance import KEYS, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
 
-LEFT = {"loader": "auto", "cuda_graph": "auto", "channels_last": "auto", "fused": None, "compile": "auto"}
-FASTEST = {"loader": "device", "cuda_graph": True, "channels_last": True, "fused": True, "compile": "auto"}
-OFF = {"loader": "device", "cuda_graph": False, "channels_last": False, "fused": None, "compile": False}
+LEFT = {
+    "loader": "auto",
+    "cuda_graph": "auto",
+    "channels_last": "auto",
+    "fused": None,
+    "compile": "auto",
+}
+FASTEST = {
+    "loader": "device",
+    "cuda_graph": True,
+    "channels_last": True,
+    "fused": True,
+    "compile": "auto",
+}
+OFF = {
+    "loader": "device",
+    "cuda_graph": False,
+    "channels_last": False,
+    "fused": None,
+    "compile": False,
+}
 GIB = 2**30
 GPU = {"refusals": {}, "data_bytes": GIB, "model_bytes": GIB // 2, "free_bytes": 10 * GIB}
-REFUSED = {"cuda_graph": "no graph", "compile": "no compiler", "channels_last": "flat", "fused": "sharded"}
+REFUSED = {
+    "cuda_graph": "no graph",
+    "compile": "no compiler",
+    "channels_last": "flat",
+    "fused": "sharded",
+}
 
 
 def values(options: PerformanceOptions) -> dict:
@@ -35,8 +61,18 @@ def values(options: PerformanceOptions) -> dict:
         (False, {}, GPU, OFF),
         (True, {}, GPU | {"refusals": REFUSED}, OFF),
         (True, {}, GPU | {"data_bytes": 5 * GIB}, FASTEST),
-        (True, {}, GPU | {"data_bytes": 5 * GIB + 1}, FASTEST | {"loader": "workers", "cuda_graph": False}),
-        (True, {}, GPU | {"model_bytes": GIB // 2 + 1}, FASTEST | {"cuda_graph": False, "compile": False}),
+        (
+            True,
+            {},
+            GPU | {"data_bytes": 5 * GIB + 1},
+            FASTEST | {"loader": "workers", "cuda_graph": False},
+        ),
+        (
+            True,
+            {},
+            GPU | {"model_bytes": GIB // 2 + 1},
+            FASTEST | {"cuda_graph": False, "compile": False},
+        ),
         (True, {"cuda_graph": True}, GPU | {"model_bytes": GIB}, FASTEST | {"compile": False}),
         (True, {"loader": "device"}, GPU | {"data_bytes": 9 * GIB}, FASTEST),
         (True, {"loader": "workers"}, GPU, FASTEST | {"loader": "workers", "cuda_graph": False}),
@@ -64,7 +100,9 @@ def test_log_has_the_reason_of_each_option(caplog):
     caplog.set_level("INFO", "ddp_lab")
     choose(False, LEFT, **GPU).log_choices()
     assert caplog.messages == []
-    options = choose(True, LEFT | {"cuda_graph": False}, **GPU | {"refusals": {"compile": "no compiler"}})
+    options = choose(
+        True, LEFT | {"cuda_graph": False}, **GPU | {"refusals": {"compile": "no compiler"}}
+    )
     options.log_choices()
     assert caplog.messages == [
         "speed=auto:",
@@ -80,28 +118,38 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
     """Return the options of a job on a GPU with 10 GiB of free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
     cfg = config("speed=auto", *overrides)
-    strategy, model = build(cfg.strategy, Runtime("cpu")), model or lenet(1, 28, 10, None)
+    strategy = build(cfg.strategy, Runtime("cpu"))
+    model = model or lenet(1, 28, 10, None)
     strategy.partition(model, 8)
     strategy.device = torch.device("cuda")
     return find_options(what_is_wanted(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
 
 
-SYNC = "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward was never tested"
+SYNC = (
+    "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward "
+    "was never tested"
+)
 MASKS = "strategy.checkpoint_activations=block keeps the random generators' state on the host"
 
 ONE_DEVICE = (
-    "the memory of a CUDA graph belongs to one device, and strategy=split has several in one process; "
-    "strategy=pipeline has a process for each device"
+    "the memory of a CUDA graph belongs to one device, and strategy=split has several in one "
+    "process; strategy=pipeline has a process for each device"
 )
 
 
 @pytest.mark.parametrize(
     ("overrides", "reasons"),
     [
-        ("strategy=single optimizer._target_=torch.optim.Rprop", {"fused": "torch.optim.Rprop has no fused kernel for GPUs"}),
+        (
+            "strategy=single optimizer._target_=torch.optim.Rprop",
+            {"fused": "torch.optim.Rprop has no fused kernel for GPUs"},
+        ),
         ("strategy=ddp strategy.batch_norm=sync", {"cuda_graph": SYNC}),
         ("strategy=pipeline", {"channels_last": "not supported by strategy=pipeline"}),
-        ("strategy=ddp_pipeline strategy.pp=1", {"channels_last": "not supported by strategy=ddp_pipeline"}),
+        (
+            "strategy=ddp_pipeline strategy.pp=1",
+            {"channels_last": "not supported by strategy=ddp_pipeline"},
+        ),
         ("strategy=split", {"cuda_graph": ONE_DEVICE}),
         (
             "strategy=mesh strategy.checkpoint_activations=block",
@@ -113,7 +161,9 @@ def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reas
     without = options_on_gpu(monkeypatch, model=torch.nn.Linear(1, 1))
     assert without.reasons["channels_last"] == "the model has no convolutions"
     options = options_on_gpu(monkeypatch, *overrides.split())
-    assert {name: reason for name, reason in options.reasons.items() if reason and name != "loader"} == reasons
+    assert {
+        name: reason for name, reason in options.reasons.items() if reason and name != "loader"
+    } == reasons
     assert values(options) == FASTEST | {name: OFF[name] for name in reasons}
 
 
@@ -122,35 +172,65 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     cfg = config("strategy=single", *overrides)
     strategy = build(cfg.strategy, Runtime("cpu"))
-    strategy.device, strategy.runtime = torch.device(device), None
-    assert values(find_options(what_is_wanted(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None))) == OFF
+    strategy.device = torch.device(device)
+    strategy.runtime = None
+    assert (
+        values(
+            find_options(
+                what_is_wanted(cfg),
+                strategy,
+                Synthetic(8, 8, 1, 28, 10).load(),
+                lenet(1, 28, 10, None),
+            )
+        )
+        == OFF
+    )
 
 
 def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
-    runtime = SimpleNamespace(free_memory=lambda: 7, conclude=lambda key, own, decide: decide([9, own, 8]))
+    runtime = SimpleNamespace(
+        free_memory=lambda: 7, conclude=lambda key, own, decide: decide([9, own, 8])
+    )
     monkeypatch.setattr("ddp_lab.run.speed.choose", lambda *facts: facts)
     strategy = build(config("strategy=single").strategy, Runtime("cpu"))
-    strategy.device, strategy.runtime = torch.device("cuda"), runtime
+    strategy.device = torch.device("cuda")
+    strategy.runtime = runtime
     facts = find_options(
-        what_is_wanted(config("speed=auto")), strategy, Synthetic(8, 8, 1, 28, 10).load(), lenet(1, 28, 10, None)
+        what_is_wanted(config("speed=auto")),
+        strategy,
+        Synthetic(8, 8, 1, 28, 10).load(),
+        lenet(1, 28, 10, None),
     )
     assert facts[-1] == 7
 
 
 @pytest.mark.parametrize(("reasons", "batch"), [({"cuda_graph": ""}, 8 * 24), ({}, 24)])
-def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(reasons, batch, monkeypatch):
+def test_evaluation_takes_larger_batches_if_speed_auto_captures_the_step(
+    reasons, batch, monkeypatch
+):
     options = PerformanceOptions(cuda_graph=True, reasons=reasons)
     monkeypatch.setattr("ddp_lab.run.build.find_performance", lambda *_: options)
-    job = build_job(config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu"))
+    job = build_job(
+        config("data=synthetic", "data.dataset.channels=1", "batch_size=24"), Runtime("cpu")
+    )
     assert [loader.batch_size for loader in job.loaders.values()] == [24, batch]
 
 
 def test_outputs_and_gradients_are_channels_last_for_images_of_one_channel():
-    """Both kinds of strides are channels last with one channel. DDP warned that gradients do not match its buckets."""
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3))
+    """Both kinds of strides are channels last with one channel.
+
+    DDP warned that gradients do not match its buckets.
+    """
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 4, 3)
+    )
     weights = [layer.weight for layer in model]
     assert to_channels_last(model) is model
-    assert [layer.weight.stride() for layer in model] == [(9, 1, 3, 1), (9, 1, 3, 1), (36, 1, 12, 4)]
+    assert [layer.weight.stride() for layer in model] == [
+        (9, 1, 3, 1),
+        (9, 1, 3, 1),
+        (36, 1, 12, 4),
+    ]
     assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))
     strides = []
     for layer in model:
@@ -158,7 +238,11 @@ def test_outputs_and_gradients_are_channels_last_for_images_of_one_channel():
         layer.weight.register_hook(lambda gradient: strides.append(gradient.stride()))
     model(torch.randn(2, 1, 12, 12)).sum().backward()
     assert strides == [1] * 3 + [(36, 1, 12, 4), (9, 1, 3, 1), (9, 1, 3, 1)]
-    assert model[0](torch.randn(1, 12, 12)).shape == model[0](input=torch.randn(4, 1, 12, 12)[0]).shape == (4, 10, 10)
+    assert (
+        model[0](torch.randn(1, 12, 12)).shape
+        == model[0](input=torch.randn(4, 1, 12, 12)[0]).shape
+        == (4, 10, 10)
+    )
 
 
 def test_own_convolution_with_other_arguments_works_in_channels_last():

@@ -1,4 +1,7 @@
-"""Which layers can be synchronised, and what they compute. Whole models are in the matrix (test_equivalence.py)."""
+"""Which layers can be synchronised, and what they compute.
+
+Whole models are in the matrix (test_equivalence.py).
+"""
 
 import copy
 from contextlib import nullcontext
@@ -16,7 +19,12 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, SyncBatchNorm, padding_ignored, set_batch_norm
+from ddp_lab.strategies.batch_norm import (
+    OF_MICRO_BATCHES,
+    SyncBatchNorm,
+    padding_ignored,
+    set_batch_norm,
+)
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
@@ -87,10 +95,19 @@ def act(drop: float = 0.0) -> BatchNormAct:
 
 
 UNSUPPORTED = {
-    "no running statistics": (nn.BatchNorm2d(3, track_running_stats=False), "it has no running statistics"),
-    "instance norm": (nn.InstanceNorm2d(3, track_running_stats=True), "its running statistics would be those of the local"),
+    "no running statistics": (
+        nn.BatchNorm2d(3, track_running_stats=False),
+        "it has no running statistics",
+    ),
+    "instance norm": (
+        nn.InstanceNorm2d(3, track_running_stats=True),
+        "its running statistics would be those of the local",
+    ),
     "another result": (ScaledBatchNorm(3), "its class may compute something else"),
-    "another order": (ActFirst(3, nn.Identity(), nn.ReLU()), "its class may compute something else"),
+    "another order": (
+        ActFirst(3, nn.Identity(), nn.ReLU()),
+        "its class may compute something else",
+    ),
     "another evaluation": (EvaluatedOtherwise(3), "its class may compute something else"),
     "another result for large inputs": (Clamped(3), "its class may compute something else"),
     "a failing trial": (NeedsMore(3), "its class may compute something else"),
@@ -103,7 +120,10 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_layers_that_cannot_be_synchronised_are_refused_by_name(layer, reason, device):
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Sequential(copy.deepcopy(layer))).to(device)
-    message = rf"^strategy\.batch_norm=sync: does not support the layer 1\.0, {type(layer).__name__}\(.*\): {reason}.*=local$"
+    message = (
+        r"^strategy\.batch_norm=sync: does not support the layer 1\.0, "
+        rf"{type(layer).__name__}\(.*\): {reason}.*=local$"
+    )
     with pytest.raises(ConfigError, match=message):
         set_batch_norm(model, "sync")
     with pytest.raises(ConfigError, match=message):
@@ -157,7 +177,10 @@ def test_statistics_outside_of_batch_norm_layers_are_refused_by_name(module, rea
     before = copy.deepcopy(model.state_dict())
     strategy = DDP(Runtime("cpu"), "sync", 1.0)
     strategy.example = torch.empty(2, 4, device="meta")
-    message = rf"^strategy\.batch_norm=sync: does not support the module 2\.0, {type(module).__name__}: {reason}"
+    message = (
+        rf"^strategy\.batch_norm=sync: does not support the module 2\.0, {type(module).__name__}: "
+        f"{reason}"
+    )
     with pytest.raises(ConfigError, match=message):
         strategy.partition(model, 2)
     assert not any(each.training for each in model.modules())
@@ -174,7 +197,8 @@ def test_buffers_that_do_not_depend_on_the_batch_are_allowed():
 def test_synchronised_layers_of_torch_are_refused_where_nothing_is_synchronised():
     model = nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(3))
     with pytest.raises(
-        ConfigError, match=r"^strategy\.batch_norm=local: does not support the layer 1, SyncBatchNorm\(3, .*=sync"
+        ConfigError,
+        match=r"^strategy\.batch_norm=local: does not support the layer 1, SyncBatchNorm\(3, .*=sync",
     ):
         DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
     DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)
@@ -203,7 +227,9 @@ SUPPORTED = {
 
 @pytest.mark.parametrize(("layer", "shape"), SUPPORTED.values(), ids=SUPPORTED)
 def test_layer_computes_what_torchs_does(layer, shape):
-    """Outputs, gradients and running statistics of a rank alone, in training and in an evaluation."""
+    """Outputs, gradients and running statistics of a rank alone, in training and in an
+    evaluation.
+    """
     torch.manual_seed(0)
     layer = copy.deepcopy(layer).double()
     for parameter in layer.parameters():
@@ -225,7 +251,8 @@ def test_layer_computes_what_torchs_does(layer, shape):
 
 
 def test_every_name_of_a_layer_is_synchronised_and_its_hooks_stay():
-    layer, called = nn.BatchNorm2d(3), []
+    layer = nn.BatchNorm2d(3)
+    called = []
     layer.register_forward_hook(lambda *_: called.append(True))
     model = nn.Sequential(layer, nn.ReLU(), layer).eval()
     for _ in range(2):  # a model may be set up again
@@ -237,7 +264,9 @@ def test_every_name_of_a_layer_is_synchronised_and_its_hooks_stay():
 
 
 def counted_on(lengths: list[int]) -> dict[str, object]:
-    """Return the error, or the running variance, of this rank after a batch of which it has lengths[rank] samples."""
+    """Return the error, or the running variance, of this rank after a batch of which it has
+    lengths[rank] samples.
+    """
     with Runtime("cpu", timeout=20) as runtime:
         runtime.open_group()
         layer = set_batch_norm(nn.BatchNorm1d(2), "sync")
@@ -248,35 +277,58 @@ def counted_on(lengths: list[int]) -> dict[str, object]:
                 layer(inputs).sum().backward()
         except ValueError as error:
             return {"error": str(error)}
-        return {"variance": layer.running_var.tolist(), "finite": inputs.grad.isfinite().all().item()}
+        return {
+            "variance": layer.running_var.tolist(),
+            "finite": inputs.grad.isfinite().all().item(),
+        }
 
 
 @pytest.mark.parametrize("lengths", [(1, 0), (0, 1), (0, 1, 0)])
 def test_one_value_per_channel_in_the_global_batch_raises_on_every_rank_what_torch_raises(lengths):
     with pytest.raises(ValueError) as expected:  # noqa: PT011, its text is the expected one
         nn.BatchNorm1d(2)(torch.ones(1, 2))
-    assert run_world(len(lengths), counted_on, [*lengths], timeout=60) == [{"error": str(expected.value)}] * len(lengths)
+    assert run_world(len(lengths), counted_on, [*lengths], timeout=60) == [
+        {"error": str(expected.value)}
+    ] * len(lengths)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 0), (3, 1), (0, 1, 2), (0, 0)])
 def test_several_values_or_none_are_no_error_on_any_rank(lengths):
-    """A rank with several values never reads how many the others have, and no rank waits for another one."""
+    """A rank with several values never reads how many the others have, and no rank waits for
+    another one.
+    """
     first, *others = run_world(len(lengths), counted_on, [*lengths], timeout=60)
     assert all(other == first for other in others)
     assert first["finite"]
     assert (first["variance"] == [1, 1]) == (sum(lengths) == 0)
-    batch = [row * (1 + rank) for rank, real in enumerate(lengths) for row in torch.arange(2.0 * real).view(-1, 2)]
+    batch = [
+        row * (1 + rank)
+        for rank, real in enumerate(lengths)
+        for row in torch.arange(2.0 * real).view(-1, 2)
+    ]
     if batch:
-        torch.testing.assert_close(first["variance"], (0.9 + 0.1 * torch.stack(batch).var(0)).tolist())
+        torch.testing.assert_close(
+            first["variance"], (0.9 + 0.1 * torch.stack(batch).var(0)).tolist()
+        )
 
 
 def test_run_that_ends_an_epoch_with_one_value_per_channel_gives_advice(tmp_path):
     line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp strategy.batch_norm=sync"
-    model = ["model=lenet", "model._target_=training.normalized", "data.dataset.image_size=8", "data.dataset.train_size=49"]
-    overrides = [word for word in SMALL if not word.startswith(("model=", "data.dataset.train_size="))]
+    model = [
+        "model=lenet",
+        "model._target_=training.normalized",
+        "data.dataset.image_size=8",
+        "data.dataset.train_size=49",
+    ]
+    overrides = [
+        word for word in SMALL if not word.startswith(("model=", "data.dataset.train_size="))
+    ]
     code, output = launch(line, *overrides, *model, f"runs_dir={tmp_path}")
     assert code == 1, output
-    assert "Expected more than 1 value per channel when training, got input size torch.Size([1, 16])" in output
+    assert (
+        "Expected more than 1 value per channel when training, got input size torch.Size([1, 16])"
+        in output
+    )
     assert "with which the ranks together need two" in output
 
 
@@ -294,18 +346,31 @@ def with_instance_norm(in_channels, image_size, num_classes):
     return nn.Sequential(norm, nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 
 
-def statistics(strategy: str, options: dict, momentum: float | None, accumulate: int = 1) -> dict[str, torch.Tensor]:
-    """Return the statistics of a layer after three steps, whose batches are equal in size, without an update of weights."""
+def statistics(
+    strategy: str, options: dict, momentum: float | None, accumulate: int = 1
+) -> dict[str, torch.Tensor]:
+    """Return the statistics of a layer after three steps, whose batches are equal in size, without
+    an update of weights.
+    """
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(*(torch.randn(24, width, generator=generator).double() for width in (4, 1)))
+    data = TensorDataset(
+        *(torch.randn(24, width, generator=generator).double() for width in (4, 1))
+    )
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         layers = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh(), nn.Linear(4, 1)
-        model, make = nn.Sequential(*layers).double(), partial(torch.optim.SGD, lr=0.0)
-        trainer = lab.trainer(model, tasks.Regression(), make, batch_size=8, accumulate=accumulate, example=data[0])
+        model = nn.Sequential(*layers).double()
+        make = partial(torch.optim.SGD, lr=0.0)
+        trainer = lab.trainer(
+            model, tasks.Regression(), make, batch_size=8, accumulate=accumulate, example=data[0]
+        )
         for batch in trainer.batches(data, 0):
             trainer.step(*batch)
         weights, _ = collect(trainer.strategy, trainer.state.weights())
-        return {name.removeprefix("model.1."): tensor for name, tensor in weights.items() if name.startswith("model.1.")}
+        return {
+            name.removeprefix("model.1."): tensor
+            for name, tensor in weights.items()
+            if name.startswith("model.1.")
+        }
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -335,7 +400,8 @@ class Rows(nn.Module):
 def test_micro_batch_of_padding_keeps_a_sample_which_the_model_may_need():
     """The second of two micro-batches is only padding, and changes no statistics or gradients."""
     torch.manual_seed(0)
-    inputs, targets = torch.randn(4, 2, 3), torch.tensor([0, 1, 2, 0])
+    inputs = torch.randn(4, 2, 3)
+    targets = torch.tensor([0, 1, 2, 0])
     results = []
     for accumulate, real in ((2, 4), (1, 2)):
         strategy = Single(Runtime("cpu"))

@@ -27,10 +27,14 @@ def test_chain_pieces_are_cut_at_the_bucket_size(sizes, starts):
     pieces = chain.pieces(*sizes)
     assert [names[piece[0]] for piece in pieces] == starts
     assert [block for piece in pieces for block in piece] == list(chain)
-    assert all(sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes) for piece in pieces[1:])
-    assert Scratch(Runtime("cpu"), "bucketed", 50, "local", False).bucket_sizes == (50 * MiB, MiB), (
-        "the bucket sent last is small"
+    assert all(
+        sum(parameter.nbytes for parameter in piece.parameters()) >= min(sizes)
+        for piece in pieces[1:]
     )
+    assert Scratch(Runtime("cpu"), "bucketed", 50, "local", False).bucket_sizes == (
+        50 * MiB,
+        MiB,
+    ), "the bucket sent last is small"
 
 
 def test_buckets_are_summed_while_the_backward_pass_computes_the_others(monkeypatch):

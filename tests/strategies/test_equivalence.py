@@ -3,7 +3,17 @@
 import pytest
 import torch
 from cases import MATRIX, assert_averages_equal, assert_equal, tolerance_of
-from training import SEED, Outcome, config_of, held_bytes, largest_difference, make_model, reference_of, run_cases, words_of
+from training import (
+    SEED,
+    Outcome,
+    config_of,
+    held_bytes,
+    largest_difference,
+    make_model,
+    reference_of,
+    run_cases,
+    words_of,
+)
 from worlds import once, run_world
 
 from ddp_lab.strategies.base import Strategy
@@ -29,7 +39,9 @@ class OwnShardNorm(FSDP):
     """FSDP that clips by the norm of this rank's shards only."""
 
     def gradient_norm(self):
-        return torch.stack([parameter.grad.to_local().norm() for parameter in self.module.parameters()]).norm()
+        return torch.stack(
+            [parameter.grad.to_local().norm() for parameter in self.module.parameters()]
+        ).norm()
 
 
 class Decaying(Scratch):
@@ -38,7 +50,9 @@ class Decaying(Scratch):
     def reduce_gradients(self):
         super().reduce_gradients()
         for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
 
 
 WRONG = [
@@ -49,9 +63,19 @@ WRONG = [
 ]
 LOCAL = ["scratch narrow", "ddp narrow"]  # BatchNorm normalises by the local batch
 # Each of these presets and keys changes the weights.
-CHANGES = ["clipped", "augmented", "focal", "files", "mixup=0.4", "cutmix=1.0", "smoothed", "optimizer.weight_decay=0.1"]
+CHANGES = [
+    "clipped",
+    "augmented",
+    "focal",
+    "files",
+    "mixup=0.4",
+    "cutmix=1.0",
+    "smoothed",
+    "optimizer.weight_decay=0.1",
+]
 CHANGES += ["data.flip=true", "scheduler=multi_step scheduler.milestones=[1.6]"]
-DECAYED, UNDECAYED = "single optimizer.weight_decay=0.1", "single undecayed"
+DECAYED = "single optimizer.weight_decay=0.1"
+UNDECAYED = "single undecayed"
 QUICK = [(case, int(size)) for case, sizes, _ in MATRIX for size in sizes]
 SLOW = [(case, int(size)) for case, _, sizes in MATRIX for size in sizes]
 
@@ -68,8 +92,14 @@ def world(size: int, slow: bool) -> list[dict]:
 @once
 def references(slow: bool) -> dict:
     cases = [case for case, _ in (SLOW if slow else QUICK)]
-    others = [] if slow else [*LOCAL, *WRONG, "single", UNDECAYED, *(f"single {change}" for change in CHANGES)]
-    return run_world(1, run_cases, list(dict.fromkeys(map(reference_of, cases + others))), timeout=300)[0]
+    others = (
+        []
+        if slow
+        else [*LOCAL, *WRONG, "single", UNDECAYED, *(f"single {change}" for change in CHANGES)]
+    )
+    return run_world(
+        1, run_cases, list(dict.fromkeys(map(reference_of, cases + others))), timeout=300
+    )[0]
 
 
 def outcomes(case: str, size: int) -> list[Outcome]:
@@ -85,7 +115,9 @@ def alone(case: str, size: int = 1) -> Outcome:
 def params(pairs: list[tuple[str, int]]) -> list:
     """Return the parameters (case, size) of a test; slow ones are marked."""
     return [
-        pytest.param(case, size, id=f"{case} on {size}", marks=[pytest.mark.slow] * ((case, size) in SLOW))
+        pytest.param(
+            case, size, id=f"{case} on {size}", marks=[pytest.mark.slow] * ((case, size) in SLOW)
+        )
         for case, size in pairs
     ]
 
@@ -99,41 +131,63 @@ def test_reference_trains_clips_and_augments():
     vit, dropping = (alone(f"single {model}").weights for model in ("vit", "vit_drop"))
     assert largest_difference(vit, dropping) > 1e-3
     start = make_model("vit", SEED).state_dict()
-    assert all(largest_difference({key: vit[key]}, {key: start[key]}) > 1e-3 for key in vit if "k.bias" not in key)
+    assert all(
+        largest_difference({key: vit[key]}, {key: start[key]}) > 1e-3
+        for key in vit
+        if "k.bias" not in key
+    )
     assert largest_difference(alone(DECAYED).weights, alone(UNDECAYED).weights) > 1e-4
 
 
 @pytest.mark.parametrize(("case", "size"), params(QUICK + SLOW))
 def test_strategy_equals_single(case, size):
-    """The weights and sums are those of `single`, the same on every rank, from the same initial weights bit by bit."""
-    reference, (first, *others) = alone(case, size), outcomes(case, size)
+    """The weights and sums are those of `single`, the same on every rank, from the same initial
+    weights bit by bit.
+    """
+    reference = alone(case, size)
+    (first, *others) = outcomes(case, size)
     assert_equal(first, reference, tolerance_of(case), relative=tolerance_of(case))
     assert first.initial == reference.initial
     assert bool(first.initial) == (config_of(case).model.init == "by_block")
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluations == first.evaluations
-        assert outcome.digest == first.digest or case.split()[0] not in ("scratch", "ddp"), "the replicas drift apart"
+        assert outcome.digest == first.digest or case.split()[0] not in ("scratch", "ddp"), (
+            "the replicas drift apart"
+        )
     if "partly_frozen" in case:
-        # a stage, a bias and unused parameters stay as they are, and the optimizer has no state for them
+        # a stage, a bias and unused parameters stay as they are, and the optimizer has no state for
+        # them
         start = make_model("partly_frozen", SEED).state_dict()
-        moved = {name for name, value in start.items() if not torch.equal(value, first.weights[name])}
+        moved = {
+            name for name, value in start.items() if not torch.equal(value, first.weights[name])
+        }
         assert moved == first.momentum.keys() == {"fc1.1.weight", "fc2.weight", "fc2.bias"}
 
 
 def is_cut_or_sharded(case: str) -> bool:
-    """Return whether each rank has a part of the blocks or of every parameter. tp alone leaves embedding and head complete."""
+    """Return whether each rank has a part of the blocks or of every parameter. tp alone leaves
+    embedding and head complete.
+    """
     strategy, *words = case.split()
-    cut = strategy in ("fsdp", "pipeline", "ddp_pipeline") or any(word.startswith(("shard=", "pp=")) for word in words)
-    return cut and not {"pp=1", "float64"} & {*words_of(case)} and bool({"vit", "vit_drop", "short"} & {*words})
+    cut = strategy in ("fsdp", "pipeline", "ddp_pipeline") or any(
+        word.startswith(("shard=", "pp=")) for word in words
+    )
+    return (
+        cut
+        and not {"pp=1", "float64"} & {*words_of(case)}
+        and bool({"vit", "vit_drop", "short"} & {*words})
+    )
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), params([(case, size) for case, size in QUICK + SLOW if size > 1 and is_cut_or_sharded(case)])
+    ("case", "size"),
+    params([(case, size) for case, size in QUICK + SLOW if size > 1 and is_cut_or_sharded(case)]),
 )
 def test_ranks_allocate_their_own_part_of_the_model_and_one_block(case, size):
     model = make_model("vit", SEED)
-    full, largest = held_bytes(model), max(map(held_bytes, model))
+    full = held_bytes(model)
+    largest = max(map(held_bytes, model))
     ranks = outcomes(case, size)
     assert all(0 < rank.peak <= rank.held + largest < full for rank in ranks)
     assert max(rank.held for rank in ranks) < 0.6 * full <= 0.6 * sum(rank.held for rank in ranks)
@@ -145,11 +199,15 @@ def test_wrong_strategy_differs_from_single(case):
 
 
 def test_batch_norm_differs_only_by_its_local_statistics():
-    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`; scratch and ddp are equal."""
+    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`;
+    scratch and ddp are equal.
+    """
     (scratch, other), (ddp, _) = (outcomes(case, 2) for case in LOCAL)
     reference = alone(LOCAL[0])
     assert scratch.digest == other.digest
     assert largest_difference(scratch.weights, ddp.weights) <= 1e-9
     assert_averages_equal(scratch, ddp, 1e-9)
     assert ddp.sums[0][0] == pytest.approx(reference.sums[0][0], rel=0.05)
-    assert largest_difference(ddp.weights, reference.weights) > 1e-3, "the weights are equal after all"
+    assert largest_difference(ddp.weights, reference.weights) > 1e-3, (
+        "the weights are equal after all"
+    )

@@ -35,7 +35,9 @@ def project(tmp_path_factory):
 
 
 def losses(folder, line: str, overrides: list[str]) -> list[float]:
-    code, output = launch(line, *RUN, *overrides, f"name=run{len(list(folder.glob('runs/*')))}", cwd=folder)
+    code, output = launch(
+        line, *RUN, *overrides, f"name=run{len(list(folder.glob('runs/*')))}", cwd=folder
+    )
     assert code == 0, output
     newest = max((folder / "runs").iterdir(), key=lambda path: int(path.name.removeprefix("run")))
     return [row["train_loss"] for row in read_metrics(newest)]
@@ -65,13 +67,20 @@ def test_algorithm_refuses_a_number_of_ranks_in_one_line(project):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("nowhere.sum", "No module named 'nowhere'"), ("math.pi", "it is a float"), ("math.tau2", "tau2")],
+    [
+        ("nowhere.sum", "No module named 'nowhere'"),
+        ("math.pi", "it is a float"),
+        ("math.tau2", "tau2"),
+    ],
 )
 def test_algorithm_that_is_no_function_is_refused(name, reason, project):
     options = ["strategy=scratch", f"strategy.algorithm={name}", "runs_dir=refused"]
     code, output = launch(f"python {ROOT}/train.py", *RUN[:-1], *options, cwd=project)
     assert code == 2
-    assert f"error: strategy.algorithm={name}: must be star, per_tensor, flat, ring or bucketed" in output
+    assert (
+        f"error: strategy.algorithm={name}: must be star, per_tensor, flat, ring or bucketed"
+        in output
+    )
     assert reason in output
     assert not (project / "refused").exists()
 
@@ -115,7 +124,10 @@ def test_lab_takes_the_class_of_a_strategy_and_its_options():
 def test_lab_refuses_wrong_options_of_a_class_and_other_classes():
     with pytest.raises(ConfigError, match=r"^strategy\.factor=much: must be a number"):
         Lab(Doubled, factor="much")
-    with pytest.raises(ConfigError, match=r"^strategy\.fctor=3\.0: there is no such key; did you mean strategy\.factor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^strategy\.fctor=3\.0: there is no such key; did you mean strategy\.factor",
+    ):
         Lab(Doubled, fctor=3.0)
     with pytest.raises(ConfigError, match=r"or a subclass of ddp_lab\.strategies\.base\.Strategy"):
         Lab(torch.nn.Linear)

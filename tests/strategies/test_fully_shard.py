@@ -1,4 +1,6 @@
-"""What fsdp and mesh keep, in which precision, what they gather and compute again, and what they refuse."""
+"""What fsdp and mesh keep, in which precision, what they gather and compute again, and what they
+refuse.
+"""
 
 import collections
 from types import SimpleNamespace
@@ -37,7 +39,9 @@ def set_up(name: str, runtime: Runtime) -> Strategy:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the calls of each operation, like CommDebugMode, whose hooks fail with accumulation on torch 2.11."""
+    """Counts the calls of each operation, like CommDebugMode, whose hooks fail with accumulation on
+    torch 2.11.
+    """
 
     def __init__(self):
         super().__init__()
@@ -55,8 +59,9 @@ def train_in_bf16() -> dict[str, tuple[dict[str, set], torch.dtype, bool, float]
     """Take a step under each sharding strategy, with fused AdamW.
 
     Returns:
-        By strategy: the types of the weights, gradients and states; the type of the weights in a block's forward pass; whether
-        a gradient is a sum that bf16 cannot represent; and how far AdamW's step is from that of its simplest form.
+        By strategy: the types of the weights, gradients and states; the type of the weights in a
+        block's forward pass; whether a gradient is a sum that bf16 cannot represent; and how far
+        AdamW's step is from that of its simplest form.
     """
     found = {}
     with Runtime("cpu", precision="bf16") as runtime:
@@ -70,11 +75,16 @@ def train_in_bf16() -> dict[str, tuple[dict[str, set], torch.dtype, bool, float]
 
 def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool, float]:
     used = []
-    strategy.module.block0.fc1.register_forward_hook(lambda layer, *_: used.append(layer.weight.dtype))
+    strategy.module.block0.fc1.register_forward_hook(
+        lambda layer, *_: used.append(layer.weight.dtype)
+    )
     with torch.no_grad():
-        strategy.module.head.linear.weight.fill_(0.1)  # it is 0 at first, and so are the gradients of the blocks
+        # it is 0 at first, and so are the gradients of the blocks
+        strategy.module.head.linear.weight.fill_(0.1)
     parameters = list(strategy.module.parameters())
-    optimizer = configure_optimizer(torch.optim.AdamW(strategy.module.parameters(), lr=0.1), GPU, None, False, False)
+    optimizer = configure_optimizer(
+        torch.optim.AdamW(strategy.module.parameters(), lr=0.1), GPU, None, False, False
+    )
     torch.manual_seed(strategy.dp_rank)
     strategy.forward_backward(torch.randn(4, 3, 16, 16), torch.arange(4), 8)
     gradients = [local(parameter.grad).clone() for parameter in parameters]
@@ -90,8 +100,14 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
         "gradients": {gradient.dtype for gradient in gradients},
         "state": {tensor.dtype for state in optimizer.state.values() for tensor in state.values()},
     }
-    summed_in_float32 = any(bool((gradient.bfloat16().float() != gradient).any()) for gradient in gradients)
-    apart = max((local(own) - other).abs().max().item() for own, other in zip(parameters, single, strict=True) if other.numel())
+    summed_in_float32 = any(
+        bool((gradient.bfloat16().float() != gradient).any()) for gradient in gradients
+    )
+    apart = max(
+        (local(own) - other).abs().max().item()
+        for own, other in zip(parameters, single, strict=True)
+        if other.numel()
+    )
     return kept, used[0], summed_in_float32, apart
 
 
@@ -105,9 +121,12 @@ def test_bf16_computes_with_copies_of_weights_that_are_kept_summed_and_updated_i
 
 
 def gathers() -> dict[str, list[int]]:
-    """Return the numbers of all_gathers in three steps of each strategy; before the last one is an evaluation."""
+    """Return the numbers of all_gathers in three steps of each strategy; before the last one is an
+    evaluation.
+    """
     found = collections.defaultdict(list)
-    images, targets = torch.ones(4, 3, 16, 16), torch.arange(4)
+    images = torch.ones(4, 3, 16, 16)
+    targets = torch.arange(4)
     with Runtime("cpu", timeout=30) as runtime:
         runtime.open_group()
         for name in SHARDING:
@@ -117,28 +136,45 @@ def gathers() -> dict[str, list[int]]:
                     strategy.predict(images)
                 with Counter() as counter:
                     strategy.forward_backward(images, targets, count=8, accumulate=2)
-                found[name].append(sum(calls for function, calls in counter.calls.items() if "allgather" in str(function)))
+                found[name].append(
+                    sum(
+                        calls
+                        for function, calls in counter.calls.items()
+                        if "allgather" in str(function)
+                    )
+                )
             del strategy
     return found
 
 
 def test_evaluation_does_not_change_what_a_step_gathers():
-    """Otherwise the backward pass gathers one part too many, and the next forward pass computes with wrong parameters."""
+    """Otherwise the backward pass gathers one part too many, and the next forward pass computes
+    with wrong parameters.
+    """
     for first, before, after in run_world(2, gathers)[0].values():
         assert 0 < first == before == after
 
 
 def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
-    """Return how often the backward pass of a block calls forward operations of each kind, and its gradients."""
+    """Return how often the backward pass of a block calls forward operations of each kind, and its
+    gradients.
+    """
     block = make_model("vit", 0).block0
-    chain, strategy = Chain((16, 16), block0=block), SimpleNamespace(checkpointing=mode)
+    chain = Chain((16, 16), block0=block)
+    strategy = SimpleNamespace(checkpointing=mode)
     FullyShard.checkpoint_blocks(strategy, chain)
     torch.manual_seed(0)
     output = chain(torch.randn(2, 16, 16, requires_grad=True))
     with Counter() as counter:
         output.sum().backward()
-    kinds = torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default, torch.ops.aten.gelu.default
-    return [counter.calls[kind] for kind in kinds], [parameter.grad for parameter in block.parameters()]
+    kinds = (
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.native_layer_norm.default,
+        torch.ops.aten.gelu.default,
+    )
+    return [counter.calls[kind] for kind in kinds], [
+        parameter.grad for parameter in block.parameters()
+    ]
 
 
 def test_backward_pass_computes_a_checkpointed_block_again():
@@ -151,10 +187,20 @@ def test_backward_pass_computes_a_checkpointed_block_again():
 @pytest.mark.parametrize(
     ("options", "model", "message"),
     [
-        ("strategy=fsdp strategy.checkpoint_activations=block", "narrow", "is not supported by models with BatchNorm, whose"),
-        ("strategy=fsdp strategy.checkpoint_activations=block", None, "needs a model that is a Chain of blocks, got Linear"),
+        (
+            "strategy=fsdp strategy.checkpoint_activations=block",
+            "narrow",
+            "is not supported by models with BatchNorm, whose",
+        ),
+        (
+            "strategy=fsdp strategy.checkpoint_activations=block",
+            None,
+            "needs a model that is a Chain of blocks, got Linear",
+        ),
     ],
 )
 def test_models_that_do_not_support_an_option_are_refused(options, model, message):
     with pytest.raises(ConfigError, match=f"{options.split()[1]}: .*{message}"):
-        strategy_of(options, Runtime("cpu"), make_model(model, 0) if model else torch.nn.Linear(2, 2))
+        strategy_of(
+            options, Runtime("cpu"), make_model(model, 0) if model else torch.nn.Linear(2, 2)
+        )

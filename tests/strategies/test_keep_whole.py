@@ -15,7 +15,8 @@ from ddp_lab.checkpoints.state import collect
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.unit_advice import Advice
 
-WIDTH, ROUNDS = 4, 3
+WIDTH = 4
+ROUNDS = 3
 TIMEOUT = 6.0
 ADAM = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, eps=1e-4)
 OPTION = re.compile(r"use strategy\.keep_whole=\[(.*?)\], in a Lab keep_whole=\[(.*?)\]")
@@ -26,12 +27,16 @@ def linear() -> nn.Linear:
 
 
 def chosen_by(inputs: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return which part each row has chosen: those of rank 0 of two the first half, and those of rank 1 the others."""
+    """Return which part each row has chosen: those of rank 0 of two the first half, and those of
+    rank 1 the others.
+    """
     return (inputs[:, 0] * 10).long() % parts
 
 
 def only(rows: torch.Tensor, part: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the hidden values after a part for some rows, which is not called if there are none."""
+    """Return the hidden values after a part for some rows, which is not called if there are
+    none.
+    """
     return torch.where(rows[:, None], part(hidden), hidden) if rows.any() else hidden
 
 
@@ -70,7 +75,10 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.adapter, self.left, self.right, self.out = linear(), linear(), linear(), linear()
+        self.adapter = linear()
+        self.left = linear()
+        self.right = linear()
+        self.out = linear()
 
     def forward(self, inputs):
         hidden = only(chosen_by(inputs, 2) == 1, self.adapter, inputs)
@@ -82,21 +90,27 @@ class AdaptedHead(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.adapter, self.out = linear(), linear()
+        self.adapter = linear()
+        self.out = linear()
 
     def forward(self, inputs):
         return self.out(only(chosen_by(inputs, 2) == 1, self.adapter, inputs))
 
 
 class Nested(nn.Module):
-    """A unit with units within it, which a step leaves out on some ranks, and some of the inner ones on others."""
+    """A unit with units within it, which a step leaves out on some ranks, and some of the inner
+    ones on others.
+    """
 
     def __init__(self):
         super().__init__()
-        self.entry, self.block, self.out = linear(), Layer(), linear()
+        self.entry = linear()
+        self.block = Layer()
+        self.out = linear()
 
     def forward(self, inputs):
-        hidden, chosen = torch.tanh(self.entry(inputs)), chosen_by(inputs, 4)
+        hidden = torch.tanh(self.entry(inputs))
+        chosen = chosen_by(inputs, 4)
         rows = chosen > 0
         experts = torch.where(rows, chosen, -1)  # the other rows use none
         return self.out(only(rows, partial(self.block, chosen=experts), hidden))
@@ -107,7 +121,8 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = linear(), linear()
+        self.body = linear()
+        self.head = linear()
 
     def forward(self, inputs):
         return only(chosen_by(inputs, 2) == 1, self.head, torch.tanh(self.body(inputs)))
@@ -118,7 +133,9 @@ class Late(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.head, self.steps = linear(), linear(), 0
+        self.body = linear()
+        self.head = linear()
+        self.steps = 0
 
     def forward(self, inputs):
         self.steps += 1
@@ -131,10 +148,13 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.entry, self.first, self.second, self.third, self.fourth, self.out = (linear() for _ in range(6))
+        self.entry, self.first, self.second, self.third, self.fourth, self.out = (
+            linear() for _ in range(6)
+        )
 
     def forward(self, inputs):
-        chosen, hidden = chosen_by(inputs, 4), torch.tanh(self.entry(inputs))
+        chosen = chosen_by(inputs, 4)
+        hidden = torch.tanh(self.entry(inputs))
         for number, part in enumerate([self.first, self.second, self.third, self.fourth]):
             hidden = only(chosen == number, part, hidden)
         return self.out(hidden)
@@ -148,7 +168,8 @@ class Unused(nn.Module):
         self.body, self.branch, self.other, self.out = (linear() for _ in range(4))
 
     def forward(self, inputs):
-        rows, hidden = chosen_by(inputs, 2) == 1, torch.tanh(self.body(inputs))
+        rows = chosen_by(inputs, 2) == 1
+        hidden = torch.tanh(self.body(inputs))
         branch = self.other(self.branch(hidden))
         return self.out(torch.where(rows[:, None], branch, hidden) if rows.any() else hidden)
 
@@ -182,7 +203,19 @@ class InTurn(nn.Sequential):
         return self[2](only(chosen_by(inputs, 2) == 1, self[1], torch.tanh(self[0](inputs))))
 
 
-MODELS = [Experts, Adapted, AdaptedHead, Nested, Head, Late, Named, Unused, Direct, DirectByValue, InTurn]
+MODELS = [
+    Experts,
+    Adapted,
+    AdaptedHead,
+    Nested,
+    Head,
+    Late,
+    Named,
+    Unused,
+    Direct,
+    DirectByValue,
+    InTurn,
+]
 # What the messages recommend, one after another.
 RECOMMENDED = {
     "Experts": ["layers.*.experts.*"],
@@ -203,7 +236,8 @@ def samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.rand(32, WIDTH, generator=generator)
     position = torch.arange(32)
-    inputs[:, 0] = (position % 2 + 2 * (position // 8 % 2)) / 10 + 0.05  # the rank, and every second batch 2 more
+    # the rank, and every second batch 2 more
+    inputs[:, 0] = (position % 2 + 2 * (position // 8 % 2)) / 10 + 0.05
     return TensorDataset(inputs, torch.rand(32, WIDTH, generator=generator))
 
 

@@ -31,7 +31,12 @@ AXES = {"shard": 1, "tp": 1, "pp": 1, "sequence_parallel": False}
 @contextmanager
 def world(monkeypatch, rank: int, size: int) -> Iterator[Runtime]:
     """Be one rank of a world without the other ranks, whose collectives do nothing."""
-    for key, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}.items():
+    for key, value in {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+    }.items():
         monkeypatch.setenv(key, str(value))
     with Runtime("cpu") as runtime:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -50,9 +55,24 @@ def strategy_of(runtime: Runtime, model: Chain, **changed) -> Mesh:
         (8, {"shard": 1, "tp": 2, "pp": 2}, (2, 2, 1, 2)),
         (8, {"shard": 2, "pp": 2}, (2, 2, 2, 1)),
         (1, {"shard": None}, (1, 1, 1, 1)),
-        (8, {"tp": 3, "pp": 2}, "strategy.pp=2 strategy.tp=3: cannot lay 8 ranks on a mesh of dp x pp x tp, because 8 is not "),
-        (8, {"tp": 16}, "divisible by 16; use sizes whose product is 1 or 2 or 4 or 8, or start a multiple of 16 ranks"),
-        (8, {"shard": 3, "tp": 2}, "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all of "),
+        (
+            8,
+            {"tp": 3, "pp": 2},
+            "strategy.pp=2 strategy.tp=3: cannot lay 8 ranks on a mesh of dp x pp x tp, because 8 "
+            "is not ",
+        ),
+        (
+            8,
+            {"tp": 16},
+            "divisible by 16; use sizes whose product is 1 or 2 or 4 or 8, or start a multiple of "
+            "16 ranks",
+        ),
+        (
+            8,
+            {"shard": 3, "tp": 2},
+            "strategy.shard=3: must divide the 4 ranks along dp; use 1 or 2 or 4, or null for all "
+            "of ",
+        ),
     ],
 )
 def test_axes_fill_the_ranks_or_are_refused(ranks, axes, expected, monkeypatch):
@@ -67,7 +87,9 @@ def test_axes_fill_the_ranks_or_are_refused(ranks, axes, expected, monkeypatch):
 def planned(**words: str | None) -> Chain:
     """Return a ViT, the plan of whose last block has these words; None removes a module from it."""
     words = {name: word for name, word in (Block.tensor_parallel | words).items() if word}
-    return with_block(type("Changed", (Block,), {"tensor_parallel": words})(16, 4, 32, 0.0, "block1"))
+    return with_block(
+        type("Changed", (Block,), {"tensor_parallel": words})(16, 4, 32, 0.0, "block1")
+    )
 
 
 class Counting(nn.Identity):
@@ -84,23 +106,60 @@ def with_block(block: nn.Module) -> Chain:
 
 VIT = {"depth": 2, "width": 24, "heads": 3, "mlp_ratio": 1.0, "patch_size": 7, "drop_path": 0.0}
 CLASS_TOKEN = vit(1, 28, 10, **VIT, pool="token")
-NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")  # 27 units between fc1 and fc2
+# 27 units between fc1 and fc2
+NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")
 
 
 @pytest.mark.parametrize(
     ("model", "axes", "message"),
     [
-        (lenet(1, 28, 10, None), {"tp": 2}, "no block of the model has a plan for tensor parallelism. Give the class of its "),
-        (CLASS_TOKEN, {"tp": 2}, "strategy.tp=2: must divide the 3 heads of block0.attn.q; use one of their divisors"),
+        (
+            lenet(1, 28, 10, None),
+            {"tp": 2},
+            "no block of the model has a plan for tensor parallelism. Give the class of its ",
+        ),
+        (
+            CLASS_TOKEN,
+            {"tp": 2},
+            "strategy.tp=2: must divide the 3 heads of block0.attn.q; use one of their divisors",
+        ),
         (NARROW, {"tp": 2}, "strategy.tp=2: must divide the 27 units of block0.fc1"),
-        (CLASS_TOKEN, {"tp": 3, "sequence_parallel": True}, "must divide the 17 tokens before block0. Use strategy.sequence"),
-        (make_model("vit", 0), {"sequence_parallel": True}, "needs ranks along tp that share the tokens; use strategy.tp=2"),
+        (
+            CLASS_TOKEN,
+            {"tp": 3, "sequence_parallel": True},
+            "must divide the 17 tokens before block0. Use strategy.sequence",
+        ),
+        (
+            make_model("vit", 0),
+            {"sequence_parallel": True},
+            "needs ranks along tp that share the tokens; use strategy.tp=2",
+        ),
         (make_model("vit", 0), {"cut": ["head"]}, "is only used if strategy.pp is above 1"),
-        (planned(fc3="row"), {"tp": 2}, "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, "),
-        (planned(fc2="rows"), {"tp": 2}, "fc2 must be one of column, heads, row, tokens, gather, got rows"),
-        (planned(norm1="column"), {"tp": 2}, "norm1 must be tokens or gather, because it is no nn.Linear, got column"),
-        (planned(norm2=None), {"tp": 2}, "must name the module of the parameter norm2.weight, as one of column"),
-        (with_block(nn.Sequential(Counting())), {"tp": 2}, "does not support models with buffers, got block1.0.count"),
+        (
+            planned(fc3="row"),
+            {"tp": 2},
+            "Changed.tensor_parallel: block1 has no module fc3; it has norm1, attn, ",
+        ),
+        (
+            planned(fc2="rows"),
+            {"tp": 2},
+            "fc2 must be one of column, heads, row, tokens, gather, got rows",
+        ),
+        (
+            planned(norm1="column"),
+            {"tp": 2},
+            "norm1 must be tokens or gather, because it is no nn.Linear, got column",
+        ),
+        (
+            planned(norm2=None),
+            {"tp": 2},
+            "must name the module of the parameter norm2.weight, as one of column",
+        ),
+        (
+            with_block(nn.Sequential(Counting())),
+            {"tp": 2},
+            "does not support models with buffers, got block1.0.count",
+        ),
     ],
 )
 def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monkeypatch):
@@ -111,8 +170,11 @@ def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monke
 
 
 def test_tensor_parallelism_that_would_shard_nothing_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")  # which divides neither LeNet's 20 and 50 channels nor its 500 and 10 units
-    with pytest.raises(ConfigError, match=r"strategy\.tp=3: no layer of the model can be sharded: 3 must divide"):
+    # which divides neither LeNet's 20 and 50 channels nor its 500 and 10 units
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(
+        ConfigError, match=r"strategy\.tp=3: no layer of the model can be sharded: 3 must divide"
+    ):
         TP(Runtime("cpu"), tp=None, batch_norm="local").partition(lenet(1, 28, 10, None), 8)
 
 
@@ -127,9 +189,12 @@ def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tenso
 
 
 def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkeypatch):
-    """Layers are divided by the plan; ranks of one dp read the same samples, and one of each reports."""
+    """Layers are divided by the plan; ranks of one dp read the same samples, and one of each
+    reports.
+    """
     complete = dict(make_model("vit", 0).named_parameters())
-    held, layout = dict.fromkeys(complete, 0.0), []
+    held = dict.fromkeys(complete, 0.0)
+    layout = []
     for rank in range(8):
         strategy, parameters = held_by(monkeypatch, rank, pp=2, shard=2, tp=2)
         layout.append((strategy.dp_rank, strategy.dp_size, strategy.is_metric_rank))
@@ -138,9 +203,15 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
             held[name] += parameter.to_local().numel() / copies
             layer = name.split(".")[-2]
             divided = Shard(0) if layer in ("q", "k", "v", "fc1") else Shard(1)
-            along_tp = divided if divided == Shard(0) or name.endswith(("proj.weight", "fc2.weight")) else Replicate()
+            along_tp = (
+                divided
+                if divided == Shard(0) or name.endswith(("proj.weight", "fc2.weight"))
+                else Replicate()
+            )
             assert parameter.placements[1] == along_tp, name
-            assert parameter.requires_grad == (name not in ("block0.norm1.weight", "block1.fc2.bias"))
+            assert parameter.requires_grad == (
+                name not in ("block0.norm1.weight", "block1.fc2.bias")
+            )
     assert held == {name: parameter.numel() for name, parameter in complete.items()}
     assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {dp_size for _, dp_size, _ in layout} == {2}
@@ -152,13 +223,15 @@ class Branch(nn.Module):
 
     def __init__(self, kind: str):
         super().__init__()
-        self.kind, self.always = kind, nn.Linear(4, 4)
+        self.kind = kind
+        self.always = nn.Linear(4, 4)
         self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
 
     def forward(self, inputs):
         chosen = (inputs[:, 0] > 0.5).long()
         hidden = inputs if self.kind == "adapter" else torch.tanh(self.always(inputs))
-        used = self.parts[1:2] if self.kind == "adapter" else self.parts[:2]  # the last one is never used
+        # the last one is never used
+        used = self.parts[1:2] if self.kind == "adapter" else self.parts[:2]
         for number, part in enumerate(used, start=int(self.kind == "adapter")):
             rows = chosen == number
             if rows.any():
@@ -171,7 +244,8 @@ class Stop(nn.Module):
 
     def __init__(self, rank: int):
         super().__init__()
-        self.rank, self.inner = rank, nn.Linear(4, 4)
+        self.rank = rank
+        self.inner = nn.Linear(4, 4)
 
     def forward(self, inputs):
         return self.inner(inputs.detach() if self.rank == 0 else inputs)
@@ -184,15 +258,21 @@ MESHES: list[tuple[int, dict, int]] = [
 ]
 
 
-def train_branches(strategy: str, options: dict, accumulate: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the weights by kind. The last batch has one sample, so that one of two ranks has padding alone."""
+def train_branches(
+    strategy: str, options: dict, accumulate: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights by kind.
+
+    The last batch has one sample, so that one of two ranks has padding alone.
+    """
     torch.set_default_dtype(torch.float64)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.rand(33, 4, generator=generator)
     inputs[:, 0] = torch.arange(33) % 2
     inputs[-1, 0] = 1  # padding is zeros, which choose another part
     data = TensorDataset(inputs, torch.rand(33, 2, generator=generator))
-    make, found = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), dict[str, dict[str, torch.Tensor]]()
+    make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    found = dict[str, dict[str, torch.Tensor]]()
     with Lab(strategy, device="cpu", timeout=20, **options) as lab:
         for kind in ("branch", "adapter"):
             torch.manual_seed(0)
@@ -242,6 +322,10 @@ def test_model_that_has_no_blocks_is_refused_by_strategies_that_cut_one(strategy
     with Lab(strategy, device="cpu") as lab:
         optimizer = partial(torch.optim.SGD, lr=0.1)
         sample = torch.ones(2), torch.ones(2)
-        message = rf"^strategy={strategy}: needs a model made of blocks, but the model is a Linear\. "
+        message = (
+            rf"^strategy={strategy}: needs a model made of blocks, but the model is a Linear\. "
+        )
         with pytest.raises(ConfigError, match=message):
-            lab.trainer(nn.Linear(2, 2), tasks.Regression(), optimizer, batch_size=4, example=sample)
+            lab.trainer(
+                nn.Linear(2, 2), tasks.Regression(), optimizer, batch_size=4, example=sample
+            )

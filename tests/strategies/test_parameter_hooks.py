@@ -1,4 +1,6 @@
-"""Hooks of users on parameters, which are lost where a strategy replaces the parameters by shards."""
+"""Hooks of users on parameters, which are lost where a strategy replaces the parameters by
+shards.
+"""
 
 import pytest
 from configs import config
@@ -21,6 +23,9 @@ def test_hooks_that_shards_would_lose_are_refused_by_name(options, register):
         strategy = build(config(*words).strategy, runtime)
         strategy.partition(model, 4)
         getattr(model.get_parameter("last.weight"), register)(lambda _: None)
-        message = rf"strategy={strategy.name}: shards the parameter last.weight, .* for example ddp or pipeline$"
+        message = (
+            f"strategy={strategy.name}: shards the parameter last.weight, .* for example ddp or "
+            "pipeline$"
+        )
         with pytest.raises(ConfigError, match=message):
             strategy.partition(model, 4)

@@ -1,4 +1,6 @@
-"""Inputs of other shapes and dtypes than the example, and other numbers of samples, give the numbers of `single`."""
+"""Inputs of other shapes and dtypes than the example, and other numbers of samples, give the
+numbers of `single`.
+"""
 
 from functools import partial
 
@@ -14,7 +16,8 @@ from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.strategies.stages import unwrapped
 
-BATCH, TOLERANCE = 8, 1e-12
+BATCH = 8
+TOLERANCE = 1e-12
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -55,8 +58,12 @@ class Rearranged(nn.Module):
 
 
 def recast() -> nn.Sequential:
-    """Return logits for vectors of any floating dtype. Its activations have two dtypes; before block 4 they are in float32."""
-    to_float64, to_float32 = torch.Tensor.double, torch.Tensor.float
+    """Return logits for vectors of any floating dtype.
+
+    Its activations have two dtypes; before block 4 they are in float32.
+    """
+    to_float64 = torch.Tensor.double
+    to_float32 = torch.Tensor.float
     first = Rearranged(to_float64), nn.Linear(6, 8), nn.Tanh(), Rearranged(to_float32)
     return nn.Sequential(*first, Rearranged(to_float64), nn.Linear(8, 5))
 
@@ -66,18 +73,28 @@ def vectors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flattened() -> nn.Sequential:
-    """Return logits for each token of a model that has batch and tokens in one dimension in between."""
+    """Return logits for each token of a model that has batch and tokens in one dimension in
+    between.
+    """
     rows = Rearranged(lambda outputs: outputs.unflatten(0, (-1, 3)))
-    return nn.Sequential(nn.Embedding(11, 8), nn.Flatten(0, 1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5), rows)
+    return nn.Sequential(
+        nn.Embedding(11, 8), nn.Flatten(0, 1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5), rows
+    )
 
 
 # A model, and its batches in turn. The first one is the example.
 MODELS = {
     "lengths": (embedding, [partial(tokens, length) for length in (6, 4, 7, 6)]),
     "dims": (embedding, [partial(tokens, *shape) for shape in ((6,), (2, 3), (), (6,))]),
-    "integers": (embedding, [partial(tokens, 6, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int64)]),
+    "integers": (
+        embedding,
+        [partial(tokens, 6, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int64)],
+    ),
     "sizes": (convolutional, [partial(images, *size) for size in ((6, 6), (4, 8), (9, 5), (6, 6))]),
-    "floats": (recast, [partial(vectors, dtype) for dtype in (torch.float32, torch.float64, torch.float32)]),
+    "floats": (
+        recast,
+        [partial(vectors, dtype) for dtype in (torch.float32, torch.float64, torch.float32)],
+    ),
     "flattened": (flattened, [partial(tokens, 3)] * 2),
 }
 CASES = [  # (strategy, its options, the model), on two ranks or in one process
@@ -96,16 +113,22 @@ CASES = [  # (strategy, its options, the model), on two ranks or in one process
     ("tp", {}, "sizes"),
 ]
 REFUSED = {
-    "unsupported": "the model does not support a batch of inputs [2, 9] (int64): 2 fails for [2, 72] (float64): RuntimeError:",
-    "too many": "got inputs of 17 shapes, the last one [17] (int64) for a sample: a pipeline needs a schedule for each, which "
-    "torch keeps in memory, so at most 16 are supported. Pad the inputs to multiples",
-    "ranks differ": "predict: rank 1 got inputs of [4, 5] (int64), but rank 0, which shares a model with it, got [4, 6]",
-    "no gradient": "strategy.cut: the model cannot be cut before 1, because it gets [4, 6] (int64), which has no gradient",
+    "unsupported": "the model does not support a batch of inputs [2, 9] (int64): 2 fails for [2, "
+    "72] (float64): RuntimeError:",
+    "too many": "got inputs of 17 shapes, the last one [17] (int64) for a sample: a pipeline needs "
+    "a schedule for each, which torch keeps in memory, so at most 16 are supported. "
+    "Pad the inputs to multiples",
+    "ranks differ": "predict: rank 1 got inputs of [4, 5] (int64), but rank 0, which shares a "
+    "model with it, got [4, 6]",
+    "no gradient": "strategy.cut: the model cannot be cut before 1, because it gets [4, 6] "
+    "(int64), which has no gradient",
 }
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").reshape(targets.shape)
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none").reshape(
+        targets.shape
+    )
 
 
 def train(strategy: str, options: dict, name: str) -> dict:
@@ -120,8 +143,12 @@ def train(strategy: str, options: dict, name: str) -> dict:
             inputs, targets = batch()
             own = slice(trainer.strategy.dp_rank, None, trainer.strategy.dp_size)
             found["losses"].append(trainer.step(inputs[own], targets[own]).item())
-            found["outputs"] += [trainer.predict(inputs[:samples]) for samples in (3, 1, 8, number + 1)]
-            found["evaluated"].append(trainer.evaluate(TensorDataset(inputs[:5], targets[:5]))["loss"])
+            found["outputs"] += [
+                trainer.predict(inputs[:samples]) for samples in (3, 1, 8, number + 1)
+            ]
+            found["evaluated"].append(
+                trainer.evaluate(TensorDataset(inputs[:5], targets[:5]))["loss"]
+            )
         return found | {"weights": full_weights(trainer.strategy)}
 
 
@@ -130,7 +157,9 @@ def refuse() -> dict[str, str]:
     found = {}
     with Lab("pipeline", device="cpu", timeout=30, num_microbatches=2) as lab:
         model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(48, 5))
-        trainer = lab.trainer(model, F.cross_entropy, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64))
+        trainer = lab.trainer(
+            model, F.cross_entropy, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64)
+        )
         with pytest.raises(ConfigError) as error:
             trainer.predict(torch.zeros(4, 9, dtype=torch.int64))
         found["unsupported"] = str(error.value)
@@ -138,19 +167,25 @@ def refuse() -> dict[str, str]:
             trainer.predict(torch.zeros(4, 6 - lab.rank, dtype=torch.int64))
         found["ranks differ"] = str(error.value)
         assert trainer.predict(torch.zeros(4, 6, dtype=torch.int64)).isfinite().all()
-        trainer = lab.trainer(embedding(), loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64))
+        trainer = lab.trainer(
+            embedding(), loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64)
+        )
         for length in range(1, 17):
             trainer.predict(torch.zeros(4, length, dtype=torch.int64))
         for samples in range(1, 51):
             trainer.predict(torch.zeros(samples, 6, dtype=torch.int64))
-        assert len(trainer.strategy.executor._schedules) < 16 + 4 + 6, "a schedule for each number of samples"
+        assert len(trainer.strategy.executor._schedules) < 16 + 4 + 6, (
+            "a schedule for each number of samples"
+        )
         with pytest.raises(ConfigError) as error:
             trainer.predict(torch.zeros(4, 17, dtype=torch.int64))
         found["too many"] = str(error.value)
     with Lab("pipeline", device="cpu", timeout=30, num_microbatches=2, cut=["1"]) as lab:
         model = nn.Sequential(nn.Identity(), *embedding())
         with pytest.raises(ConfigError) as error:
-            lab.trainer(model, loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64))
+            lab.trainer(
+                model, loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64)
+            )
         found["no gradient"] = str(error.value)
     return found
 
@@ -201,8 +236,13 @@ class Shorter(nn.Module):
 def test_shapes_that_depend_on_the_mode_are_refused_by_one_message():
     with Lab("pipeline", device="cpu", num_microbatches=2) as lab:
         model = nn.Sequential(nn.Linear(6, 5), Shorter())
-        trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=BATCH, example=torch.zeros(6))
-        message = r"^1 returned \[4, 4\] \(float32\), but \[4, 5\] \(float32\) was computed for the inputs of this step"
+        trainer = lab.trainer(
+            model, tasks.Classification(), SGD, batch_size=BATCH, example=torch.zeros(6)
+        )
+        message = (
+            r"^1 returned \[4, 4\] \(float32\), but \[4, 5\] \(float32\) was computed for the "
+            "inputs of this step"
+        )
         with pytest.raises(TrainingError, match=message):
             trainer.step(torch.rand(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64))
         assert trainer.predict(torch.rand(3, 6)).shape == (3, 5)

@@ -1,4 +1,6 @@
-"""Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums over two GPUs."""
+"""Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums
+over two GPUs.
+"""
 
 import gc
 import weakref
@@ -30,21 +32,33 @@ from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
 
 TINY = ["model=vit", "model.depth=2", "data=synthetic", "data.dataset.image_size=28", "speed=off"]
-LARGE = ["model=vit_l16", "data=synthetic", "data.dataset.image_size=224", "precision=bf16", "speed=off"]
+LARGE = [
+    "model=vit_l16",
+    "data=synthetic",
+    "data.dataset.image_size=224",
+    "precision=bf16",
+    "speed=off",
+]
 
 
 def advice(strategy: str, *overrides: str) -> tuple[Advisor, Row]:
     """Return the advice on a strategy for two H100s, and its plan."""
     name, *options = strategy.split()
     advisor = Advisor.of(overrides, None, find_devices("2xH100"))
-    return advisor, advisor.plan([f"strategy={name}", *(f"strategy.{option}" for option in options)])
+    return advisor, advisor.plan(
+        [f"strategy={name}", *(f"strategy.{option}" for option in options)]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["tp tp=2", "mesh tp=2"])
 def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
-    """Query, key and value are one layer of a pair: their gradients of the tokens are summed before they are sent."""
+    """Query, key and value are one layer of a pair: their gradients of the tokens are summed before
+    they are sent.
+    """
     (plan,) = advice(strategy, *TINY, "batch_size=8")[1].plans
-    blocks, pairs, directions = 2, 2, 2
+    blocks = 2
+    pairs = 2
+    directions = 2
     sums = {group.name: number for group, number in plan.calls.items() if group.ranks == (0, 1)}
     assert sums == {"allreduce": blocks * pairs * directions}
 
@@ -52,7 +66,8 @@ def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
 def test_sequence_parallelism_scatters_and_gathers_once_for_a_pair():
     (plan,) = advice("mesh tp=2 sequence_parallel=true", *TINY, "batch_size=8")[1].plans
     calls = {group.name: number for group, number in plan.calls.items() if group.ranks == (0, 1)}
-    # Of two pairs in each of two blocks, in both directions; and for the head, and for the gradient of the embedding.
+    # Of two pairs in each of two blocks, in both directions; and for the head, and for the gradient
+    # of the embedding.
     assert (calls["reduce_scatter"], calls["allgather"]) == (8, 10)
 
 
@@ -84,7 +99,9 @@ def test_tp_follows_plans_that_fit_all_blocks(model, tp, why, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(tp))
     strategy = TP(Runtime("cpu"), tp=None, batch_norm="local")
     strategy.partition(model, 8)
-    assert ("embed" in strategy.replicated) == (not why), "blocks without a plan are computed by every rank"
+    assert ("embed" in strategy.replicated) == (not why), (
+        "blocks without a plan are computed by every rank"
+    )
 
 
 def test_plan_that_does_not_fit_its_block_is_refused_by_tp():
@@ -105,7 +122,8 @@ class GlooSums:
     """What `PeerSums` does, by gloo on CPUs; the sum is unknown before `finish`."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.pending = group, {}
+        self.group = group
+        self.pending = {}
         peer_sums.FOUND[group.group_name] = self
 
     def begin(self) -> None:
@@ -114,7 +132,10 @@ class GlooSums:
     def start(self, own: torch.Tensor) -> None:
         assert own.is_contiguous()
         total = own.clone()
-        self.pending[own.data_ptr()] = total, dist.all_reduce(total, group=self.group, async_op=True)
+        self.pending[own.data_ptr()] = (
+            total,
+            dist.all_reduce(total, group=self.group, async_op=True),
+        )
 
     def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
         total, work = self.pending.pop(own.data_ptr())
@@ -128,7 +149,9 @@ def run_with_peers(cases: list[str]) -> dict:
 
 
 def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]:
-    """Set a strategy up and drop it; return whether its peer sums live before and after the group closes."""
+    """Set a strategy up and drop it; return whether its peer sums live before and after the group
+    closes.
+    """
     made: list[weakref.ref] = []
 
     def find(group: dist.ProcessGroup, device: torch.device) -> GlooSums:
@@ -151,9 +174,13 @@ def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]
 
 @pytest.mark.parametrize("strategy", ["strategy=tp", "strategy=mesh strategy.tp=2"])
 def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(strategy):
-    """A rank that finds them again would not take part in making others, for which the other rank waits."""
+    """A rank that finds them again would not take part in making others, for which the other rank
+    waits.
+    """
     first, *options = strategy.split()
-    assert run_world(2, sums_alive_after_a_strategy, first, options, timeout=60) == [[True, False]] * 2
+    assert (
+        run_world(2, sums_alive_after_a_strategy, first, options, timeout=60) == [[True, False]] * 2
+    )
 
 
 def test_peer_sums_in_chunks_equal_single():
@@ -166,11 +193,16 @@ def test_peer_sums_in_chunks_equal_single():
 
 
 def compiled(case: str) -> dict:
-    """Compile by Inductor a pair of layers whose sums are custom operations, and compare it with eager mode."""
+    """Compile by Inductor a pair of layers whose sums are custom operations, and compare it with
+    eager mode.
+    """
     from ddp_lab.strategies.activation_sums import make_group
     from ddp_lab.strategies.tensor_parallel import divide
 
-    with Runtime("cpu") as runtime, patch.object(peer_sums, "find", lambda group, device: GlooSums(group)):
+    with (
+        Runtime("cpu") as runtime,
+        patch.object(peer_sums, "find", lambda group, device: GlooSums(group)),
+    ):
         runtime.open_group()
         mesh = runtime.mesh({"tp": 2})
         group, kept = make_group(mesh.get_group(), False, runtime.device)
@@ -183,14 +215,20 @@ def compiled(case: str) -> dict:
         results = []
         for call in (block, torch.compile(block, dynamic=False, fullgraph=True)):
             block.zero_grad()
-            tokens = torch.linspace(-1, 1, 5 * 6 * 16, dtype=torch.float64).reshape(5, 6, 16).requires_grad_()
+            tokens = (
+                torch.linspace(-1, 1, 5 * 6 * 16, dtype=torch.float64)
+                .reshape(5, 6, 16)
+                .requires_grad_()
+            )
             call(tokens).square().sum().backward()
             gradients = [parameter.grad for parameter in block.parameters()]
             local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
             results.append([tokens.grad, *(gradient.clone() for gradient in local)])
         kept.begin()
         del kept
-        return {"difference": max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))}
+        return {
+            "difference": max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+        }
 
 
 def test_peer_sums_are_parts_of_one_compiled_graph():
@@ -204,7 +242,9 @@ class FakeSlot:
     noted: ClassVar[list[tuple[str, "FakeSlot"]]] = []
 
     def __init__(self, size: int, group: str, device: torch.device):
-        self.memory, self.handle, self.arrived = torch.empty(size, dtype=torch.uint8), self, None
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.handle = self
+        self.arrived = None
 
     def barrier(self, channel: int) -> None:
         self.noted.append(("barrier", self))
@@ -220,7 +260,9 @@ class FakeSlot:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
-    """After the first sum of a step, which may replay a CUDA graph, one barrier for each sum is enough."""
+    """After the first sum of a step, which may replay a CUDA graph, one barrier for each sum is
+    enough.
+    """
     FakeSlot.noted.clear()
     fakes = {name: MagicMock() for name in ("Stream", "stream", "current_stream", "Event")}
     fakes["is_current_stream_capturing"] = lambda: False
@@ -247,7 +289,9 @@ def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
 
 
 def test_prediction_is_at_most_what_flops_and_bytes_allow():
-    """Half of the FLOPs is divided by two ranks; half of the sums is hidden by a third of the divided FLOPs."""
+    """Half of the FLOPs is divided by two ranks; half of the sums is hidden by a third of the
+    divided FLOPs.
+    """
     made = Prediction(tp=2, flops=8.0, divided=4.0, sums=1.0, gradients=3.0, rate=1.0, link=1.0)
     assert made.alone == 8.0
     assert made.seconds == pytest.approx(4 + 2 + 1 + (1 - 2 / 3))
@@ -256,17 +300,26 @@ def test_prediction_is_at_most_what_flops_and_bytes_allow():
 
 
 def test_prediction_names_the_times_of_the_faster_strategies():
-    """The sums take longer than what they save: 0.002 s of 0.004 s are saved, and 0.01 s are sent."""
+    """The sums take longer than what they save: 0.002 s of 0.004 s are saved, and 0.01 s are
+    sent.
+    """
     made = Prediction(tp=2, flops=4e9, divided=4e9, sums=1e9, gradients=1e8, rate=1e12, link=1e11)
     assert made.alone == pytest.approx(0.004)
     assert made.replicated == pytest.approx(0.002)
     text = str(made)
     assert "tp=2 is not faster than one GPU, " in text
-    assert " ms for 4 ms on one GPU, with 2 GB to send at 100 GB/s; strategy=ddp would be faster, with 2 ms" in text
+    assert (
+        " ms for 4 ms on one GPU, with 2 GB to send at 100 GB/s; strategy=ddp would be faster, "
+        "with 2 ms" in text
+    )
 
 
-@pytest.mark.parametrize(("strategy", "is_predicted"), [("tp", True), ("mesh strategy.tp=2", True), ("ddp", False)])
-def test_log_of_a_run_on_gpus_predicts_what_tensor_parallelism_gains(strategy, is_predicted, monkeypatch):
+@pytest.mark.parametrize(
+    ("strategy", "is_predicted"), [("tp", True), ("mesh strategy.tp=2", True), ("ddp", False)]
+)
+def test_log_of_a_run_on_gpus_predicts_what_tensor_parallelism_gains(
+    strategy, is_predicted, monkeypatch
+):
     cfg = compose_config([*TINY, "batch_size=8", *f"strategy={strategy}".split()], None)
     job = build(cfg, PlannedRuntime(2, 2, "bf16", kind="cpu"))
     assert predict_here(job) is None

@@ -37,18 +37,26 @@ class ByKeyword(nn.Module):
 
 
 def layers() -> dict:
-    """Return the sharded and the replicated layers of each model, and what is said where none could be known."""
+    """Return the sharded and the replicated layers of each model, and what is said where none could
+    be known.
+    """
     found: dict = {}
-    images, labels = torch.rand(4, 1, 4, 4), torch.tensor([0, 1, 2, 3])
+    images = torch.rand(4, 1, 4, 4)
+    labels = torch.tensor([0, 1, 2, 3])
     with Lab("tp", device="cpu", timeout=30) as lab:
         for name in SHARDED:
             model = getattr(own_models, name)(**SHAPE)
-            trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=4, example=images[0])
+            trainer = lab.trainer(
+                model, tasks.Classification(), SGD, batch_size=4, example=images[0]
+            )
             found[name] = set(trainer.strategy.layers), trainer.strategy.replicated
             assert trainer.step(images, labels).isfinite()
         model = own_models.DirectWeights(**SHAPE)
         trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=4)
-        for name, use in (("step", lambda: trainer.step(images, labels)), ("predict", lambda: trainer.predict(images))):
+        for name, use in (
+            ("step", lambda: trainer.step(images, labels)),
+            ("predict", lambda: trainer.predict(images)),
+        ):
             with pytest.raises(TrainingError) as error:
                 use()
             found[name] = str(error.value)
@@ -68,7 +76,9 @@ def test_layers_are_sharded_unless_their_weights_are_used_directly(name):
 @pytest.mark.parametrize("method", ["step", "predict"])
 def test_weight_that_is_used_directly_without_an_example_is_one_message(method):
     for rank in ranks():
-        assert rank[method].startswith("strategy=tp: the model uses the weight of a sharded layer without calling the layer")
+        assert rank[method].startswith(
+            "strategy=tp: the model uses the weight of a sharded layer without calling the layer"
+        )
         assert "lab.trainer(..., example=dataset[0])" in rank[method]
 
 
@@ -87,12 +97,16 @@ def test_layer_that_is_called_by_keyword_is_sharded():
 
 
 def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses and weights of a model of depthwise convolutions and squeeze-and-excitation blocks."""
+    """Return the losses and weights of a model of depthwise convolutions and squeeze-and-excitation
+    blocks.
+    """
     torch.set_default_dtype(torch.float64)
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(images, torch.arange(32) % 10)
     with Lab(strategy, device="cpu", timeout=100) as lab:
-        model = efficientnet_b0(weights=None, num_classes=10, dropout=0.0, stochastic_depth_prob=0.0)
+        model = efficientnet_b0(
+            weights=None, num_classes=10, dropout=0.0, stochastic_depth_prob=0.0
+        )
         make = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
         example = data[0] if tried else None
         trainer = lab.trainer(model, tasks.Classification(), make, batch_size=16, example=example)
@@ -102,7 +116,9 @@ def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, tor
 
 
 def test_efficientnet_equals_single():
-    """Of 82 layers 66 are sharded, the depthwise convolutions and those of the squeeze-and-excitation blocks among them."""
+    """Of 82 layers 66 are sharded, the depthwise convolutions and those of the
+    squeeze-and-excitation blocks among them.
+    """
     expected, weights = run_world(1, efficientnet, "single", False)[0]
     for tried in (True, False):
         losses, found = run_world(2, efficientnet, "tp", tried)[0]

@@ -29,7 +29,10 @@ def test_ring_sends_a_part_of_the_gradients_in_each_of_2_w_minus_2_rounds(accumu
 
 
 def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Return calls and elements of a step with large and with small buckets. A fake group has no DDP."""
+    """Return calls and elements of a step with large and with small buckets.
+
+    A fake group has no DDP.
+    """
     found = []
     for bucket_cap_mb in (25, 0.01):
         with Runtime("cpu", timeout=30) as runtime:
@@ -69,8 +72,12 @@ def test_ddp_does_not_broadcast_buffers_in_a_step():
     ("case", "gathers"),
     [("fsdp", 2), ("fsdp reshard_after_forward=false", 1), ("mesh shard=null", 2)],
 )
-def test_fsdp_gathers_in_every_part_and_sums_the_gradients_once(case, gathers, accumulate, monkeypatch):
-    """Without accumulation 3 P, which is 1.5 times the traffic of ddp, as each is half of an all_reduce."""
+def test_fsdp_gathers_in_every_part_and_sums_the_gradients_once(
+    case, gathers, accumulate, monkeypatch
+):
+    """Without accumulation 3 P, which is 1.5 times the traffic of ddp, as each is half of an
+    all_reduce.
+    """
     found, _, _ = traffic(monkeypatch, case, 8, accumulate=accumulate, name="vit")
     size = padded_size("vit", 8)
     assert found.elements == {"all_gather": accumulate * gathers * size, "reduce_scatter": size}
@@ -86,11 +93,17 @@ def test_mesh_of_replicas_sums_every_gradient_once(accumulate, monkeypatch):
 def test_hsdp_gathers_within_shards_and_sums_shards_over_replicas(accumulate, monkeypatch):
     found, _, _ = traffic(monkeypatch, "mesh shard=2", 8, accumulate=accumulate, name="vit")
     size = padded_size("vit", 2)
-    expected = {"all_gather": 2 * accumulate * size, "reduce_scatter": size, "all_reduce": size // 2}
+    expected = {
+        "all_gather": 2 * accumulate * size,
+        "reduce_scatter": size,
+        "all_reduce": size // 2,
+    }
     assert found.elements == expected
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("pipeline", 2), ("pipeline schedule=gpipe", 2), ("ddp_pipeline", 8)])
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("pipeline", 2), ("pipeline schedule=gpipe", 2), ("ddp_pipeline", 8)]
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pipeline_sends_the_activations_of_a_batch_at_the_cut(case, ranks, accumulate, monkeypatch):
     """LeNet is cut after its first block, where a sample has 20 x 13 x 13 numbers."""
@@ -132,7 +145,10 @@ def test_pipelines_of_mesh_gather_once_and_sum_after_every_part(accumulate, monk
     ],
 )
 def test_dp_group_has_the_replicas_and_shards_of_the_same_stage(axes, ranks, groups, monkeypatch):
-    """Ranks are counted pp first and tp last. Buffers are sent and BatchNorm is computed in this group."""
+    """Ranks are counted pp first and tp last.
+
+    Buffers are sent and BatchNorm is computed in this group.
+    """
     for rank, members in groups.items():
         with world(monkeypatch, rank, ranks) as runtime:
             strategy = set_up(f"mesh {axes}", runtime, "vit", 1)
@@ -148,7 +164,9 @@ def test_star_gathers_and_broadcasts_each_gradient_once_in_a_step(accumulate, mo
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_scratch_with_unused_parameters_sends_one_number_for_each_in_addition(accumulate, monkeypatch):
+def test_scratch_with_unused_parameters_sends_one_number_for_each_in_addition(
+    accumulate, monkeypatch
+):
     """LeNet has 8 parameters."""
     case = "scratch algorithm=flat find_unused_parameters=true"
     found, _, size = traffic(monkeypatch, case, 4, accumulate=accumulate)

@@ -14,7 +14,9 @@ OUTPUTS = {"conv1": 20 * 26 * 26, "conv2": 50 * 9 * 9, "fc1": 128, "fc2": 10}
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("case", ["tp", "mesh tp=2"])
-def test_tensor_parallelism_sums_the_tokens_twice_for_each_pair_of_layers(case, accumulate, monkeypatch):
+def test_tensor_parallelism_sums_the_tokens_twice_for_each_pair_of_layers(
+    case, accumulate, monkeypatch
+):
     found, _, _ = traffic(monkeypatch, case, 2, accumulate=accumulate, name="vit")
     assert found.elements == {"all_reduce": 2 * PAIRS * TOKENS}
     assert found.calls == {"all_reduce": accumulate * 2 * PAIRS}
@@ -25,7 +27,11 @@ def test_replicas_of_tp_sum_their_shards_of_the_gradients_once_in_a_step(accumul
     """On CPUs one more number is summed: whether a parameter was not used on some rank."""
     found, strategy, size = traffic(monkeypatch, "tp tp=2", 4, accumulate=accumulate, name="vit")
     pairs = 2 * PAIRS * TOKENS
-    replicated = sum(parameter.numel() for parameter in strategy.module.parameters() if not hasattr(parameter, "full_tensor"))
+    replicated = sum(
+        parameter.numel()
+        for parameter in strategy.module.parameters()
+        if not hasattr(parameter, "full_tensor")
+    )
     own = replicated + (size - replicated) // 2
     assert 0 < replicated < size
     assert found.elements == {"all_reduce": pairs + own + 1}
@@ -33,7 +39,9 @@ def test_replicas_of_tp_sum_their_shards_of_the_gradients_once_in_a_step(accumul
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_sequence_parallelism_sends_as_much_and_the_tokens_once_at_both_ends(accumulate, monkeypatch):
+def test_sequence_parallelism_sends_as_much_and_the_tokens_once_at_both_ends(
+    accumulate, monkeypatch
+):
     """An all_reduce of n is an all_gather and a reduce_scatter of n.
 
     The tokens are gathered after the last block, and their gradient before the first one. Each rank
@@ -51,8 +59,13 @@ def test_sequence_parallelism_sends_as_much_and_the_tokens_once_at_both_ends(acc
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_layer_by_layer_gathers_each_output_and_sums_the_gradient_of_each_input(accumulate, monkeypatch):
-    """Each rank computes half of the channels or units of each layer of LeNet. The images need no gradient."""
+def test_layer_by_layer_gathers_each_output_and_sums_the_gradient_of_each_input(
+    accumulate, monkeypatch
+):
+    """Each rank computes half of the channels or units of each layer of LeNet.
+
+    The images need no gradient.
+    """
     found, strategy, _ = traffic(monkeypatch, "tp", 2, accumulate=accumulate)
     assert list(strategy.layers) == ["conv1.0", "conv2.0", "fc1.1", "fc2"]
     outputs = sum(OUTPUTS.values())

@@ -1,4 +1,6 @@
-"""What fsdp gathers together, which order of units the ranks agree on, and what is refused by name."""
+"""What fsdp gathers together, which order of units the ranks agree on, and what is refused by
+name.
+"""
 
 import re
 import time
@@ -30,13 +32,17 @@ def names_of(units: list[nn.Module], model: nn.Module) -> list[str]:
     return [names[unit] for unit in units]
 
 
-def units_of(model: nn.Module, tried: bool = True, keep_whole: tuple = (), shape: tuple = SHAPE) -> list[str]:
+def units_of(
+    model: nn.Module, tried: bool = True, keep_whole: tuple = (), shape: tuple = SHAPE
+) -> list[str]:
     usage = find_usage(model, torch.empty(2, *shape, device="meta")) if tried else None
     return names_of(find_units(model, usage, keep_whole), model)
 
 
 def test_parameters_that_are_used_elsewhere_stay_with_the_module_around_them():
-    """Not in a unit: encoder, whose forward is never called; table, used directly; first, last and h.*.inner, tied."""
+    """Not in a unit: encoder, whose forward is never called; table, used directly; first, last and
+    h.*.inner, tied.
+    """
     found = units_of(Containers(1, 6, 3))
     blocks = ["transformer.h.0.outer", "transformer.h.1.outer"]
     assert found == [*blocks, "deep.0.a.0", "encoder.layer", "transformer.ln", "head"]
@@ -57,13 +63,16 @@ def test_without_a_trial_only_containers_and_ties_are_known():
         (["experts.0", "h*"], ["experts.1", "experts.2", "entry"]),
     ],
 )
-def test_keep_whole_leaves_modules_and_what_they_contain_with_the_module_around_them(patterns, left):
+def test_keep_whole_leaves_modules_and_what_they_contain_with_the_module_around_them(
+    patterns, left
+):
     assert units_of(Mixture(1, 6, 3, "units"), keep_whole=patterns) == left
 
 
 def test_keep_whole_that_matches_nothing_is_refused():
     message = (
-        r"strategy.keep_whole=\[expert\]: matches no module of the model. Use .*, for example of entry, experts, experts.0"
+        r"strategy.keep_whole=\[expert\]: matches no module of the model. Use .*, for example of "
+        "entry, experts, experts.0"
     )
     with pytest.raises(ConfigError, match=message):
         units_of(Mixture(1, 6, 3, "units"), keep_whole=["expert"])
@@ -85,7 +94,9 @@ class Odd(nn.Module):
 
     def __init__(self, parameter: torch.Tensor | None = None):
         super().__init__()
-        self.body, self.head, self.table = nn.Linear(4, 4), nn.Linear(4, 2), Table()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+        self.table = Table()
         self.odd = None if parameter is None else nn.Parameter(parameter)
 
     def forward(self, inputs):
@@ -98,7 +109,8 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.adapter, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.adapter = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 2)
         self.steps = 0
 
     def forward(self, inputs):
@@ -113,19 +125,23 @@ class Sometimes(nn.Module):
     """A model whose unit is left out where no number in the first column of a batch is above 2.
 
     Args:
-        kind: from the first step (first) or the third one (late); or it is called, and its output is left out (output).
+        kind: from the first step (first) or the third one (late); or it is called, and its output
+            is left out (output).
     """
 
     def __init__(self, kind: str):
         super().__init__()
-        self.kind, self.steps = kind, 0
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.kind = kind
+        self.steps = 0
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
         self.branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
     def forward(self, inputs):
         in_trial = inputs.max() <= 1
         self.steps += not in_trial
-        hidden, chosen = self.body(inputs), in_trial or inputs[:, 0].max() > 2
+        hidden = self.body(inputs)
+        chosen = in_trial or inputs[:, 0].max() > 2
         if self.kind == "output":
             branch = self.branches[0](hidden)
             return self.head(self.branches[1](hidden + branch if chosen else hidden))
@@ -135,14 +151,18 @@ class Sometimes(nn.Module):
 
 
 def samples() -> TensorDataset:
-    """Return samples of which every second one, those of rank 1 of two, have a large number in the first column."""
+    """Return samples of which every second one, those of rank 1 of two, have a large number in the
+    first column.
+    """
     inputs = torch.rand(32, 4, generator=torch.Generator().manual_seed(1))
     inputs[:, 0] = 2 + 0.5 * (torch.arange(32) % 2 * 2 - 1)
     return TensorDataset(inputs, torch.ones(32, 2))
 
 
 def refusal(model: nn.Module, tried: bool = True, **options) -> tuple[str, float]:
-    """Return the message with which training ends on this rank, and after how many seconds; "" if it ends without one."""
+    """Return the message with which training ends on this rank, and after how many seconds; "" if
+    it ends without one.
+    """
     data = samples()
     with Lab("fsdp", device="cpu", timeout=TIMEOUT, **options) as lab:
         start = time.perf_counter()
@@ -167,7 +187,10 @@ def first_refusal(kind: str) -> list[str]:
     ("kind", "message"),
     [
         ("first", r"rank \d comes to branches.\d, but rank \d to branches.\d"),
-        ("output", r"rank \d comes to the backward pass of \S+, but rank \d to the backward pass of \S+"),
+        (
+            "output",
+            r"rank \d comes to the backward pass of \S+, but rank \d to the backward pass of \S+",
+        ),
         ("late", r"rank 0 comes to branches.1, but the others to branches.0"),
     ],
 )
@@ -176,7 +199,9 @@ def test_units_that_some_ranks_leave_out_are_refused_by_name_before_the_timeout(
     found = [error for error, _ in ranks if error]
     assert found
     for error in found:
-        assert re.match(rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\], in a Lab ", error), error
+        assert re.match(
+            rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\], in a Lab ", error
+        ), error
     assert "keep_whole=[branches.*]" in found[0]
     assert all(seconds < TIMEOUT for _, seconds in ranks)
 
@@ -187,7 +212,9 @@ def refusal_of_late_sums() -> str:
 
 
 def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
-    """Without the layer before it, the inputs of `out` need no gradient, and torch sums it at the end."""
+    """Without the layer before it, the inputs of `out` need no gradient, and torch sums it at the
+    end.
+    """
     found = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
     message = (
         "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the gradients of out. "
@@ -200,7 +227,11 @@ def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
 
 
 def refusals_of_odd_models() -> dict[str, str]:
-    parameters = {"scalar": torch.tensor(1.0), "empty": torch.empty(4, 0), "types": torch.ones(2, dtype=torch.float64)}
+    parameters = {
+        "scalar": torch.tensor(1.0),
+        "empty": torch.empty(4, 0),
+        "types": torch.ones(2, dtype=torch.float64),
+    }
     found = {kind: refusal(Odd(parameter))[0] for kind, parameter in parameters.items()}
     return found | {"untried": refusal(Odd(), tried=False)[0], "tried": refusal(Odd())[0]}
 
@@ -208,12 +239,16 @@ def refusals_of_odd_models() -> dict[str, str]:
 def test_what_fsdp_cannot_take_is_refused_in_one_message():
     found = run_world(1, refusals_of_odd_models)[0]
     expected = {
-        "scalar": r"strategy=fsdp: cannot shard the parameter odd, which has no dimensions\. Give it the shape \[1\], or .*",
-        "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no elements\. Let its first .*",
-        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, which must .*",
-        "untried": r"strategy=fsdp: a parameter is used outside the forward pass of the module that has it "
-        r"\(test_units.py, line \d+\), and is not gathered then\. .* use strategy.keep_whole=\[body,table\], in "
-        r"a Lab .*; or, in a Lab, let the model be tried: lab.trainer\(\.\.\., example=dataset\[0\]\)",
+        "scalar": r"strategy=fsdp: cannot shard the parameter odd, which has no dimensions\. Give "
+        r"it the shape \[1\], or .*",
+        "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no "
+        r"elements\. Let its first .*",
+        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, "
+        "which must .*",
+        "untried": "strategy=fsdp: a parameter is used outside the forward pass of the module that "
+        r"has it \(test_units.py, line \d+\), and is not gathered then\. .* use "
+        r"strategy.keep_whole=\[body,table\], in a Lab .*; or, in a Lab, let the model "
+        r"be tried: lab.trainer\(\.\.\., example=dataset\[0\]\)",
         "tried": "",
     }
     for kind, message in expected.items():
@@ -221,7 +256,9 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
 
 
 def trained_on(strategy: str, folder: str, steps: int | None = None) -> list[float]:
-    """Return the losses from the checkpoint in a folder to the end of an epoch, or until one is written."""
+    """Return the losses from the checkpoint in a folder to the end of an epoch, or until one is
+    written.
+    """
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     data = TensorDataset(torch.rand(22, *SHAPE) - 0.5, torch.rand(22, 3))
@@ -265,7 +302,9 @@ def test_model_of_containers_resumes_under_another_strategy(ranks, tmp_path):
     whole, _ = run_world(1, begin_on_one_rank, str(tmp_path))[0]
     begun, ended = run_world(ranks, continue_under_fsdp, str(tmp_path))[0]
     assert begun + ended == pytest.approx(whole, rel=1e-12)
-    assert run_world(1, continue_on_one_rank, str(tmp_path))[0] == pytest.approx(whole[2:], rel=1e-12)
+    assert run_world(1, continue_on_one_rank, str(tmp_path))[0] == pytest.approx(
+        whole[2:], rel=1e-12
+    )
 
 
 def keys_after_each_question() -> list[int]:
@@ -283,7 +322,9 @@ def keys_after_each_question() -> list[int]:
 
 
 def test_store_does_not_grow_with_the_questions_about_the_order_of_units():
-    """Each question has three keys, and those of the question before are deleted at some time in the next one."""
+    """Each question has three keys, and those of the question before are deleted at some time in
+    the next one.
+    """
     for keys in run_world(2, keys_after_each_question):
         assert max(keys) - min(keys) <= 2 * 3
 

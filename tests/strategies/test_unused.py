@@ -1,4 +1,7 @@
-"""Parameters that only some steps, and of them only some ranks, use. The matrix (cases.py) has their weights."""
+"""Parameters that only some steps, and of them only some ranks, use.
+
+The matrix (cases.py) has their weights.
+"""
 
 import time
 from functools import partial
@@ -35,7 +38,8 @@ class Branch(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.always, self.sometimes = nn.Linear(width, width), nn.Linear(width, width)
+        self.always = nn.Linear(width, width)
+        self.sometimes = nn.Linear(width, width)
 
     def forward(self, inputs):
         outputs = self.always(inputs)
@@ -68,7 +72,8 @@ def samples(size: int = 32) -> TensorDataset:
 
 def train(lab: Lab, model: nn.Module, size: int = 32, **options) -> list[float]:
     """Return the losses of an epoch in the order of the samples."""
-    data, make = samples(size), partial(torch.optim.SGD, lr=0.1)
+    data = samples(size)
+    make = partial(torch.optim.SGD, lr=0.1)
     trainer = lab.trainer(model, tasks.Regression(), make, batch_size=8, **options)
     return [trainer.step(*batch).item() for batch in trainer.batches(data, 0, shuffle=False)]
 
@@ -83,10 +88,13 @@ def refusal(strategy: str, options: dict, model=branching, **more) -> tuple[str,
 
 
 def resumed(folder: str, strategy: str, steps: int | None = None) -> list[float]:
-    """Train from the checkpoint in a folder, of which the steps have not used the branch, or until one is written."""
+    """Train from the checkpoint in a folder, of which the steps have not used the branch, or until
+    one is written.
+    """
     inputs, targets = samples().tensors
     inputs[:, 0] = torch.arange(len(inputs)) >= 16  # the first two batches do not use the branch
-    data, make = TensorDataset(inputs, targets), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    data = TensorDataset(inputs, targets)
+    make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     with Lab(strategy, device="cpu", timeout=30, **KEY) as lab:
         trainer = lab.trainer(branching(), tasks.Regression(), make, batch_size=8, ema=0.5)
         trainer.resume(folder)
@@ -102,7 +110,10 @@ def refuse_all(folder: str) -> dict:
     whole = resumed(f"{folder}/none", "ddp")
     resumed(f"{folder}/kept", "ddp", steps=2)
     continued = {strategy: resumed(f"{folder}/kept", strategy) for strategy in ("ddp", "scratch")}
-    found: dict = {name: refusal(name.split()[0], options, example=samples()[0][0]) for name, options in REFUSING.items()}
+    found: dict = {
+        name: refusal(name.split()[0], options, example=samples()[0][0])
+        for name, options in REFUSING.items()
+    }
     found["ddp accumulate"] = refusal("ddp", {}, partial(branching, InTurn), accumulate=2)
     with Lab("ddp", device="cpu", timeout=30, **KEY) as lab:
         trainer = lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
@@ -112,7 +123,8 @@ def refuse_all(folder: str) -> dict:
     with Lab("scratch", device="cpu", timeout=30, **KEY) as lab:
         found["scratch empty"] = train(lab, branching(), size=9)
     with Lab("ddp", device="cpu", timeout=30) as lab:
-        lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)  # connects the ranks
+        # connects the ranks
+        lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
         odd = torch.full((3, 4), float(lab.rank))[:, ::2]
         broadcast(odd)
         found["gaps"] = odd.tolist()
@@ -135,10 +147,12 @@ def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(nam
     (first, seconds), (second, _) = (rank[name] for rank in two(folder))
     assert first == second
     assert first.startswith(
-        f"strategy={strategy}: the parameter 0.sometimes.weight got no gradient in a step on rank 0. If only some steps "
-        "use it, use "
+        f"strategy={strategy}: the parameter 0.sometimes.weight got no gradient in a step on rank "
+        "0. If only some steps use it, use "
     )
-    remedy = 'strategy.find_unused_parameters=true, in a Lab Lab("scratch", find_unused_parameters=True)'
+    remedy = (
+        'strategy.find_unused_parameters=true, in a Lab Lab("scratch", find_unused_parameters=True)'
+    )
     assert (remedy in first) == (strategy == "scratch")
     assert "strategy.find_unused_parameters=true" in first
     assert "lab.trainer(..., example=dataset[0])" in first
@@ -148,7 +162,10 @@ def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(nam
 def test_parameter_that_only_an_early_accumulation_step_used_is_refused_by_ddp(folder):
     for rank, found in enumerate(two(folder)):
         message, _ = found["ddp accumulate"]
-        assert message.startswith(f"strategy=ddp: the parameter 0.sometimes.weight got no gradient in a step on rank {rank}. ")
+        assert message.startswith(
+            "strategy=ddp: the parameter 0.sometimes.weight got no gradient in a step on rank "
+            f"{rank}. "
+        )
         assert 'Lab("ddp", find_unused_parameters=True)' in message
 
 
@@ -157,22 +174,30 @@ def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(fo
     assert first["scratch empty"] == second["scratch empty"]
     assert len(first["scratch empty"]) == 2
     message = second["ddp empty"]
-    assert message.startswith("strategy=ddp: strategy.find_unused_parameters=true needs a model that trains on empty batches")
+    assert message.startswith(
+        "strategy=ddp: strategy.find_unused_parameters=true needs a model that trains on empty "
+        "batches"
+    )
     cause = "RuntimeError: max(): Expected reduction dim"
     assert f"rank 1 has no sample of this batch or gradient-accumulation step: {cause}" in message
     assert "Use strategy=scratch" in message
 
 
 class BelowHalf(Branch):
-    """Uses the branch for a batch with a number below 0.5, as in padding of zeros, and fails for an empty batch."""
+    """Uses the branch for a batch with a number below 0.5, as in padding of zeros, and fails for an
+    empty batch.
+    """
 
     def is_used(self, inputs):
         return inputs[:, 0].min() < 0.5
 
 
 def train_with_empty_micro_batches(strategy: str, options: dict) -> dict:
-    """Train with micro-batches of which some have no sample; the last batch has one sample, which does not use the branch."""
-    data, make = samples(33), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    """Train with micro-batches of which some have no sample; the last batch has one sample, which
+    does not use the branch.
+    """
+    data = samples(33)
+    make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     data.tensors[0][32, 0] = 1.0
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         model = branching(BelowHalf)
@@ -189,7 +214,9 @@ def test_micro_batches_without_a_sample_train_under_fsdp_as_under_scratch():
         assert (found["weights"][name] - tensor).abs().max() < 1e-6, name
 
 
-@pytest.mark.parametrize("make", [partial(Scratch, algorithm="flat", bucket_mb=1.0), partial(DDP, bucket_cap_mb=1.0)])
+@pytest.mark.parametrize(
+    "make", [partial(Scratch, algorithm="flat", bucket_mb=1.0), partial(DDP, bucket_cap_mb=1.0)]
+)
 def test_options_that_need_the_same_parameters_in_every_step_are_excluded(make, monkeypatch):
     for expected in (True, False):
         strategy = make(runtime=Runtime("cpu"), batch_norm="local", find_unused_parameters=expected)

@@ -19,7 +19,10 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain
 from ddp_lab.strategies.batch_trial import changing_buffer
 
-WIDTH, BATCH, STEPS, LIMIT = 8, 16, 3, 1e-2
+WIDTH = 8
+BATCH = 16
+STEPS = 3
+LIMIT = 1e-2
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 # Strategies with numbers of ranks.
 STRATEGIES: dict[str, tuple[int, dict]] = {
@@ -83,29 +86,50 @@ def removed(model: nn.Module) -> Callable[[], None]:
 
 ON_PARAMETERS = {
     "register_hook": lambda model: model.second.weight.register_hook(clipped),
-    "register_post_accumulate_grad_hook": lambda model: model.first.bias.register_post_accumulate_grad_hook(clip),
+    "register_post_accumulate_grad_hook": lambda model: (
+        model.first.bias.register_post_accumulate_grad_hook(clip)
+    ),
     "removed": removed,
 }
 ON_MODULES = {
-    "register_forward_hook": lambda model: model.second.register_forward_hook(lambda *a: a[2] * 1.5),
-    "register_forward_pre_hook": lambda model: model.second.register_forward_pre_hook(lambda *a: a[1][0] * 1.5),
-    "register_full_backward_hook": lambda model: model.second.register_full_backward_hook(lambda *a: (a[1][0] / 2,)),
-    "register_full_backward_pre_hook": lambda model: model.second.register_full_backward_pre_hook(lambda *a: (a[1][0] / 2,)),
+    "register_forward_hook": lambda model: model.second.register_forward_hook(
+        lambda *a: a[2] * 1.5
+    ),
+    "register_forward_pre_hook": lambda model: model.second.register_forward_pre_hook(
+        lambda *a: a[1][0] * 1.5
+    ),
+    "register_full_backward_hook": lambda model: model.second.register_full_backward_hook(
+        lambda *a: (a[1][0] / 2,)
+    ),
+    "register_full_backward_pre_hook": lambda model: model.second.register_full_backward_pre_hook(
+        lambda *a: (a[1][0] / 2,)
+    ),
     "weight_norm": lambda model: parametrizations.weight_norm(model.second),
     "orthogonal": lambda model: parametrizations.orthogonal(model.second),
 }
 ON_ACTIVATIONS = {
-    "register_full_backward_hook": lambda model: model.second.register_full_backward_hook(clip_each_input),
-    "register_full_backward_pre_hook": lambda model: model.second.register_full_backward_pre_hook(clip_each_output),
+    "register_full_backward_hook": lambda model: model.second.register_full_backward_hook(
+        clip_each_input
+    ),
+    "register_full_backward_pre_hook": lambda model: model.second.register_full_backward_pre_hook(
+        clip_each_output
+    ),
     "Tensor.register_hook": lambda model: model.second.register_forward_hook(hook_output),
-    "autograd.Function": lambda model: model.second.register_forward_hook(lambda *a: Clipped.apply(a[2])),
+    "autograd.Function": lambda model: model.second.register_forward_hook(
+        lambda *a: Clipped.apply(a[2])
+    ),
 }
 ON_MODEL = {
     "register_forward_hook": lambda model: model.register_forward_hook(lambda *a: a[2] * 1.5),
-    "register_forward_pre_hook": lambda model: model.register_forward_pre_hook(lambda *a: a[1][0] * 1.5),
-    "register_full_backward_pre_hook": lambda model: model.register_full_backward_pre_hook(lambda *a: (a[1][0] / 2,)),
+    "register_forward_pre_hook": lambda model: model.register_forward_pre_hook(
+        lambda *a: a[1][0] * 1.5
+    ),
+    "register_full_backward_pre_hook": lambda model: model.register_full_backward_pre_hook(
+        lambda *a: (a[1][0] / 2,)
+    ),
 }
-LATE = {f"late {name}": hook for name, hook in list(ON_PARAMETERS.items())[:2]}  # registered after `lab.trainer`
+# registered after `lab.trainer`
+LATE = {f"late {name}": hook for name, hook in list(ON_PARAMETERS.items())[:2]}
 SPECTRAL = {
     "spectral_norm": lambda model: parametrizations.spectral_norm(model.second),
     "spectral_norm of old": lambda model: spectral_norm(model.second),
@@ -121,20 +145,31 @@ KINDS = {
 
 def net() -> nn.Module:
     """Return a model whose blocks all have parameters, so that DDP and the pipelines divide it."""
-    layers = {"first": nn.Linear(4, WIDTH), "a": nn.Tanh(), "second": nn.Linear(WIDTH, WIDTH), "b": nn.Tanh()}
+    layers = {
+        "first": nn.Linear(4, WIDTH),
+        "a": nn.Tanh(),
+        "second": nn.Linear(WIDTH, WIDTH),
+        "b": nn.Tanh(),
+    }
     return nn.Sequential(OrderedDict(**layers, last=nn.Linear(WIDTH, 2)))
 
 
-def train(kind: str, strategy: str, options: dict, accumulate: int = 1) -> dict[str, torch.Tensor] | str:
+def train(
+    kind: str, strategy: str, options: dict, accumulate: int = 1
+) -> dict[str, torch.Tensor] | str:
     """Return the weights after some steps, or the message with which the model is refused."""
     torch.set_default_dtype(torch.float64)
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(*(torch.randn(STEPS * BATCH, size, generator=generator) for size in (4, 2)))
+    data = TensorDataset(
+        *(torch.randn(STEPS * BATCH, size, generator=generator) for size in (4, 2))
+    )
     with Lab(strategy, device="cpu", timeout=20, **options) as lab:
         model = net()
         remove = KINDS[kind](model) if kind in KINDS else None
         try:
-            trainer = lab.trainer(model, tasks.Regression(), SGD, BATCH, accumulate, example=data[0])
+            trainer = lab.trainer(
+                model, tasks.Regression(), SGD, BATCH, accumulate, example=data[0]
+            )
         except ConfigError as error:
             return str(error)
         if kind == "parameter removed":
@@ -161,7 +196,9 @@ def trained(strategy: str) -> dict[str, dict[str, torch.Tensor] | str]:
     return run_world(ranks, train_all, strategy, options, timeout=200)[0]
 
 
-def difference(found: dict[str, torch.Tensor] | str, expected: dict[str, torch.Tensor] | str) -> float:
+def difference(
+    found: dict[str, torch.Tensor] | str, expected: dict[str, torch.Tensor] | str
+) -> float:
     assert not isinstance(found, str), found
     assert not isinstance(expected, str)
     assert {*found} == {*expected}
@@ -169,15 +206,26 @@ def difference(found: dict[str, torch.Tensor] | str, expected: dict[str, torch.T
 
 
 def refusal_of(kind: str, strategy: str) -> str:
-    """Return the pattern of the message with which a strategy refuses hooks; "" if it keeps them."""
+    """Return the pattern of the message with which a strategy refuses hooks; "" if it keeps
+    them.
+    """
     what, _, method = kind.partition(" ")
     if what in ("parameter", "late") and strategy in SHARDING:
         weight = "first.bias" if "accumulate" in method else "second.weight"
-        return rf"strategy={strategy}: shards the parameter {weight}, which has a hook .* for example ddp or pipeline$"
+        return (
+            f"strategy={strategy}: shards the parameter {weight}, which has a hook .* for example "
+            "ddp or pipeline$"
+        )
     if what == "model" and strategy in CUTTING:
-        return rf"strategy={strategy}: calls the blocks of the model and not the model itself, which has a hook \({method}\)"
+        return (
+            f"strategy={strategy}: calls the blocks of the model and not the model itself, which "
+            rf"has a hook \({method}\)"
+        )
     if kind in SPECTRAL and strategy in CUTTING:
-        return r"strategy.num_microbatches=2: the buffer second\.\S+ of the model changes in every forward pass in training, "
+        return (
+            r"strategy.num_microbatches=2: the buffer second\.\S+ of the model changes in every "
+            "forward pass in training, "
+        )
     return ""
 
 
@@ -196,7 +244,8 @@ def test_hooks_change_what_single_trains(kind):
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
-    found, message = trained(strategy)[kind], refusal_of(kind, strategy)
+    found = trained(strategy)[kind]
+    message = refusal_of(kind, strategy)
     if message:
         assert re.match(message, str(found)), found
     else:
@@ -210,7 +259,9 @@ def test_hooks_that_are_registered_between_epochs_are_moved_and_those_of_the_str
         model = net()
         trainer = lab.trainer(model, tasks.Regression(), SGD, BATCH, accumulate=4)
         trainer.fit(data, data, epochs=1)
-        handle = model.first.weight.register_hook(lambda gradient: seen.append(gradient.norm().item()))
+        handle = model.first.weight.register_hook(
+            lambda gradient: seen.append(gradient.norm().item())
+        )
         trainer.fit(data, data, epochs=2)
         assert len(seen) == 1
         handle.remove()
@@ -222,7 +273,9 @@ def test_handle_of_a_hook_that_waits_for_the_end_of_the_step_removes_it():
     assert difference(trained("single")["parameter removed"], trained("single")["none"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["parameter register_hook", "parameter register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(
+    "kind", ["parameter register_hook", "parameter register_post_accumulate_grad_hook"]
+)
 def test_hooks_on_parameters_are_called_once_in_a_step_of_several_accumulation_steps(kind):
     found = run_world(1, train, kind, "single", {}, 4)[0]
     assert difference(found, trained("single")[kind]) < 1e-12
@@ -247,7 +300,12 @@ class Cached(nn.Linear):
 
 
 def test_buffer_that_gets_the_same_values_again_is_not_one_that_changes():
-    assert changing_buffer(nn.Sequential(Cached(), nn.BatchNorm1d(4)), torch.empty(2, 4, device="meta")) is None
+    assert (
+        changing_buffer(
+            nn.Sequential(Cached(), nn.BatchNorm1d(4)), torch.empty(2, 4, device="meta")
+        )
+        is None
+    )
     model = nn.Sequential(nn.Linear(4, 4), spectral_norm(nn.Linear(4, 4)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert changing_buffer(model, torch.empty(2, 4, device="meta")) == "1.weight_u"
@@ -263,11 +321,15 @@ def test_sequential_with_a_hook_does_not_become_a_chain_without_it(method):
 
 
 def twice() -> float:
-    """Return the largest gradient that a second trainer of the same model leaves, which a hook limits."""
+    """Return the largest gradient that a second trainer of the same model leaves, which a hook
+    limits.
+    """
     with Lab(device="cpu") as lab:
         model = nn.Linear(4, 2)
         seen: list[float] = []
-        model.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.abs().max().item()))
+        model.weight.register_post_accumulate_grad_hook(
+            lambda weight: seen.append(weight.grad.abs().max().item())
+        )
         model.weight.register_hook(clipped)
         for _ in range(2):
             trainer = lab.trainer(model, tasks.Regression(), SGD, batch_size=4)
@@ -283,6 +345,8 @@ def test_hooks_on_parameters_are_kept_by_a_second_trainer_of_the_model():
 def test_hook_on_a_chain_is_refused_where_only_its_blocks_are_called(method):
     model = Chain((4,), **dict(net().named_children()))
     ON_MODEL[method](model)
-    refused = pytest.raises(ConfigError, match=rf"has a hook \({method}\) that would never be called")
+    refused = pytest.raises(
+        ConfigError, match=rf"has a hook \({method}\) that would never be called"
+    )
     with Lab("split", device="cpu", devices=["cpu", "cpu"]) as lab, refused:
         lab.trainer(model, tasks.Regression(), SGD, BATCH, example=torch.rand(4))

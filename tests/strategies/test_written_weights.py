@@ -103,7 +103,9 @@ class Own(Writer):
 
 def hooked() -> nn.Module:
     model = Writer()
-    model.layer.register_forward_pre_hook(lambda layer, _: clear(layer.weight.data.clamp_(-0.2, 0.2)))
+    model.layer.register_forward_pre_hook(
+        lambda layer, _: clear(layer.weight.data.clamp_(-0.2, 0.2))
+    )
     return model
 
 
@@ -183,7 +185,10 @@ def outcome(*arguments, **options) -> list[float] | str:
 def on_two() -> dict:
     found: dict = {}
     for case, (make, *_) in OF_WEIGHTS.items():
-        found |= {(strategy, case): outcome(strategy, make, **options) for strategy, options in (COPYING | REPLICAS).items()}
+        found |= {
+            (strategy, case): outcome(strategy, make, **options)
+            for strategy, options in (COPYING | REPLICAS).items()
+        }
         found["tp", case] = outcome("tp", make, tp=None)
         found["fsdp without", case] = outcome("fsdp", make, example=False)
         found["ddp without", case] = outcome("ddp", make, example=False)
@@ -193,7 +198,10 @@ def on_two() -> dict:
     found["key"] = outcome("scratch", Average, find_unused_parameters=True)
     found["pipeline"] = outcome("pipeline", Clamped, num_microbatches=2, schedule="gpipe")
     found["pipeline 1"] = outcome("pipeline", Average, num_microbatches=1, schedule="gpipe")
-    found |= {("buffers", strategy): outcome(strategy, Buffers, **options) for strategy, options in COPYING.items()}
+    found |= {
+        ("buffers", strategy): outcome(strategy, Buffers, **options)
+        for strategy, options in COPYING.items()
+    }
     return found
 
 
@@ -217,7 +225,10 @@ def test_change_of_a_gathered_copy_is_refused_by_name(strategy, case):
         message = rank[strategy, case]
         assert isinstance(message, str), "trained, although what the forward pass writes is lost"
         assert message.startswith(f"strategy={strategy.split()[0]}: the forward pass of ")
-        assert f"changes the parameter {prefix}{name}. The strategy computes with copies of the parameters" in message
+        assert (
+            f"changes the parameter {prefix}{name}. The strategy computes with copies of the "
+            "parameters" in message
+        )
         assert message.endswith("or use strategy=single or ddp")
         if not prefix:
             assert f"forward pass of {module} changes" in message
@@ -244,7 +255,10 @@ def test_tp_computes_the_same_or_refuses_a_sharded_layer(case):
 def test_replicas_without_an_example_ask_for_one(case):
     for rank in two():
         message = rank["ddp without", case]
-        assert f"changes the parameter {OF_WEIGHTS[case][1]}. Whether every rank would write the same" in message
+        assert (
+            f"changes the parameter {OF_WEIGHTS[case][1]}. Whether every rank would write the same"
+            in message
+        )
         assert message.endswith("lab.trainer(..., example=dataset[0])")
 
 
@@ -253,7 +267,10 @@ def test_replicas_without_an_example_ask_for_one(case):
 def test_change_that_depends_on_the_samples_is_refused_by_replicas(strategy, case):
     for rank in two():
         message = rank[strategy, case]
-        assert message.startswith(f"strategy={strategy}: the forward pass of the model changes the parameter target.bias. What")
+        assert message.startswith(
+            f"strategy={strategy}: the forward pass of the model changes the parameter "
+            "target.bias. What"
+        )
         assert "depends on the samples of the batch or on random numbers" in message
 
 
@@ -269,7 +286,10 @@ def test_ranks_that_may_have_no_sample_refuse_a_change():
 
 def test_change_in_every_micro_batch_is_refused():
     for rank in two():
-        assert "changes the parameter first.layer.weight, and so 2 times in a step instead of once." in rank["pipeline"]
+        assert (
+            "changes the parameter first.layer.weight, and so 2 times in a step instead of once."
+            in rank["pipeline"]
+        )
         assert len(rank["pipeline 1"]) == 6, rank["pipeline 1"]
 
 

@@ -1,7 +1,9 @@
-"""`ask.py SOCKET PROGRAM ARGUMENT...`: run python, torchrun or ddp-lab as a fork of the server of warm.py.
+"""`ask.py SOCKET PROGRAM ARGUMENT...`: run python, torchrun or ddp-lab as a fork of the server of
+warm.py.
 
-This process passes signals on to the fork's process group, and ends as the fork ends. If it is killed, so is the fork. What the
-server does not run is run by a new interpreter. Nothing is imported that would take long.
+This process passes signals on to the fork's process group, and ends as the fork ends. If it is
+killed, so is the fork. What the server does not run is run by a new interpreter. Nothing is
+imported that would take long.
 """
 
 import contextlib
@@ -15,7 +17,9 @@ MODULES = {"torchrun": "torch.distributed.run", "ddp-lab": "ddp_lab"}
 
 
 def program_of(name: str, arguments: list[str]) -> list[str] | None:
-    """Return the script or module that a command runs, and its arguments; None if it is not one for the server."""
+    """Return the script or module that a command runs, and its arguments; None if it is not one for
+    the server.
+    """
     if name in MODULES:
         return [MODULES[name], *arguments]
     first, *rest = arguments[arguments[:1] == ["-u"] :] or [""]

@@ -1,7 +1,7 @@
 """Losses as users write them: of each sample alone (SUMS), and over the batch (OVER_BATCH).
 
-Each is a function of (outputs, targets), and has the name of the targets that it is for, as in TARGETS of
-tests/tasks/test_over_batch.py.
+Each is a function of (outputs, targets), and has the name of the targets that it is for, as in
+TARGETS of tests/tasks/test_over_batch.py.
 """
 
 import random
@@ -31,7 +31,9 @@ def dice(logits, targets):
 
 def distillation(logits, teacher):
     """The divergence from a teacher's logits, at a temperature of 2."""
-    return 4 * F.kl_div((logits / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="none").sum(1)
+    return 4 * F.kl_div(
+        (logits / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="none"
+    ).sum(1)
 
 
 def class_weighted(logits, targets):
@@ -47,7 +49,9 @@ def ignoring(logits, targets):
 
 def in_float32(logits, targets):
     """Class weights in float32, with which torch refuses logits in float64."""
-    return F.cross_entropy(logits, targets, weight=torch.linspace(0.5, 2, CLASSES), reduction="none")
+    return F.cross_entropy(
+        logits, targets, weight=torch.linspace(0.5, 2, CLASSES), reduction="none"
+    )
 
 
 def of_probabilities(shares, targets):
@@ -91,11 +95,17 @@ SUMS = {
     "weights in float32": ("classes", in_float32),
     "focal": ("classes", focal),
     "ignored": ("classes", ignoring),
-    "module": ("classes", nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, CLASSES), reduction="none")),
+    "module": (
+        "classes",
+        nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, CLASSES), reduction="none"),
+    ),
     "mixup": ("shares", partial(F.cross_entropy, reduction="none")),
     "pixels": ("masks", partial(F.cross_entropy, reduction="none", ignore_index=2)),
     "dice": ("masks", dice),
-    "binary": ("labels", partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(3.0), reduction="none")),
+    "binary": (
+        "labels",
+        partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(3.0), reduction="none"),
+    ),
     "probabilities": ("labels", of_probabilities),
     "distillation": ("numbers", distillation),
     "squared error": ("numbers", partial(F.mse_loss, reduction="none")),
@@ -108,13 +118,21 @@ SUMS = {
 
 
 def info_nce(outputs, targets):
-    """Each output is to be nearest to its own target, among those of the batch (van den Oord et al. 2018)."""
+    """Each output is to be nearest to its own target, among those of the batch (van den Oord et al.
+
+    2018).
+    """
     similar = F.normalize(outputs, dim=1) @ F.normalize(targets.to(outputs.dtype), dim=1).T
-    return F.cross_entropy(similar / 0.1, torch.arange(len(outputs), device=outputs.device), reduction="none")
+    return F.cross_entropy(
+        similar / 0.1, torch.arange(len(outputs), device=outputs.device), reduction="none"
+    )
 
 
 def supervised_contrastive(outputs, targets):
-    """Khosla et al. 2020: outputs of one class are to be alike. A sample without a partner has no loss."""
+    """Khosla et al.
+
+    2020: outputs of one class are to be alike. A sample without a partner has no loss.
+    """
     features = F.normalize(outputs, dim=1)
     itself = torch.eye(len(outputs), dtype=torch.bool, device=outputs.device)
     log_shares = (features @ features.T / 0.1).masked_fill(itself, -1e9).log_softmax(1)
@@ -123,7 +141,10 @@ def supervised_contrastive(outputs, targets):
 
 
 def triplet(outputs, targets):
-    """The hardest positive and the hardest negative in the batch (Hermans et al. 2017); 0 without both."""
+    """The hardest positive and the hardest negative in the batch (Hermans et al.
+
+    2017); 0 without both.
+    """
     distances = torch.cdist(outputs, outputs)
     same = targets[:, None] == targets
     alone = same.sum(1) < 2
@@ -141,8 +162,11 @@ def cox(outputs, targets):
 
 
 def auc(outputs, targets):
-    """A squared surrogate of the area under the curve; it fails without a positive and a negative sample."""
-    positive, negative = outputs[targets == 1], outputs[targets == 0]
+    """A squared surrogate of the area under the curve; it fails without a positive and a negative
+    sample.
+    """
+    positive = outputs[targets == 1]
+    negative = outputs[targets == 0]
     if not len(positive) or not len(negative):
         raise ValueError("needs a positive and a negative sample")
     return (1 - (positive[:, None] - negative)).square().mean().expand(len(outputs))

@@ -11,8 +11,13 @@ FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name
 
 
 def open_page(address: str, folder: Path, *options: str) -> str:
-    """Return what Chromium prints for a page, with `folder` for its profile; skip the test where it is not installed."""
+    """Return what Chromium prints for a page, with `folder` for its profile; skip the test where it
+    is not installed.
+    """
     browser = which("chromium") or pytest.skip("there is no chromium")
-    profile = [f"--user-data-dir={folder}/profile", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    profile = [
+        f"--user-data-dir={folder}/profile",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ]
     command = [browser, *FLAGS, *profile, *options, address]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout

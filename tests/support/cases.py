@@ -1,9 +1,12 @@
-"""The equivalence matrix: cases (training.py), the numbers of ranks on which each must equal `single`, and the comparison."""
+"""The equivalence matrix: cases (training.py), the numbers of ranks on which each must equal
+`single`, and the comparison.
+"""
 
 import pytest
 from training import Outcome, largest_difference
 
-# (case, numbers of ranks in `make test`, and in `make test-slow`), as digits: "12" is on one rank and on two.
+# (case, numbers of ranks in `make test`, and in `make test-slow`), as digits: "12" is on one rank
+# and on two.
 MATRIX = [
     ("single accumulate=5", "1", ""),
     ("single data.loader=workers accumulate=3 recipe", "1", ""),
@@ -41,7 +44,8 @@ MATRIX = [
     ("pipeline schedule=interleavedzerobubble", "2", ""),
     ("pipeline num_microbatches=5 recipe", "2", ""),
     ("pipeline files", "", "2"),
-    ("pipeline unbiased cut=[first] clipped", "2", ""),  # the first stage has neither parameters nor buffers
+    # the first stage has neither parameters nor buffers
+    ("pipeline unbiased cut=[first] clipped", "2", ""),
     ("pipeline num_microbatches=7 almost-empty", "3", "2"),
     ("pipeline num_microbatches=5 clipped", "", "4"),
     ("pipeline vit clipped", "2", ""),
@@ -50,7 +54,11 @@ MATRIX = [
     ("ddp_pipeline pp=1 schedule=gpipe accumulate=2 clipped", "2", "1"),
     ("ddp_pipeline num_microbatches=5 almost-empty", "4", ""),
     ("ddp_pipeline accumulate=2 recipe", "4", ""),
-    ("ddp_pipeline schedule=interleavedzerobubble accumulate=2 cut=[conv2,fc1,fc2] clipped", "", "4"),
+    (
+        "ddp_pipeline schedule=interleavedzerobubble accumulate=2 cut=[conv2,fc1,fc2] clipped",
+        "",
+        "4",
+    ),
     ("ddp_pipeline vit clipped", "", "4"),
     ("ddp_pipeline schedule=gpipe num_microbatches=3 almost-empty", "", "8"),
     ("ddp_pipeline schedule=interleaved1f1b clipped", "", "8"),
@@ -64,11 +72,17 @@ MATRIX = [
     ("tp vit adamw optimizer.fused=true clipped", "", "4"),
     ("mesh short", "", "12"),
     ("mesh shard=null short almost-empty clipped", "", "12"),
-    ("mesh shard=null checkpoint_activations=block accumulate=2 short ema=0.8", "2", ""),  # clipping would hide a wrong factor
+    # clipping would hide a wrong factor
+    ("mesh shard=null checkpoint_activations=block accumulate=2 short ema=0.8", "2", ""),
     ("mesh shard=2 adamw short almost-empty", "", "4"),
     ("mesh shard=4 short", "", "8"),
     ("mesh tp=2 sequence_parallel=true accumulate=2 short clipped", "2", ""),
-    ("mesh tp=2 sequence_parallel=true checkpoint_activations=block data.loader=workers short almost-empty", "", "2"),
+    (
+        "mesh tp=2 sequence_parallel=true checkpoint_activations=block data.loader=workers short "
+        "almost-empty",
+        "",
+        "2",
+    ),
     ("mesh tp=2 recipe short", "", "2"),
     ("mesh shard=null tp=2 sequence_parallel=true accumulate=2 short clipped", "", "4"),
     ("mesh shard=null tp=2 short adamw optimizer.fused=true", "", "4"),
@@ -77,15 +91,22 @@ MATRIX = [
     ("mesh pp=2 checkpoint_activations=block accumulate=2 short", "", "2"),
     ("mesh pp=2 num_microbatches=5 recipe short almost-empty", "", "2"),
     ("mesh shard=null pp=2 unbiased cut=[first] samples=48 epochs=1", "", "4"),
-    ("mesh shard=null pp=2 schedule=gpipe num_microbatches=3 cut=[block1] short adamw almost-empty", "", "4"),
+    (
+        "mesh shard=null pp=2 schedule=gpipe num_microbatches=3 cut=[block1] short adamw "
+        "almost-empty",
+        "",
+        "4",
+    ),
     ("mesh shard=2 pp=2 short almost-empty", "", "8"),
     ("mesh pp=2 tp=2 sequence_parallel=true short clipped", "4", ""),
     ("mesh pp=2 tp=2 schedule=interleaved1f1b short recipe", "", "4"),
     ("mesh shard=null pp=2 tp=2 short adamw clipped", "", "8"),
     ("mesh pp=4 tp=2 sequence_parallel=true short", "", "8"),
-    # BatchNorm. With 61 samples the last batch has padding, with 49 some ranks have only padding in it.
+    # BatchNorm. With 61 samples the last batch has padding, with 49 some ranks have only padding in
+    # it.
     ("split num_microbatches=1 narrow", "1", ""),
-    ("scratch batch_norm=sync narrow samples=25 epochs=2", "2", "4"),  # a full batch follows the padding
+    # a full batch follows the padding
+    ("scratch batch_norm=sync narrow samples=25 epochs=2", "2", "4"),
     ("ddp batch_norm=sync narrow samples=61", "2", "4"),
     ("fsdp batch_norm=sync narrow samples=49", "2", "4"),
     ("fsdp batch_norm=sync model.init=by_block narrow-step", "2", ""),
@@ -93,8 +114,13 @@ MATRIX = [
     ("pipeline schedule=gpipe num_microbatches=1 narrow-step", "2", ""),
     ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync narrow-step", "4", ""),
     ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync narrow samples=49", "4", ""),
-    ("mesh shard=null pp=2 schedule=gpipe num_microbatches=1 batch_norm=sync narrow samples=49", "", "4"),
-    # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so one value per channel.
+    (
+        "mesh shard=null pp=2 schedule=gpipe num_microbatches=1 batch_norm=sync narrow samples=49",
+        "",
+        "4",
+    ),
+    # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so
+    # one value per channel.
     ("scratch batch_norm=sync normalized", "23", ""),
     ("ddp batch_norm=sync normalized", "3", "2"),
     ("fsdp batch_norm=sync normalized", "23", "4"),
@@ -103,10 +129,11 @@ MATRIX = [
     ("mesh shard=null batch_norm=sync normalized", "", "3"),
     ("mesh shard=null pp=2 schedule=gpipe num_microbatches=1 batch_norm=sync normalized", "4", ""),
     ("ddp_pipeline schedule=gpipe num_microbatches=1 batch_norm=sync normalized", "4", ""),
-    # The complete models, in float64: in float32 it depends on the processor whether rounding changes the sign of a ReLU's
-    # input.
+    # The complete models, in float64: in float32 it depends on the processor whether rounding
+    # changes the sign of a ReLU's input.
     ("fsdp batch_norm=sync resnet18 step", "", "2"),
-    ("scratch batch_norm=sync book_resnet18 step", "", "2"),  # convolutions with biases, and shortcuts without BatchNorm
+    # convolutions with biases, and shortcuts without BatchNorm
+    ("scratch batch_norm=sync book_resnet18 step", "", "2"),
     # Parts that are not trained. Some pipelines have a stage without trainable parameters.
     ("scratch algorithm=bucketed accumulate=2 partly_frozen", "2", ""),
     ("ddp accumulate=2 partly_frozen clipped", "2", ""),
@@ -121,8 +148,8 @@ MATRIX = [
     ("scratch own=SeveralTypes", "2", ""),
     ("ddp own=SeveralTypes", "", "2"),
     ("fsdp own=SomeSteps max_grad_norm=0.05", "2", ""),
-    # Parameters that only some steps, and of them only some ranks, use. With weight decay, momentum and Adam's averages a
-    # gradient of zeros is not the same as none.
+    # Parameters that only some steps, and of them only some ranks, use. With weight decay, momentum
+    # and Adam's averages a gradient of zeros is not the same as none.
     ("scratch find_unused_parameters=true own=SomeSteps unused max_grad_norm=0.05", "", "2"),
     ("ddp find_unused_parameters=true own=SomeSteps unused max_grad_norm=0.05", "2", ""),
     ("scratch find_unused_parameters=true experts", "1", "24"),
@@ -130,11 +157,25 @@ MATRIX = [
     ("scratch find_unused_parameters=true algorithm=star own=RareExperts unused", "", "3"),
     ("ddp find_unused_parameters=true own=RareExperts unused", "2", ""),
     ("fsdp find_unused_parameters=true own=RareExperts unused keep_whole=[experts.*]", "2", ""),
-    ("fsdp find_unused_parameters=true experts almost-empty accumulate=3 keep_whole=[experts.*]", "3", "2"),
+    (
+        "fsdp find_unused_parameters=true experts almost-empty accumulate=3 keep_whole=[experts.*]",
+        "3",
+        "2",
+    ),
     ("scratch find_unused_parameters=true algorithm=per_tensor experts on_nan=skip", "2", ""),
     ("scratch find_unused_parameters=true algorithm=ring experts clipped", "3", ""),
-    ("scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts accumulate=2 clipped", "2", "3"),
-    ("scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts adamw weights almost-empty", "3", ""),
+    (
+        "scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts "
+        "accumulate=2 clipped",
+        "2",
+        "3",
+    ),
+    (
+        "scratch find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001 experts adamw "
+        "weights almost-empty",
+        "3",
+        "",
+    ),
     ("ddp find_unused_parameters=true experts almost-empty", "3", "24"),
     ("ddp find_unused_parameters=true experts accumulate=3 clipped", "2", "3"),
     ("ddp find_unused_parameters=true experts adamw weights on_nan=skip", "2", ""),
@@ -153,7 +194,8 @@ MATRIX = [
     ("fsdp model.init=by_block own=lazy_blocks", "2", ""),
     ("pipeline cut=[2] own=lazy_blocks", "2", ""),
     ("tp own=lazy_blocks", "2", ""),
-    # Units of fsdp: containers, tied weights, parts used without their forward pass; parts that only some steps and ranks use.
+    # Units of fsdp: containers, tied weights, parts used without their forward pass; parts that
+    # only some steps and ranks use.
     ("fsdp units=Containers accumulate=3 adamw max_grad_norm=0.05 almost-empty", "2", "13"),
     ("fsdp units=Containers reshard_after_forward=false", "", "2"),
     ("fsdp units=Around clipped", "3", "2"),
@@ -161,7 +203,12 @@ MATRIX = [
     ("fsdp units=Mixture accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty", "3", "2"),
     ("fsdp units=Mixture reshard_after_forward=false accumulate=2 decayed ema=0.8", "", "2"),
     ("fsdp units=Mixture model.where=units keep_whole=[experts.*] decayed", "2", "3"),
-    ("fsdp units=Mixture model.where=units keep_whole=[experts] accumulate=3 adamw clipped almost-empty", "3", ""),
+    (
+        "fsdp units=Mixture model.where=units keep_whole=[experts] accumulate=3 adamw clipped "
+        "almost-empty",
+        "3",
+        "",
+    ),
     ("fsdp units=InTurn decayed max_grad_norm=0.05", "2", "3"),
     ("fsdp units=Recomputed decayed", "2", ""),
     ("fsdp units=Recomputed accumulate=3 adamw max_grad_norm=0.05 almost-empty", "", "3"),
@@ -177,7 +224,8 @@ MATRIX = [
     ("tp own=InPlace float64 clipped", "2", "4"),
     ("tp tp=2 own=DirectWeights float64", "2", "4"),
     ("tp own=SomeSteps max_grad_norm=0.05", "2", ""),
-    # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and batches weigh unequally.
+    # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and
+    # batches weigh unequally.
     ("ddp accumulate=2 regression", "2", ""),
     ("pipeline accumulate=2 regression", "", "2"),
     ("split devices=[cpu,cpu] num_microbatches=3 accumulate=2 multi_label", "1", ""),
@@ -212,11 +260,16 @@ def tolerance_of(case: str) -> float:
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & words else 1e-6
 
 
-def assert_equal(outcome: Outcome, reference: Outcome, tolerance: float = 1e-6, relative: float = 1e-5) -> None:
-    """Compare two trainings: weights and averages within `tolerance`, losses and metrics within `relative` of each other."""
+def assert_equal(
+    outcome: Outcome, reference: Outcome, tolerance: float = 1e-6, relative: float = 1e-5
+) -> None:
+    """Compare two trainings: weights and averages within `tolerance`, losses and metrics within
+    `relative` of each other.
+    """
     assert largest_difference(outcome.weights, reference.weights) <= tolerance
     assert_averages_equal(outcome, reference, tolerance)
-    assert largest_difference(outcome.momentum, reference.momentum) <= 10 * tolerance  # about 1/lr times a weight's change
+    # about 1/lr times a weight's change
+    assert largest_difference(outcome.momentum, reference.momentum) <= 10 * tolerance
     for sums, expected in zip(outcome.sums, reference.sums, strict=True):
         assert sums[1:] == expected[1:]  # correct and count, exactly
         assert sums[0] == pytest.approx(expected[0], rel=relative)
@@ -229,4 +282,6 @@ def assert_averages_equal(outcome: Outcome, reference: Outcome, tolerance: float
     assert bool(outcome.averages) == bool(reference.averages)
     if reference.averages:
         assert largest_difference(outcome.averages, reference.averages) <= tolerance
-        assert largest_difference(outcome.averages, outcome.weights) > 100 * tolerance, "nothing was averaged"
+        assert largest_difference(outcome.averages, outcome.weights) > 100 * tolerance, (
+            "nothing was averaged"
+        )

@@ -1,4 +1,6 @@
-"""Small runs and the comparison of their checkpoints, and checkpoints of a linear layer without a run."""
+"""Small runs and the comparison of their checkpoints, and checkpoints of a linear layer without a
+run.
+"""
 
 import functools
 import shutil
@@ -23,7 +25,10 @@ from ddp_lab.world.runtime import Runtime
 
 
 def start(run_dir: Path, ranks: int, overrides: tuple[str, ...]) -> None:
-    """Train a small model. The learning rate is constant, so that a longer run begins with the same steps."""
+    """Train a small model.
+
+    The learning rate is constant, so that a longer run begins with the same steps.
+    """
     where = f"runs_dir={run_dir.parent}", f"name={run_dir.name}"
     run_world(ranks, main_in_world, *SMALL, "scheduler=constant", *where, *overrides)
 
@@ -36,7 +41,10 @@ def first_launch(folder: Path, ranks: int, overrides: tuple[str, ...]) -> Path:
 
 
 def train(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> dict:
-    """Start or resume a run and return its newest checkpoint. First launches are shared: each test gets a copy of the run."""
+    """Start or resume a run and return its newest checkpoint.
+
+    First launches are shared: each test gets a copy of the run.
+    """
     run_dir = tmp_path / name
     if run_dir.exists() or "resume=" in str(overrides):
         start(run_dir, ranks, overrides)
@@ -46,7 +54,10 @@ def train(tmp_path: Path, name: str, *overrides: str, ranks: int = 1) -> dict:
 
 
 def assert_same(one: dict, other: dict, tolerance: float) -> None:
-    places = [{key: state["progress"][key] for key in ("epoch", "samples", "step")} for state in (one, other)]
+    places = [
+        {key: state["progress"][key] for key in ("epoch", "samples", "step")}
+        for state in (one, other)
+    ]
     assert places[0] == places[1]
     assert one["scheduler"] == other["scheduler"]
     for name, tensor in one["model"].items():
@@ -75,7 +86,8 @@ def tiny(
 def step(checkpoints: Checkpoints) -> None:
     """Take an optimizer step that changes the weight only."""
     module = checkpoints.state.strategy.module
-    module.weight.grad, module.bias.grad = torch.ones(1, 2), torch.zeros(1)
+    module.weight.grad = torch.ones(1, 2)
+    module.bias.grad = torch.zeros(1)
     checkpoints.state.optimizer.step()
 
 
@@ -86,13 +98,18 @@ def save_epochs(
     accuracies: list[float] | None = None,
     after_write: Callable[[Path], None] = ignore,
 ) -> Progress:
-    """Save a checkpoint after each epoch, which has one step. The bias is the number of the epoch. Return the last progress."""
+    """Save a checkpoint after each epoch, which has one step.
+
+    The bias is the number of the epoch. Return the last progress.
+    """
     progress = start or Progress()
     for loss, accuracy in zip(losses, accuracies or [0.5] * len(losses), strict=True):
         checkpoints.state.strategy.module.bias.data.fill_(progress.epoch)
         step(checkpoints)
         progress = replace(progress, step=progress.step + 1, samples=1)
-        progress = progress.next_epoch({"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better)
+        progress = progress.next_epoch(
+            {"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better
+        )
         checkpoints.save(progress, after_write)
     checkpoints.wait()
     assert checkpoints.problem is None

@@ -34,7 +34,8 @@ class Skipping(DDP):
     """DDP in which rank 1 skips an all-reduce of the other ranks after step 8.
 
     Args:
-        shared: whether it is one of the group of the gradients, whose next all-reduce has another shape.
+        shared: whether it is one of the group of the gradients, whose next all-reduce has another
+            shape.
     """
 
     steps = 0

@@ -1,4 +1,6 @@
-"""Launches of two ranks, of which some raise a planted error of a user's class, and a judgement of what users then see."""
+"""Launches of two ranks, of which some raise a planted error of a user's class, and a judgement of
+what users then see.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,8 +13,19 @@ from launches import finish, start
 KINDS = ("strategy", "task", "tracker", "optimizer", "dataset", "model")
 PLACES = ("constructor", "call")
 LINE = [
-    *("data=own", "data.dataset._target_=own_failing.Dataset", "data.channels=1", "data.image_size=8"),
-    *("data.mean=[0]", "data.std=[1]", "data.val_fraction=0.25", "model=own", "model._target_=own_failing.Model"),
+    *(
+        "data=own",
+        "data.dataset._target_=own_failing.Dataset",
+        "data.channels=1",
+        "data.image_size=8",
+    ),
+    *(
+        "data.mean=[0]",
+        "data.std=[1]",
+        "data.val_fraction=0.25",
+        "model=own",
+        "model._target_=own_failing.Model",
+    ),
     *("strategy=ddp", "~strategy.batch_norm", "~strategy.bucket_cap_mb"),
     *("~strategy.find_unused_parameters", "strategy._target_=own_failing.Strategy"),
     *("task._target_=own_failing.Task", "tracker=own_failing.Tracker"),
@@ -23,7 +36,9 @@ COMMANDS = {
     "torchrun": "torchrun --nproc_per_node=2 train.py",
 }
 # What only follows from the end of another rank, as torch, gloo and NCCL say it.
-INNOCENT = re.compile(r"DistNetworkError|DistStoreError|Connection (closed|reset)|Failed to recv|gloo/|Broken pipe")
+INNOCENT = re.compile(
+    r"DistNetworkError|DistStoreError|Connection (closed|reset)|Failed to recv|gloo/|Broken pipe"
+)
 
 
 class Outcome(NamedTuple):
@@ -40,7 +55,9 @@ class Outcome(NamedTuple):
     output: str
 
 
-def launch_planted(kind: str, place: str, options: str, command: str, runs_dir: Path, more: Sequence[str] = ()) -> Outcome:
+def launch_planted(
+    kind: str, place: str, options: str, command: str, runs_dir: Path, more: Sequence[str] = ()
+) -> Outcome:
     """Start two ranks with a planted error, and judge what is shown.
 
     Args:
@@ -52,12 +69,16 @@ def launch_planted(kind: str, place: str, options: str, command: str, runs_dir: 
     """
     planted = f"PLANTED={kind} {place} {options}"
     program = COMMANDS[command].split()
-    code, output = finish(start("env", planted, *program, *LINE, *more, f"runs_dir={runs_dir}"), 200)
+    code, output = finish(
+        start("env", planted, *program, *LINE, *more, f"runs_dir={runs_dir}"), 200
+    )
     return Outcome(judge(kind, place, command, code, output), code, output)
 
 
 def judge(kind: str, place: str, command: str, code: int, output: str) -> str:
-    """Return what is wrong with the exit code and the output of a launch with a planted error; "" if nothing is."""
+    """Return what is wrong with the exit code and the output of a launch with a planted error; ""
+    if nothing is.
+    """
     if innocent := INNOCENT.search(output):
         return f"shows an error that another rank's end has caused: {innocent[0]}"
     text = f"planted in {kind} {place}"

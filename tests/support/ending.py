@@ -87,7 +87,9 @@ def train(how: str) -> str:
         label_out_of_range()
     with Lab("scratch", device="cpu") as lab:
         make = partial(torch.optim.SGD, lr=1e-3)
-        trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=8, num_workers=2)
+        trainer = lab.trainer(
+            nn.Linear(4, 1), tasks.Regression(), make, batch_size=8, num_workers=2
+        )
         data = Numbers(slow=how in ("stuck", "wait", "kill"))
         kept.append(trainer)
         if how == "fit":

@@ -1,4 +1,6 @@
-"""A small dataset of the package `datasets`, made for a test: images, their classes and numbers, and texts."""
+"""A small dataset of the package `datasets`, made for a test: images, their classes and numbers,
+and texts.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,10 @@ FEATURES = {
 def make_hf() -> DatasetDict:
     def split(size: int) -> Dataset:
         samples = [Shapes("train")[index] for index in range(size)]
-        columns = {"image": [image for image, _ in samples], "label": [label for _, label in samples]}
+        columns = {
+            "image": [image for image, _ in samples],
+            "label": [label for _, label in samples],
+        }
         columns |= {"number": [index % 6 for index in range(size)], "text": ["to be or not"] * size}
         return Dataset.from_dict(columns, features=Features(FEATURES))
 

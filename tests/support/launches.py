@@ -1,4 +1,6 @@
-"""Helpers that start train.py: in a subprocess, as a user does, or inside a world of the tests' ranks."""
+"""Helpers that start train.py: in a subprocess, as a user does, or inside a world of the tests'
+ranks.
+"""
 
 import contextlib
 import io
@@ -32,15 +34,27 @@ SMALL = [
     "optimizer.lr=0.01",
 ]
 # The same with a model of `own_models`, which `model._target_` names.
-OWN = [*(override for override in SMALL if not override.startswith("model=")), "data.dataset.channels=1", "model=own"]
-# A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short launch.
+OWN = [
+    *(override for override in SMALL if not override.startswith("model=")),
+    "data.dataset.channels=1",
+    "model=own",
+]
+# A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short
+# launch.
 NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.image_size=16"]
 
 
 def start(
-    line: str, *more: str, gpus: bool = False, cold: bool = False, stderr: int = subprocess.STDOUT, cwd: Path = ROOT
+    line: str,
+    *more: str,
+    gpus: bool = False,
+    cold: bool = False,
+    stderr: int = subprocess.STDOUT,
+    cwd: Path = ROOT,
 ) -> subprocess.Popen:
-    """Start a command in the repository with this Python interpreter. It is forked from the server of warm.py if that runs.
+    """Start a command in the repository with this Python interpreter.
+
+    It is forked from the server of warm.py if that runs.
 
     Args:
         line: The command, split at spaces.
@@ -54,12 +68,23 @@ def start(
     search = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": search}
-    command, out = [*line.split(), *more], subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=stderr, text=True, start_new_session=True)
+    command = [*line.split(), *more]
+    out = subprocess.PIPE
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=out,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
-    """Wait for a launch and return its exit code and output; after `timeout` seconds kill it with all its ranks and fail."""
+    """Wait for a launch and return its exit code and output; after `timeout` seconds kill it with
+    all its ranks and fail.
+    """
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -69,7 +94,9 @@ def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
     return process.returncode, output
 
 
-def launch(line: str, *more: str, gpus: bool = False, cold: bool = False, cwd: Path = ROOT) -> tuple[int, str]:
+def launch(
+    line: str, *more: str, gpus: bool = False, cold: bool = False, cwd: Path = ROOT
+) -> tuple[int, str]:
     """Run a command as `start` does and return its exit code and output."""
     return finish(start(line, *more, gpus=gpus, cold=cold, cwd=cwd))
 
@@ -82,7 +109,9 @@ def launch_on_terminal(line: str, *more: str) -> str:
     return output
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str) -> Any:
+def wait_for(
+    what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str
+) -> Any:
     """Wait until `condition` returns a true value, and return that value.
 
     Args:
@@ -102,7 +131,9 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 300, more
 
 
 def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
-    """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written none yet."""
+    """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written
+    none yet.
+    """
     for _ in range(2):  # a row may be read while it is written
         with contextlib.suppress(OSError, ValueError, KeyError):
             table = Path(json.loads((run_dir / "status.json").read_text())["heartbeats"])
@@ -110,8 +141,12 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
     return None
 
 
-def wait_for_heartbeat(run_dir: Path, rank: int, holds: Callable[[dict], bool], timeout: float = 60) -> dict:
-    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the heartbeat."""
+def wait_for_heartbeat(
+    run_dir: Path, rank: int, holds: Callable[[dict], bool], timeout: float = 60
+) -> dict:
+    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the
+    heartbeat.
+    """
     return wait_for(
         f"expected heartbeat of rank {rank} in {run_dir}",
         lambda: (record := read_heartbeat(run_dir, rank)) and holds(record) and record,
@@ -146,7 +181,8 @@ def main_in_world(*overrides: str) -> str:
 
 
 def refusal_in_world(line: str) -> tuple[object, str]:
-    """Run train.py with overrides that it rejects; return the exit code and what this rank wrote to stderr.
+    """Run train.py with overrides that it rejects; return the exit code and what this rank wrote to
+    stderr.
 
     An AssertionError is raised if a process group is opened.
     """

@@ -14,14 +14,19 @@ class Shapes:
     classes = ("dark", "light", "red")
 
     def __init__(self, split, size: int = 20):
-        self.split, self.size = split, size
+        self.split = split
+        self.size = size
 
     def __len__(self):
         return self.size if self.split == "train" else 7
 
     def __getitem__(self, index):
         pixels = np.full((30 + index, 40, 3), (80 * (index % 3), 90, 7), dtype=np.uint8)
-        noise = np.random.randint(0, 50, pixels.shape) + random.randint(0, 9) + torch.randint(0, 9, ()).item()
+        noise = (
+            np.random.randint(0, 50, pixels.shape)
+            + random.randint(0, 9)
+            + torch.randint(0, 9, ()).item()
+        )
         return Image.fromarray((pixels + noise).astype(np.uint8)), index % 3
 
 
@@ -89,7 +94,9 @@ class Wrong(Shapes):
 
 
 class Tokens(torch.utils.data.TensorDataset):
-    """One set of tokens, each sample with the next token of every position, of which later samples ignore more."""
+    """One set of tokens, each sample with the next token of every position, of which later samples
+    ignore more.
+    """
 
     def __init__(self, ignored: bool = False):
         tokens = torch.arange(40 * 9).view(40, 9) % 11
@@ -100,7 +107,9 @@ class Tokens(torch.utils.data.TensorDataset):
 
 
 class Masks(torch.utils.data.Dataset):
-    """Images in uint8 and masks, of which the first row is to be ignored, and more rows the larger the index is."""
+    """Images in uint8 and masks, of which the first row is to be ignored, and more rows the larger
+    the index is.
+    """
 
     def __init__(self, split):
         self.size = 37 if split == "train" else 11
@@ -111,14 +120,18 @@ class Masks(torch.utils.data.Dataset):
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         mask = (torch.rand(8, 8, generator=generator) > 0.5).to(torch.uint8)
-        image = 120 * mask + torch.randint(0, 100, (3, 8, 8), generator=generator, dtype=torch.uint8)
+        image = 120 * mask + torch.randint(
+            0, 100, (3, 8, 8), generator=generator, dtype=torch.uint8
+        )
         mask[: 1 + index % 7] = 255
         return image, mask
 
 
 def numbers(split):
     """Return a dataset in memory: six numbers, and their sum and their largest one."""
-    inputs = torch.randn(40 if split == "train" else 12, 6, generator=torch.Generator().manual_seed(len(split)))
+    inputs = torch.randn(
+        40 if split == "train" else 12, 6, generator=torch.Generator().manual_seed(len(split))
+    )
     return torch.utils.data.TensorDataset(inputs, torch.stack([inputs.sum(1), inputs.amax(1)], 1))
 
 

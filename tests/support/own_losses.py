@@ -10,7 +10,8 @@ class Focal(nn.Module):
 
     def __init__(self, gamma: float = 2.0, reduction: str = "mean"):
         super().__init__()
-        self.gamma, self.reduction = gamma, reduction
+        self.gamma = gamma
+        self.reduction = reduction
         self.register_buffer("weights", torch.linspace(0.5, 1.5, 10))
 
     def forward(self, logits, targets):

@@ -14,7 +14,9 @@ class Residual(nn.Module):
 
 
 class Plain(nn.Module):
-    """A parameter of its own, blocks in a ModuleList, and an argument that the data does not determine."""
+    """A parameter of its own, blocks in a ModuleList, and an argument that the data does not
+    determine.
+    """
 
     def __init__(self, in_channels, image_size, num_classes, hidden: int = 16):
         super().__init__()
@@ -32,7 +34,13 @@ class Plain(nn.Module):
 
 def sequential(num_classes):
     """A function that takes only one of the arguments that follow from the data."""
-    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, num_classes))
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(16, 24),
+        nn.Tanh(),
+        nn.Linear(24, num_classes),
+    )
 
 
 class Last(nn.Module):
@@ -48,7 +56,8 @@ class Last(nn.Module):
 
 def changed_views(in_channels, image_size, num_classes):
     """A block's output is a view, which the next block changes in place."""
-    first, last = nn.Linear(in_channels * image_size**2, 16), nn.Linear(16, num_classes)
+    first = nn.Linear(in_channels * image_size**2, 16)
+    last = nn.Linear(16, num_classes)
     return nn.Sequential(nn.Flatten(), first, Last(16), nn.ReLU(inplace=True), last)
 
 
@@ -57,7 +66,8 @@ class SomeSteps(Plain):
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
-        self.sometimes, self.calls = nn.Linear(16, 16), 0
+        self.sometimes = nn.Linear(16, 16)
+        self.calls = 0
 
     def forward(self, inputs):
         self.calls += self.training
@@ -66,7 +76,8 @@ class SomeSteps(Plain):
 
 
 class Experts(Plain):
-    """Each image goes through some of three layers: through the last one in few batches, and mostly on one rank only.
+    """Each image goes through some of three layers: through the last one in few batches, and mostly
+    on one rank only.
 
     The images of the trial, which are not normalised, go through all of them.
     """
@@ -95,7 +106,9 @@ class Experts(Plain):
 
 
 class RareExperts(Experts):
-    """The same, but only images with equal pixels go through them, which random numbers do not have."""
+    """The same, but only images with equal pixels go through them, which random numbers do not
+    have.
+    """
 
     def choose(self, pixels, rarity):
         has_equal_pixels = (pixels.sort().values.diff() == 0).any(1)
@@ -103,7 +116,9 @@ class RareExperts(Experts):
 
 
 class Masked(nn.Module):
-    """A layer with a mask of which every row is the same memory, and a table that is a transposed tensor."""
+    """A layer with a mask of which every row is the same memory, and a table that is a transposed
+    tensor.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -148,7 +163,10 @@ class WaitingLayer(nn.Linear):
 def waiting_blocks(in_channels, image_size, num_classes):
     """Blocks, of which the third one waits for the device."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(in_channels * image_size**2, 24), WaitingLayer(24, 24), nn.Linear(24, num_classes)
+        nn.Flatten(),
+        nn.Linear(in_channels * image_size**2, 24),
+        WaitingLayer(24, 24),
+        nn.Linear(24, num_classes),
     )
 
 
@@ -156,7 +174,9 @@ class Freezing(nn.Sequential):
     """A Sequential that keeps its dropout layer in evaluation mode."""
 
     def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(nn.Flatten(), nn.Dropout(0.5), nn.Linear(in_channels * image_size**2, num_classes))
+        super().__init__(
+            nn.Flatten(), nn.Dropout(0.5), nn.Linear(in_channels * image_size**2, num_classes)
+        )
 
     def train(self, mode=True):
         super().train(mode)
@@ -167,13 +187,22 @@ class Freezing(nn.Sequential):
 def one_layer(in_channels, image_size, num_classes):
     """One layer for two places."""
     layer = nn.Linear(16, 16)
-    layers = nn.Linear(in_channels * image_size**2, 16), layer, nn.Tanh(), layer, nn.Linear(16, num_classes)
+    layers = (
+        nn.Linear(in_channels * image_size**2, 16),
+        layer,
+        nn.Tanh(),
+        layer,
+        nn.Linear(16, num_classes),
+    )
     return nn.Sequential(nn.Flatten(), *layers)
 
 
 def one_weight(in_channels, image_size, num_classes):
-    """Two layers in different places that share their weight, and one activation for both, which has no state."""
-    first, tanh = nn.Linear(in_channels * image_size**2, 16), nn.Tanh()
+    """Two layers in different places that share their weight, and one activation for both, which
+    has no state.
+    """
+    first = nn.Linear(in_channels * image_size**2, 16)
+    tanh = nn.Tanh()
     model = nn.Sequential(nn.Flatten(), first, nn.Linear(16, 16), tanh, nn.Linear(16, 16), tanh)
     model[4].weight = model[2].weight
     return model.append(nn.Linear(16, num_classes))
@@ -200,7 +229,9 @@ class Attention(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, tokens):
         tokens = tokens.to(self.mlp[0].weight.dtype)
@@ -221,7 +252,9 @@ class Tokens(nn.Module):
 
 def attention(image_size, num_classes):
     """Blocks of stock attention."""
-    encoder = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation="gelu", batch_first=True)
+    encoder = nn.TransformerEncoderLayer(
+        16, 4, 32, dropout=0.0, activation="gelu", batch_first=True
+    )
     layers = nn.Flatten(), nn.Linear(16 * image_size, 16), nn.Linear(16, num_classes)
     return nn.Sequential(Tokens(image_size), Attention(16), encoder, *layers)
 
@@ -230,7 +263,9 @@ class Standardized(nn.Linear):
     """A linear layer with a forward pass of its own."""
 
     def forward(self, input):
-        return nn.functional.linear(input, (self.weight - self.weight.mean()) / self.weight.std(), self.bias)
+        return nn.functional.linear(
+            input, (self.weight - self.weight.mean()) / self.weight.std(), self.bias
+        )
 
 
 def special_layers(in_channels, image_size, num_classes):
@@ -261,7 +296,11 @@ class Twice(nn.Module):
 
 
 def twice(in_channels, image_size, num_classes, shared: bool = True):
-    return nn.Sequential(Twice(in_channels, shared), nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+    return nn.Sequential(
+        Twice(in_channels, shared),
+        nn.Flatten(),
+        nn.Linear(in_channels * image_size**2, num_classes),
+    )
 
 
 class Wrong(Plain):
@@ -311,7 +350,8 @@ class ReadsValues(Plain):
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
-        self.training_only, self.spare = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.training_only = nn.Linear(1, 1)
+        self.spare = nn.Linear(1, 1)
 
     def forward(self, inputs):
         if inputs.sum().item() > 1e9:
@@ -324,7 +364,9 @@ def vision_transformer(image_size, num_classes):
     """A small Vision Transformer of torchvision."""
     from torchvision.models import VisionTransformer
 
-    return VisionTransformer(image_size, 7, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=num_classes)
+    return VisionTransformer(
+        image_size, 7, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=num_classes
+    )
 
 
 class Telling(Plain):
@@ -333,7 +375,10 @@ class Telling(Plain):
     def forward(self, inputs):
         square = torch.eye(256, device=inputs.device) + 1e-5  # TF32 rounds 1 + 1e-5 to 1
         error = (square @ square - square.double() @ square.double()).abs().max().item()
-        print(f"float32_matmul={torch.get_float32_matmul_precision()}, error {'small' if error < 1e-6 else 'large'}")
+        print(
+            f"float32_matmul={torch.get_float32_matmul_precision()}, error "
+            f"{'small' if error < 1e-6 else 'large'}"
+        )
         return super().forward(inputs)
 
 
@@ -345,7 +390,9 @@ def segmenter(in_channels, num_classes):
 
 def regressor(input_shape, dropout: float = 0.5):
     """Return two numbers; half of the layer in between is dropped."""
-    return nn.Sequential(nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(dropout)), nn.Linear(32, 2))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(*input_shape, 32), nn.Tanh(), nn.Dropout(dropout)), nn.Linear(32, 2)
+    )
 
 
 class Lazy(nn.Module):
@@ -354,8 +401,11 @@ class Lazy(nn.Module):
     def __init__(self, num_classes):
         super().__init__()
         self.body = nn.Sequential(nn.LazyConv2d(4, 3, stride=3), nn.LazyBatchNorm2d(), nn.Tanh())
-        self.dropout, self.training_only = nn.Dropout(0.1), nn.LazyLinear(16)
-        self.entry, self.norm, self.head = nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.LazyLinear(num_classes)
+        self.dropout = nn.Dropout(0.1)
+        self.training_only = nn.LazyLinear(16)
+        self.entry = nn.LazyLinear(16)
+        self.norm = nn.LazyBatchNorm1d()
+        self.head = nn.LazyLinear(num_classes)
 
     def forward(self, images):
         hidden = self.norm(self.entry(self.dropout(self.body(images).flatten(1))))
@@ -365,7 +415,9 @@ class Lazy(nn.Module):
 def lazy_blocks(num_classes):
     """Blocks with lazy layers."""
     body = nn.Sequential(nn.LazyConv2d(4, 3, stride=3), nn.Tanh())
-    return nn.Sequential(body, nn.Flatten(), nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(num_classes))
+    return nn.Sequential(
+        body, nn.Flatten(), nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(num_classes)
+    )
 
 
 def eager_blocks(in_channels, image_size, num_classes):
@@ -376,12 +428,16 @@ def eager_blocks(in_channels, image_size, num_classes):
 
 
 class InPlace(nn.Module):
-    """Layers whose outputs are changed in place, by activations and by squeeze-and-excitation, in a module that is no chain."""
+    """Layers whose outputs are changed in place, by activations and by squeeze-and-excitation, in a
+    module that is no chain.
+    """
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__()
-        self.conv, self.squeeze = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.hidden, self.head = nn.Linear(8 * 16, 16), nn.Linear(16, num_classes)
+        self.conv = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.squeeze = nn.Conv2d(8, 8, 1)
+        self.hidden = nn.Linear(8 * 16, 16)
+        self.head = nn.Linear(16, num_classes)
 
     def forward(self, images):
         hidden = nn.functional.silu(self.conv(images), inplace=True)
@@ -391,12 +447,17 @@ class InPlace(nn.Module):
 
 
 class DirectWeights(nn.Module):
-    """Layers whose weights are used elsewhere, of which one is never called, and one that is used as usual."""
+    """Layers whose weights are used elsewhere, of which one is never called, and one that is used
+    as usual.
+    """
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__()
-        self.entry, self.inner = nn.Linear(in_channels * image_size**2, 16), nn.Linear(16, 16)
-        self.back, self.usual, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, num_classes)
+        self.entry = nn.Linear(in_channels * image_size**2, 16)
+        self.inner = nn.Linear(16, 16)
+        self.back = nn.Linear(16, 16)
+        self.usual = nn.Linear(16, 16)
+        self.head = nn.Linear(16, num_classes)
 
     def forward(self, images):
         hidden = self.entry(images.flatten(1)).tanh_()
@@ -410,7 +471,8 @@ class Compared(nn.Module):
 
     def __init__(self, num_classes: int):
         super().__init__()
-        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, num_classes)
+        self.layer = nn.Linear(3, 4)
+        self.head = nn.Linear(4, num_classes)
 
     def forward(self, left, right):
         return {"logits": self.head(torch.tanh(self.layer(left) - self.layer(right)))}

@@ -1,4 +1,6 @@
-"""Trackers as users write them, which import nothing of ddp_lab; and a reader of the files of W&B."""
+"""Trackers as users write them, which import nothing of ddp_lab; and a reader of the files of
+W&B.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ class Lines:
         self.write("metrics", metrics.get("loss/test", metrics.get("step/loss")), step, epoch)
 
     def log_media(self, name, media, step, epoch):
-        self.write("media", name, media if isinstance(media, str) else list(media.shape), step, epoch)
+        self.write(
+            "media", name, media if isinstance(media, str) else list(media.shape), step, epoch
+        )
 
     def finish(self, status, summary):
         self.write("finish", status, summary)
@@ -51,12 +55,18 @@ class Incomplete:
 
 
 def wandb_records(file: Path) -> list:
-    """Return the records of a file of W&B: blocks of 32 KiB, whose fragments have a header of 7 bytes, as in LevelDB's logs."""
+    """Return the records of a file of W&B: blocks of 32 KiB, whose fragments have a header of 7
+    bytes, as in LevelDB's logs.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, place, found, record = file.read_bytes(), 7, [], b""
+    data = file.read_bytes()
+    place = 7
+    found = []
+    record = b""
     while place + 7 <= len(data):
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        length = int.from_bytes(data[place + 4 : place + 6], "little")
+        kind = data[place + 6]
         if place + 7 + length > len(data):  # it is being written
             break
         record += data[place + 7 : place + 7 + length]

@@ -7,12 +7,16 @@ import torch
 
 from ddp_lab.tasks import Classification
 
-TENSORS, PAGES = 10, 1024  # of a round: tensors, and pages of 4 KiB in each
+# of a round: tensors, and pages of 4 KiB in each
+TENSORS = 10
+PAGES = 1024
 ROUNDS = 10
 
 
 def count_faults() -> int:
-    """Return the page faults of some rounds in which tensors are allocated and freed in reverse order."""
+    """Return the page faults of some rounds in which tensors are allocated and freed in reverse
+    order.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(ROUNDS):
         activations = [torch.ones(PAGES * 1024) for _ in range(TENSORS)]
@@ -22,7 +26,8 @@ def count_faults() -> int:
 
 
 class CountsFaults(Classification):
-    """Classification that writes the page faults of the second count at the beginning of the last epoch.
+    """Classification that writes the page faults of the second count at the beginning of the last
+    epoch.
 
     Args:
         out: file of the number.

@@ -17,7 +17,8 @@ BATCH = RANKS * ACCUMULATE * MICRO_BATCH  # of the global batch
 LEARNING_RATE = 0.5
 MOMENTUM = 0.9
 MAX_NORM = 0.4  # every step of these trainings is clipped but those that a test is about
-FEATURES, CLASSES = 6, 5
+FEATURES = 6
+CLASSES = 5
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,7 +40,9 @@ def samples(number: int, weighted: bool) -> TensorDataset:
     return TensorDataset(inputs, torch.stack([classes, weights], dim=1))
 
 
-def losses_and_weights(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_and_weights(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the unreduced losses and their weights, each [b]."""
     classes, weights = targets.unbind(1)
     return F.cross_entropy(outputs, classes.long(), reduction="none"), weights

@@ -49,7 +49,9 @@ def global_weight(micro_batches: list[list[torch.Tensor]]) -> torch.Tensor:
     return weight
 
 
-def train_torch(model: nn.Module, data: TensorDataset, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
+def train_torch(
+    model: nn.Module, data: TensorDataset, by_global_weight: bool, max_norm: float = MAX_NORM
+) -> Weights:
     """Train a model that DDP or FSDP2 has wrapped."""
     loader = DataLoader(data, MICRO_BATCH, sampler=DistributedSampler(data, shuffle=False))
     optimizer = sgd(model.parameters())
@@ -82,7 +84,9 @@ def ddp(number: int, weighted: bool, by_global_weight: bool, max_norm: float = M
     return found
 
 
-def fsdp2(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
+def fsdp2(
+    number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM
+) -> Weights:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     mesh = init_device_mesh("cpu", (RANKS,))
     model = net()
@@ -95,7 +99,9 @@ def fsdp2(number: int, weighted: bool, by_global_weight: bool, max_norm: float =
     return found
 
 
-def accelerate(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
+def accelerate(
+    number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM
+) -> Weights:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     accelerator = Accelerator(
@@ -136,11 +142,14 @@ def accelerate(number: int, weighted: bool, by_global_weight: bool, max_norm: fl
     return found
 
 
-def fabric(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
+def fabric(
+    number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM
+) -> Weights:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import DDPStrategy
 
-    os.environ["TORCHELASTIC_RUN_ID"] = "peers"  # by which Fabric knows that torchrun has started it
+    # by which Fabric knows that torchrun has started it
+    os.environ["TORCHELASTIC_RUN_ID"] = "peers"
     strategy = DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT)
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()

@@ -1,4 +1,7 @@
-"""The modules that every rank needs, and what else is slow only the first time. Slurm jobs import these alone."""
+"""The modules that every rank needs, and what else is slow only the first time.
+
+Slurm jobs import these alone.
+"""
 
 import gc
 import importlib
@@ -26,25 +29,33 @@ for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
 
-# Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks at the file of every loaded
-# module (0.7 s), Hydra's parser fills its caches, pydantic builds its validators, an optimizer's step imports parts of torch.
+# Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks
+# at the file of every loaded module (0.7 s), Hydra's parser fills its caches, pydantic builds its
+# validators, an optimizer's step imports parts of torch.
 inspect.stack()
 with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
-    cfg = hydra.compose("config", ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"])
+    cfg = hydra.compose(
+        "config",
+        ["strategy=ddp", "name=warm", "optimizer.lr=0.1", "batch_size=24", "data.mean=[0.5]"],
+    )
 ddp_lab.config.check.check(cfg)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
 
-# The pictures of a run take 0.5 s to draw, so forked processes write an empty file for the curves, and draw empty figures.
+# The pictures of a run take 0.5 s to draw, so forked processes write an empty file for the curves,
+# and draw empty figures.
 ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
 ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
 ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
 
-# Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s), which conf/ leaves at null.
+# Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s),
+# which conf/ leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
 
-# torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit without tearing modules down.
+# torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit
+# without tearing modules down.
 for finalizer in list(weakref.finalize._registry):
     finalizer.atexit = False
 
-gc.set_threshold(20_000)  # by default 700 new objects start a collection, which takes a twentieth of the time
+# by default 700 new objects start a collection, which takes a twentieth of the time
+gc.set_threshold(20_000)

@@ -1,6 +1,8 @@
-"""A recorder of what a process does to the files of a folder, with the folder as a kill or a power failure would leave it.
+"""A recorder of what a process does to the files of a folder, with the folder as a kill or a power
+failure would leave it.
 
-Python's audit hooks announce each operation before it happens. What a file contains counts as lost until `os.fsync`.
+Python's audit hooks announce each operation before it happens. What a file contains counts as lost
+until `os.fsync`.
 """
 
 import os
@@ -15,7 +17,13 @@ from typing import Any
 from unittest import mock
 
 RENAME = "os.rename"  # of os.rename and os.replace
-CHANGES = {RENAME: "rename", "os.remove": "remove", "os.rmdir": "rmdir", "os.symlink": "link", "os.mkdir": "mkdir"}
+CHANGES = {
+    RENAME: "rename",
+    "os.remove": "remove",
+    "os.rmdir": "rmdir",
+    "os.symlink": "link",
+    "os.mkdir": "mkdir",
+}
 WRITABLE = os.O_WRONLY | os.O_RDWR
 
 
@@ -63,7 +71,8 @@ class RecordedFiles:
             self.unsynced.discard(path)
 
     def add(self, operation: str, path: str) -> None:
-        inside = path if path.startswith("/") else f"{self.folder}/{path}"  # rmtree names files in a directory
+        # rmtree names files in a directory
+        inside = path if path.startswith("/") else f"{self.folder}/{path}"
         if not f"{inside}/".startswith(f"{self.folder}/"):
             return
         self.operations.append((operation, Path(inside).name))
@@ -95,7 +104,10 @@ sys.addaudithook(audit)  # hooks cannot be removed; this one does nothing while 
 
 @contextmanager
 def recorded(folder: Path, copies: Path) -> Iterator[RecordedFiles]:
-    """Record what is done to a folder during the body, by all threads. The last state is that at its end."""
+    """Record what is done to a folder during the body, by all threads.
+
+    The last state is that at its end.
+    """
     recorder = RecordedFiles(folder, copies)
     sync = os.fsync
 

@@ -6,14 +6,25 @@ from pathlib import Path
 from launches import read_metrics
 from omegaconf import OmegaConf
 
-METRICS = "kind epoch step train_loss train_accuracy test_loss test_accuracy test_top5_accuracy lr seconds samples_per_second"
+METRICS = (
+    "kind epoch step train_loss train_accuracy test_loss test_accuracy test_top5_accuracy lr "
+    "seconds samples_per_second"
+)
 METRICS += " global_batch_size world_size strategy"
 
 
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """Assert that the run directory contains all promised files, and each record once."""
     found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
-    kept = {"config.yaml", "data.json", "metrics.jsonl", "train.log", "events.out", "checkpoints", "status.json"}
+    kept = {
+        "config.yaml",
+        "data.json",
+        "metrics.jsonl",
+        "train.log",
+        "events.out",
+        "checkpoints",
+        "status.json",
+    }
     kept |= {"curves.png", "confusion.png"}
     kept |= {"steps"} if '"kind": "step"' in (run_dir / "metrics.jsonl").read_text() else set()
     assert found == kept
@@ -32,6 +43,8 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     assert log.count("epoch 1:") == 1
     assert "\r" not in log, "a progress bar in the log file"
     files = {path.name for path in run_dir.glob("checkpoints/*.pt")}
-    assert {path.name for path in run_dir.glob("checkpoints/*.sha256")} == {f"{name}.sha256" for name in files}
+    assert {path.name for path in run_dir.glob("checkpoints/*.sha256")} == {
+        f"{name}.sha256" for name in files
+    }
     assert len(files) == min(2, epochs), "there is no validation set, so no best checkpoint"
     assert len(list(run_dir.glob("events*"))) == 1

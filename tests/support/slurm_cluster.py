@@ -1,6 +1,8 @@
-"""A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own directory, on the loopback device.
+"""A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own
+directory, on the loopback device.
 
-The programs are those of Debian's packages slurm-wlm and munge. They need no root privileges, systemd or control groups.
+The programs are those of Debian's packages slurm-wlm and munge. They need no root privileges,
+systemd or control groups.
 """
 
 import getpass
@@ -52,7 +54,10 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def find(program: str, search: str) -> str | None:
-    """Return the path of a program. Debian may install it under another name, for example slurmctld as slurmctld-wlm."""
+    """Return the path of a program.
+
+    Debian may install it under another name, for example slurmctld as slurmctld-wlm.
+    """
     return shutil.which(program, path=search) or shutil.which(f"{program}-wlm", path=search)
 
 
@@ -84,9 +89,28 @@ class Cluster:
     def __init__(self, folder: Path, path: Path):
         self.folder = folder
         search = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "TORCH"))}
-        self.env |= {"PATH": f"{path}:{search}", "SLURM_CONF": f"{folder}/slurm.conf", "CUDA_VISIBLE_DEVICES": ""}
-        names = ("slurmctld", "slurmd", "slurmstepd", "munged", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+        self.env = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "SBATCH_", "TORCH"))
+        }
+        self.env |= {
+            "PATH": f"{path}:{search}",
+            "SLURM_CONF": f"{folder}/slurm.conf",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        names = (
+            "slurmctld",
+            "slurmd",
+            "slurmstepd",
+            "munged",
+            "sbatch",
+            "srun",
+            "scontrol",
+            "scancel",
+            "sinfo",
+            "squeue",
+        )
         self.programs = {name: find(name, search) for name in names}
         self.daemons: dict[str, subprocess.Popen] = {}
 
@@ -119,14 +143,18 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(conf)
         munge = self.folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        # --force: munged requires a socket that all users can reach, but other users cannot enter pytest's folders.
+        # --force: munged requires a socket that all users can reach, but other users cannot enter
+        # pytest's folders.
         self._start("munged", "--foreground", "--force", *files, f"--socket={munge / 'socket'}")
         wait_for("socket of munged", (munge / "socket").exists, 10, self.logs)
         self._start("slurmctld", "-D", "-f", self.env["SLURM_CONF"])
         for node in NODES:
             self.start_node(node)
         wait_for(
-            "two idle nodes", lambda: self._ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") == "2", 40, self.logs
+            "two idle nodes",
+            lambda: self._ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") == "2",
+            40,
+            self.logs,
         )
 
     def _start(self, program: str, *arguments: str, name: str | None = None) -> None:
@@ -141,7 +169,17 @@ class Cluster:
             )
 
     def start_node(self, node: str) -> None:
-        self._start("slurmd", "-D", "-N", node, "-d", self.programs["slurmstepd"], "-f", self.env["SLURM_CONF"], name=node)
+        self._start(
+            "slurmd",
+            "-D",
+            "-N",
+            node,
+            "-d",
+            self.programs["slurmstepd"],
+            "-f",
+            self.env["SLURM_CONF"],
+            name=node,
+        )
 
     def kill_node(self, node: str) -> None:
         """Kill the node's slurmd with SIGKILL. The processes that it started keep running."""
@@ -155,7 +193,10 @@ class Cluster:
             self._ask("scancel", "--user", getpass.getuser())
             self._ask("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
             deadline = time.monotonic() + 30
-            while self._ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") != "2" and time.monotonic() < deadline:
+            while (
+                self._ask("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") != "2"
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.2)
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
@@ -168,19 +209,31 @@ class Cluster:
     def logs(self) -> str:
         """Return the ends of the daemons' logs, for a failed test."""
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
-        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files)
+        return "\n".join(
+            f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}" for file in files
+        )
 
     def _ask(self, program: str, *arguments: str) -> str:
-        done = subprocess.run([self.programs[program], *arguments], env=self.env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [self.programs[program], *arguments],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         return done.stdout.strip()
 
     def run(self, program: str, *arguments: str, cwd: Path | None = None, **env: str) -> str:
         """Run a command of Slurm, assert that it succeeds, and return its output."""
         command = [self.programs[program], *arguments]
-        done = subprocess.run(command, env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=self.env | env, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
         """Return the fields of `scontrol show job`. Slurm forgets a job 300 s after its end."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job)))
+        return dict(
+            re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job))
+        )

@@ -36,22 +36,31 @@ KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """Counts calls and elements of each kind of collective: of the larger side of gathers and scatters."""
+    """Counts calls and elements of each kind of collective: of the larger side of gathers and
+    scatters.
+    """
 
     def __init__(self):
         super().__init__()
-        self.calls, self.elements = Counter[str](), Counter[str]()
+        self.calls = Counter[str]()
+        self.elements = Counter[str]()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
         sends_nothing = any(word in name for word in ("wait_tensor", "wrap_tensor", "barrier"))
         if name.startswith(("c10d", "_c10d_functional")) and not sends_nothing:
-            bare = name.split(".")[1].replace("all_reduce", "allreduce").replace("all_gather", "allgather")
+            bare = (
+                name.split(".")[1]
+                .replace("all_reduce", "allreduce")
+                .replace("all_gather", "allgather")
+            )
             kind = next(kind for start, kind in KINDS.items() if start in bare)
             sizes = [each.numel() for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             out = function(*args, **kwargs or {})
             if name.startswith("_c10d_functional"):
-                sizes += [each.numel() for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+                sizes += [
+                    each.numel() for each in tree_leaves(out) if isinstance(each, torch.Tensor)
+                ]
             self.calls[kind] += 1
             self.elements[kind] += max(sizes)
             return out
@@ -71,7 +80,8 @@ def world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Iterator[Run
 
 def step(strategy: Strategy, accumulate: int) -> None:
     shape = strategy.example.shape[1:]
-    images, targets = torch.ones(SAMPLES, *shape), torch.zeros(SAMPLES, dtype=torch.int64)
+    images = torch.ones(SAMPLES, *shape)
+    targets = torch.zeros(SAMPLES, dtype=torch.int64)
     strategy.forward_backward(images, targets, SAMPLES * strategy.dp_size, accumulate)
 
 
@@ -110,6 +120,8 @@ def traffic(
 
 
 def padded_size(name: str, shards: int) -> int:
-    """Return the elements of a model whose tensors are cut along their first dimension, with padding."""
+    """Return the elements of a model whose tensors are cut along their first dimension, with
+    padding.
+    """
     sizes = [list(parameter.shape) for parameter in make_model(name, 0).parameters()]
     return sum(-(-rows // shards) * shards * math.prod(rest) for rows, *rest in sizes)

@@ -1,7 +1,8 @@
 """Short training runs under any strategy, to compare the results of strategies.
 
-A case is a line of words, for example `scratch algorithm=ring clipped`: a strategy of conf/strategy/, then options of it, keys
-of the config, and names of PRESETS and MARKS. By default the last batch is partial, and its size is not divisible by 2, 3 or 4.
+A case is a line of words, for example `scratch algorithm=ring clipped`: a strategy of
+conf/strategy/, then options of it, keys of the config, and names of PRESETS and MARKS. By default
+the last batch is partial, and its size is not divisible by 2, 3 or 4.
 """
 
 import hashlib
@@ -50,10 +51,15 @@ TEST_SAMPLES = 31
 
 
 def narrow_resnet(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network of six layers of ResNet-18's kinds. It tests BatchNorm as well as twenty, in a tenth of the time."""
+    """Return a network of six layers of ResNet-18's kinds.
+
+    It tests BatchNorm as well as twenty, in a tenth of the time.
+    """
     return Chain(
         (in_channels, image_size, image_size),
-        stem=nn.Sequential(nn.Conv2d(in_channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        stem=nn.Sequential(
+            nn.Conv2d(in_channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        ),
         layer1=Residual(8, 8),
         layer2=Residual(8, 16, stride=2),
         head=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes)),
@@ -72,7 +78,9 @@ class Spare(nn.Module):
 
 
 def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network with a frozen block, a frozen bias, parameters that are never used, and others that are trained."""
+    """Return a network with a frozen block, a frozen bias, parameters that are never used, and
+    others that are trained.
+    """
     model = Chain(
         (in_channels, image_size, image_size),
         conv=nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.Tanh(), nn.AvgPool2d(2)),
@@ -89,7 +97,13 @@ def tied(in_channels: int, image_size: int, num_classes: int, init_std: None) ->
     """Return a network with tied weights, a frozen bias, and parameters that are never used."""
     model = Chain(
         (in_channels, image_size, image_size),
-        body=nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
+        body=nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(in_channels * image_size**2, 16),
+            nn.Tanh(),
+            nn.Linear(16, 16),
+            nn.Tanh(),
+        ),
         pair=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
         spare=Spare(),
         head=nn.Linear(16, num_classes),
@@ -99,31 +113,46 @@ def tied(in_channels: int, image_size: int, num_classes: int, init_std: None) ->
     return model
 
 
-def small_vit(in_channels: int, image_size: int, num_classes: int, init_std: None, drop_path: float = 0.0) -> Chain:
+def small_vit(
+    in_channels: int, image_size: int, num_classes: int, init_std: None, drop_path: float = 0.0
+) -> Chain:
     """Return a Vision Transformer of two blocks and 16 tokens."""
     sizes = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 4}
     return vit(in_channels, image_size, num_classes, **sizes, pool="mean", drop_path=drop_path)
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """A BatchNorm that drops and activates its outputs, of the structure of timm's BatchNormAct2d."""
+    """A BatchNorm that drops and activates its outputs, of the structure of timm's
+    BatchNormAct2d.
+    """
 
     def __init__(self, channels: int, drop: nn.Module, act: nn.Module):
         super().__init__(channels)
-        self.drop, self.act = drop, act
+        self.drop = drop
+        self.act = act
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.act(self.drop(super().forward(input)))
 
 
 def normalized(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network with BatchNorm of each kind: 1d over samples and over sequences, 2d, 3d, and one that activates."""
+    """Return a network with BatchNorm of each kind: 1d over samples and over sequences, 2d, 3d, and
+    one that activates.
+    """
     return Chain(
         (in_channels, image_size, image_size),
-        images=nn.Sequential(nn.Conv2d(in_channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
-        activated=nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), BatchNormAct(8, nn.Identity(), nn.ReLU(inplace=True))),
-        volumes=nn.Sequential(nn.Unflatten(1, (4, 2)), nn.BatchNorm3d(4), nn.Tanh(), nn.Flatten(1, 2)),
-        sequences=nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.Tanh()),
+        images=nn.Sequential(
+            nn.Conv2d(in_channels, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        ),
+        activated=nn.Sequential(
+            nn.Conv2d(8, 8, 3, bias=False), BatchNormAct(8, nn.Identity(), nn.ReLU(inplace=True))
+        ),
+        volumes=nn.Sequential(
+            nn.Unflatten(1, (4, 2)), nn.BatchNorm3d(4), nn.Tanh(), nn.Flatten(1, 2)
+        ),
+        sequences=nn.Sequential(
+            nn.Flatten(2), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.BatchNorm1d(8), nn.Tanh()
+        ),
         samples=nn.Sequential(
             nn.Flatten(),
             nn.Linear(8 * ((image_size - 4) ** 2 - 2), 16),
@@ -135,7 +164,9 @@ def normalized(in_channels: int, image_size: int, num_classes: int, init_std: No
 
 
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network whose first stage of two has neither biases nor normalization layers, and whose first block is empty."""
+    """Return a network whose first stage of two has neither biases nor normalization layers, and
+    whose first block is empty.
+    """
     return Chain(
         (in_channels, image_size, image_size),
         flatten=nn.Flatten(),
@@ -158,7 +189,10 @@ MODELS = {
 NETWORKS = {f"model={name}": network for name, network in MODELS.items()}
 
 # Most keys that change numbers differ from their defaults.
-BASE = "data.dataset.train_size=59 data.dataset.test_size=31 data.dataset.channels=1 data.num_workers=1 "
+BASE = (
+    "data.dataset.train_size=59 data.dataset.test_size=31 data.dataset.channels=1 "
+    "data.num_workers=1 "
+)
 BASE += "data.val_seed=7 data.loader=device epochs=2 batch_size=24 seed=7 lr_scaling=linear "
 BASE += "lr_base_batch_size=24 warmup_epochs=0.6 optimizer.lr=0.05 speed=off"
 GROUPS = tuple(f"{group}=" for group in ("data", "model", "task", "loss", "optimizer", "scheduler"))
@@ -166,33 +200,53 @@ ONE_PROCESS = ("single", "dp", "split")
 FORMS = ("pt", "sharded")
 LONG = {"samples": "data.dataset.train_size"}  # keys that have shorter names in cases
 # Keys of which the result must not depend.
-DIFFERENT = {"accumulate", "data.loader", "data.num_workers", "save", "checkpoint.at_steps", "resume", "shifted", "speed"}
+DIFFERENT = {
+    "accumulate",
+    "data.loader",
+    "data.num_workers",
+    "save",
+    "checkpoint.at_steps",
+    "resume",
+    "shifted",
+    "speed",
+}
 DIFFERENT |= {"cuda_graph", "compile", "channels_last"}
-# What a word says that is no key: compute in float64; begin with other weights on ranks other than 0, which must not matter.
+# What a word says that is no key: compute in float64; begin with other weights on ranks other than
+# 0, which must not matter.
 MARKS = ("float64", "shifted")
 PRESETS = {
-    # The last of three batches has one sample. With two or more ranks, some rank has only padding in it, which must not count.
-    # Twelve more are the validation set, which is evaluated under every strategy, too.
+    # The last of three batches has one sample. With two or more ranks, some rank has only padding
+    # in it, which must not count. Twelve more are the validation set, which is evaluated under
+    # every strategy, too.
     "almost-empty": "samples=61 data.val_fraction=0.2",
     "clipped": "max_grad_norm=0.1 ema=0.8",  # also averages the weights, over about five steps
-    # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8 below zero on one rank and 3e-8
-    # above it on two, so the final weights differed by 3e-5. In float64 they differ by 6e-17.
+    # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8
+    # below zero on one rank and 3e-8 above it on two, so the final weights differed by 3e-5. In
+    # float64 they differ by 6e-17.
     "augmented": "data.crop_padding=3 data.flip=true float64",
     "decayed": "optimizer.weight_decay=0.1",
     "undecayed": "optimizer.weight_decay=0.1 decay_norms_and_biases=false",
-    "recipe": "mixup=0.4 cutmix=1.0 scheduler=multi_step scheduler.milestones=[1.6] scheduler.gamma=0.2 smoothed undecayed",
+    "recipe": "mixup=0.4 cutmix=1.0 scheduler=multi_step scheduler.milestones=[1.6] "
+    "scheduler.gamma=0.2 smoothed undecayed",
     "smoothed": "loss.label_smoothing=0.2",
     "focal": "loss=own loss._target_=own_losses.Focal loss.gamma=1.0",
-    # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides one rounding error by another.
+    # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides
+    # one rounding error by another.
     "adamw": "optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.0 float64",
-    "files": "data=folder data.loader=workers data.channels=1 data.image_size=28 data.crop_scale=[0.3,1.0] data.flip=false "
-    "data.randaugment=9 data.erasing=0.5 data.mean=[0.5] data.std=[0.2] data.num_workers=1",
+    "files": "data=folder data.loader=workers data.channels=1 data.image_size=28 "
+    "data.crop_scale=[0.3,1.0] data.flip=false data.randaugment=9 data.erasing=0.5 "
+    "data.mean=[0.5] data.std=[0.2] data.num_workers=1",
     # Their logits are 0 at first, so smaller steps change too little.
     "vit": "model=vit model.init=by_block optimizer.lr=0.2",
-    "vit_drop": "vit model.drop_path=0.5",  # drops either residual branch of the last block in half of the steps
+    # drops either residual branch of the last block in half of the steps
+    "vit_drop": "vit model.drop_path=0.5",
     "short": "vit epochs=1 samples=48",  # two complete batches
-    # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a ReLU's input changes.
-    **{name: f"model={name}" for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")},
+    # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a
+    # ReLU's input changes.
+    **{
+        name: f"model={name}"
+        for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")
+    },
     "narrow": "model=narrow samples=60 epochs=1 ema=0.8 float64",
     "normalized": "model=normalized samples=50 epochs=1 ema=0.8 float64",
     "narrow-step": "model=narrow samples=24 epochs=1",
@@ -203,15 +257,19 @@ PRESETS = {
     "experts": "own=Experts unused",
     "weights": "optimizer.weight_decay=0.1",
     "multi_label": "regression task=multi_label data.dataset._target_=own_datasets.signs",
-    "segmentation": "task=segmentation data=own data.loader=workers data.num_workers=0 data.num_classes=2 data.flip=true "
-    "data.crop_padding=2 data.dataset._target_=own_datasets.Masks model=own model._target_=own_models.segmenter",
-    "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 data.dataset.ignored=true "
-    "model=gpt model.depth=2 model.width=16",
+    "segmentation": "task=segmentation data=own data.loader=workers data.num_workers=0 "
+    "data.num_classes=2 data.flip=true data.crop_padding=2 "
+    "data.dataset._target_=own_datasets.Masks model=own "
+    "model._target_=own_models.segmenter",
+    "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 "
+    "data.dataset.ignored=true model=gpt model.depth=2 model.width=16",
 }
 
 
 def words_of(case: str) -> list[str]:
-    """Return the words of a case after its strategy, with those of its presets; `own=NAME` is a model of own_models.py."""
+    """Return the words of a case after its strategy, with those of its presets; `own=NAME` is a
+    model of own_models.py.
+    """
     found = []
     for word in case.split()[1:]:
         if word in PRESETS:
@@ -222,7 +280,9 @@ def words_of(case: str) -> list[str]:
 
 
 def own_model(word: str) -> list[str]:
-    """Return the words that choose the model of a word `own=NAME`, or of `units=NAME` in float64; else the word."""
+    """Return the words that choose the model of a word `own=NAME`, or of `units=NAME` in float64;
+    else the word.
+    """
     key, _, name = word.partition("=")
     if key == "units":
         return ["model=own", f"model._target_=unit_models.{name}", "float64"]
@@ -231,7 +291,9 @@ def own_model(word: str) -> list[str]:
 
 @cache
 def options_of(strategy: str) -> dict[str, Any]:
-    """Return the options of a strategy: those in conf/, but four micro-batches, and three buckets for LeNet."""
+    """Return the options of a strategy: those in conf/, but four micro-batches, and three buckets
+    for LeNet.
+    """
     options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"))
     if strategy == "single":
         options["find_unused_parameters"] = False  # conf/ does not list it
@@ -253,7 +315,11 @@ def with_groups(*groups: str) -> DictConfig:
 def config_of(case: str) -> DictConfig:
     """Return the config with which train.py would run the case."""
     words = [word for word in words_of(case) if word not in MARKS]
-    chosen = {word.partition("=")[0]: word for word in ("data=synthetic", *words) if word.startswith(GROUPS)}
+    chosen = {
+        word.partition("=")[0]: word
+        for word in ("data=synthetic", *words)
+        if word.startswith(GROUPS)
+    }
     cfg = with_groups(*(word for word in chosen.values() if word not in NETWORKS)).copy()
     strategy = case.split()[0]
     cfg.strategy = options_of(strategy)
@@ -261,10 +327,17 @@ def config_of(case: str) -> DictConfig:
         key, _, value = word.partition("=")
         if word in NETWORKS:
             make, channels, size = NETWORKS[word]
-            cfg.model = {"_target_": f"{make.__module__}.{make.__name__}", "init_std": None, "init": "default", "weights": None}
+            cfg.model = {
+                "_target_": f"{make.__module__}.{make.__name__}",
+                "init_std": None,
+                "init": "default",
+                "weights": None,
+            }
             cfg.data.dataset.update(channels=channels, image_size=size)
         elif not word.startswith(GROUPS):
-            key = LONG.get(key, f"strategy.{key}" if key.split(".")[0] in options_of(strategy) else key)
+            key = LONG.get(
+                key, f"strategy.{key}" if key.split(".")[0] in options_of(strategy) else key
+            )
             OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=True)
     return cfg
 
@@ -274,7 +347,9 @@ def reference_of(case: str) -> str:
     strategy, *words = case.split()
     keys = {word: word.partition("=")[0] for word in words}
     own = options_of(strategy).keys() - {"find_unused_parameters"}  # which single has, too
-    kept = [word for word, key in keys.items() if key not in DIFFERENT and key.split(".")[0] not in own]
+    kept = [
+        word for word, key in keys.items() if key not in DIFFERENT and key.split(".")[0] not in own
+    ]
     return " ".join(["single", *kept, "data.num_workers=0"])
 
 
@@ -294,8 +369,13 @@ def make_model(name: str, seed: int) -> Chain:
 
 
 def make_step(*words: str) -> tuple[Step, Loader]:
-    """Return the training step of `single`, always from the same weights, and the loader of its batches of 24, 24 and 12."""
-    job = build(config_of(" ".join(["single samples=60 data.crop_padding=1 data.flip=true", *words])), Runtime("cpu"))
+    """Return the training step of `single`, always from the same weights, and the loader of its
+    batches of 24, 24 and 12.
+    """
+    job = build(
+        config_of(" ".join(["single samples=60 data.crop_padding=1 data.flip=true", *words])),
+        Runtime("cpu"),
+    )
     return job.trainer().eager_step, job.loaders["train"]
 
 
@@ -307,32 +387,45 @@ class Outcome:
     momentum: dict[str, torch.Tensor]
     averages: dict[str, torch.Tensor]  # of the weights; empty without ema
     digest: str  # hash of this rank's part of the model
-    initial: str  # hash of the complete model before the first step, on rank 0, of models that start on the meta device
+    # hash of the complete model before the first step, on rank 0, of models that start on the meta
+    # device
+    initial: str
     held: int  # bytes of parameters and buffers that this rank has allocated before the first step
-    peak: int  # largest number of such bytes while it drew them, with the complete block that it had drawn last
+    # largest number of such bytes while it drew them, with the complete block that it had drawn
+    # last
+    peak: int
     sums: list[list[float]]  # of each training epoch
-    evaluations: list[dict[str, float]]  # the metrics of all sets after each epoch, and once more at the end
+    # the metrics of all sets after each epoch, and once more at the end
+    evaluations: list[dict[str, float]]
     confusion: list[float]  # the cells of the last confusion matrix, of classification
 
 
 class Watched(InitialWeights):
-    """Initial weights that count the bytes in memory: of the model, and of the block that was drawn last."""
+    """Initial weights that count the bytes in memory: of the model, and of the block that was drawn
+    last.
+    """
 
     def __init__(self, model: Chain, seed: int):
         super().__init__(model, seed)
-        self.model, self.peak = model, 0
+        self.model = model
+        self.peak = 0
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
         block = super().of(name)
-        self.peak = max(self.peak, held_bytes(self.model) + sum(tensor.nbytes for tensor in block.values()))
+        self.peak = max(
+            self.peak, held_bytes(self.model) + sum(tensor.nbytes for tensor in block.values())
+        )
         return block
 
 
 class Recorder(Hook, Logger):
-    """Record what `fit` reports of each epoch, and save checkpoints of both formats in the folders `pt` and `sharded`."""
+    """Record what `fit` reports of each epoch, and save checkpoints of both formats in the folders
+    `pt` and `sharded`.
+    """
 
     def __init__(self, checkpoints: list[Checkpoints], save_at: list[int]):
-        self.checkpoints, self.save_at = checkpoints, save_at
+        self.checkpoints = checkpoints
+        self.save_at = save_at
         self.sums: list[list[float]] = []
         self.evaluations: list[dict[str, float]] = []
 
@@ -343,7 +436,9 @@ class Recorder(Hook, Logger):
         self.sums.append(self.run.position.sums)
 
     def epoch(self, epoch: int, **metrics: float) -> None:
-        self.evaluations.append({key: metrics[key] for key in metrics if key.startswith(("val_", "test_"))})
+        self.evaluations.append(
+            {key: metrics[key] for key in metrics if key.startswith(("val_", "test_"))}
+        )
 
     def on_step_end(self, position: Progress) -> None:
         if position.step in self.save_at:
@@ -365,7 +460,9 @@ def run_case(runtime: Runtime, case: str) -> Outcome:
     with TemporaryDirectory() as own:
         if "files" in case.split():  # images of ten classes
             sizes = {"train": 49, "val": 12, "test": TEST_SAMPLES}
-            cfg.data.root = runtime.agree("root", lambda: str(write_folder(Path(own), sizes, classes=10, sides=(28, 48))))
+            cfg.data.root = runtime.agree(
+                "root", lambda: str(write_folder(Path(own), sizes, classes=10, sides=(28, 48)))
+            )
         job = build(cfg, runtime)
         if "shifted" in case.split() and runtime.rank:
             with torch.no_grad():
@@ -377,32 +474,44 @@ def run_case(runtime: Runtime, case: str) -> Outcome:
 
 def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     """Train with a job. Its files must exist until the last rank has ended."""
-    strategy, names = job.strategy, job.model.state_dict().keys()
+    strategy = job.strategy
+    names = job.model.state_dict().keys()
     by_block = cfg.model.init == "by_block"
-    assert bool(held_bytes(job.model)) != by_block, "the model does not start on the device that it should"
+    assert bool(held_bytes(job.model)) != by_block, (
+        "the model does not start on the device that it should"
+    )
     weights = strategy.initial_weights
     if weights is not None:
         strategy.initial_weights = weights = Watched(job.model, SEED)
     trainer = job.trainer()
-    held, peak = held_bytes(job.model), weights.peak if weights else 0
+    held = held_bytes(job.model)
+    peak = weights.peak if weights else 0
     initial = hash_of(full_weights(strategy)) if by_block else ""
-    state, folder = State.of(trainer, job.shapes), cfg.get("save")
+    state = State.of(trainer, job.shapes)
+    folder = cfg.get("save")
     if folder:
         Path(folder).mkdir(exist_ok=True)
-    checkpoints = [Checkpoints(Path(folder, form), state, sharded=form == "sharded") for form in FORMS if folder]
+    checkpoints = [
+        Checkpoints(Path(folder, form), state, sharded=form == "sharded")
+        for form in FORMS
+        if folder
+    ]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
     position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
     steps_left = cfg.epochs * job.plan.steps_per_epoch
     step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
-    eager, settings = trainer.eager_step, job.fit_settings
+    eager = trainer.eager_step
+    settings = job.fit_settings
     sync = Sync(strategy, eager.running_sums, Every())
     position = fit(Run(eager, step, job.loaders, settings, recorder, [recorder], sync, position))
     chosen = "test" if "test" in job.loaders else "val"
     with trainer.ema.in_use() if trainer.ema else nullcontext():
         tested = evaluate(strategy, job.loaders[chosen])
     again = {f"{chosen}_{key}": value for key, value in tested.values.items()}
-    assert again.items() <= recorder.evaluations[-1].items(), "a second evaluation has another result"
+    assert again.items() <= recorder.evaluations[-1].items(), (
+        "a second evaluation has another result"
+    )
     confusion = tested.sums.get("confusion", torch.zeros(0))
     if chosen == "test":
         assert tested.samples == confusion.sum() == TEST_SAMPLES
@@ -410,16 +519,23 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     full, rests = collect(strategy, *state.part(position))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
-    own = {name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()}
+    own = {
+        name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()
+    }
     full = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
     if runtime.rank == 0 and full:
         assert largest_difference(own, state["model"]) == 0
-    weights = own if full else state["model"]  # the checkpoint of a sharded or cut model is on rank 0 only
+    # the checkpoint of a sharded or cut model is on rank 0 only
+    weights = own if full else state["model"]
     kept = state["optimizer"].get("state", {})
-    momentum = {name: values.get("momentum_buffer", values.get("exp_avg")) for name, values in kept.items()}
+    momentum = {
+        name: values.get("momentum_buffer", values.get("exp_avg")) for name, values in kept.items()
+    }
     digest = hash_of(weights)
     if runtime.rank > 0:
-        weights, momentum, averages = {}, {}, {}
+        weights = {}
+        momentum = {}
+        averages = {}
     measured = recorder.sums, [*recorder.evaluations, again], confusion.flatten().tolist()
     return Outcome(weights, momentum, averages, digest, initial, held, peak, *measured)
 
@@ -430,11 +546,15 @@ def full_weights(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 
 def hash_of(state: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+    return hashlib.sha256(
+        b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    ).hexdigest()
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of memory in which this process has parts of the model; a tensor on the meta device has none."""
+    """Return the bytes of memory in which this process has parts of the model; a tensor on the meta
+    device has none.
+    """
     held = [local(tensor) for tensor in model.state_dict().values()]
     return sum(tensor.untyped_storage().nbytes() for tensor in held if not tensor.is_meta)
 
@@ -442,10 +562,11 @@ def held_bytes(model: nn.Module) -> int:
 def run_cases(cases: list[str], device: str = "cpu") -> dict[str, Outcome]:
     """Run all cases in this rank's world, one after the other.
 
-    cuDNN is disabled, because it chooses the algorithm by the size of the local batch, and some algorithms lose two digits of
-    float32 (on an H200 gradients differ from float64's by 2e-6 at batch 24 and by 1e-8 at batch 6). This is enough to change
-    the sign of a ReLU's input. The fast path of nn.MultiheadAttention in evaluations, which tp does not take, has errors of
-    4e-6 on GPUs, in float64, too (an H100, torch 2.11, 2026-11-25).
+    cuDNN is disabled, because it chooses the algorithm by the size of the local batch, and some
+    algorithms lose two digits of float32 (on an H200 gradients differ from float64's by 2e-6 at
+    batch 24 and by 1e-8 at batch 6). This is enough to change the sign of a ReLU's input. The fast
+    path of nn.MultiheadAttention in evaluations, which tp does not take, has errors of 4e-6 on
+    GPUs, in float64, too (an H100, torch 2.11, 2026-11-25).
     """
     torch.backends.mha.set_fastpath_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -465,5 +586,10 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     assert one, "nothing to compare"
     assert all(one[name].shape == other[name].shape for name in one)
     filled = {name: tensor for name, tensor in one.items() if tensor.numel()}
-    precise = {name: torch.promote_types(torch.float64, tensor.dtype) for name, tensor in filled.items()}
-    return max((one[name].to(dtype) - other[name].to(dtype)).abs().max().item() for name, dtype in precise.items())
+    precise = {
+        name: torch.promote_types(torch.float64, tensor.dtype) for name, tensor in filled.items()
+    }
+    return max(
+        (one[name].to(dtype) - other[name].to(dtype)).abs().max().item()
+        for name, dtype in precise.items()
+    )

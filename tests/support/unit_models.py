@@ -36,14 +36,18 @@ class Encoder(nn.Module):
 class Containers(nn.Module):
     """nanoGPT's layout with everything that is not a module with a forward pass, called once.
 
-    Lists and dicts of modules and of parameters, a part without a forward pass, a weight that is used directly, tied weights
-    of units, parameters that are transposed or empty.
+    Lists and dicts of modules and of parameters, a part without a forward pass, a weight that is
+    used directly, tied weights of units, parameters that are transposed or empty.
     """
 
     def __init__(self, in_channels, image_size, num_classes, width: int = 11):
         super().__init__()
         self.encoder = Encoder(in_channels * image_size**2, width)
-        parts = {"first": nn.Linear(width, width), "h": nn.ModuleList([Block(width), Block(width)]), "ln": nn.LayerNorm(width)}
+        parts = {
+            "first": nn.Linear(width, width),
+            "h": nn.ModuleList([Block(width), Block(width)]),
+            "ln": nn.LayerNorm(width),
+        }
         self.transformer = nn.ModuleDict(parts)
         self.deep = nn.ModuleList([nn.ModuleDict({"a": nn.ModuleList([nn.Linear(width, width)])})])
         self.table = nn.Linear(width, width, bias=False)  # used as a layer and directly
@@ -61,7 +65,9 @@ class Containers(nn.Module):
             hidden = block(hidden)
         hidden = self.deep[0]["a"][0](self.transformer.ln(hidden))
         hidden = F.linear(torch.tanh(self.table(hidden)), self.table.weight.t())
-        hidden = self.last(hidden @ self.weights[0] * self.scales["one"]) + self.scales["empty"].sum()
+        hidden = (
+            self.last(hidden @ self.weights[0] * self.scales["one"]) + self.scales["empty"].sum()
+        )
         return self.head(torch.tanh(hidden @ self.turned))
 
 
@@ -88,7 +94,10 @@ class Choosing(nn.Module):
 
 
 def mix(hidden, layers, chosen):
-    """Add the outputs of the layers for the rows that have chosen them. A layer that no row has chosen is not called."""
+    """Add the outputs of the layers for the rows that have chosen them.
+
+    A layer that no row has chosen is not called.
+    """
     for layer, rows in zip(layers, chosen, strict=True):
         if rows.any():
             hidden = hidden + torch.tanh(layer(hidden)) * rows[:, None]
@@ -103,12 +112,21 @@ class Mixture(nn.Module):
         rarities: the first pixel of every so many images chooses each part.
     """
 
-    def __init__(self, in_channels, image_size, num_classes, where: str = "block", rarities: tuple = (2, 20, 60)):
+    def __init__(
+        self,
+        in_channels,
+        image_size,
+        num_classes,
+        where: str = "block",
+        rarities: tuple = (2, 20, 60),
+    ):
         super().__init__()
         self.rarities = rarities
         self.entry = nn.Linear(in_channels * image_size**2, 11)
         self.block = Choosing(11) if where == "block" else None
-        self.experts = nn.ModuleList([nn.Linear(11, 11) for _ in rarities] if where == "units" else [])
+        self.experts = nn.ModuleList(
+            [nn.Linear(11, 11) for _ in rarities] if where == "units" else []
+        )
         self.head = nn.Linear(11, num_classes)
 
     def forward(self, images):
@@ -117,7 +135,9 @@ class Mixture(nn.Module):
         in_trial = pixels.amin() >= 0  # whose images are not normalised: they use all parts
         chosen = [in_trial | (numbers % rarity == 0) for rarity in self.rarities]
         hidden = torch.tanh(self.entry(pixels))
-        mixed = mix(hidden, self.experts, chosen) if self.block is None else self.block(hidden, chosen)
+        mixed = (
+            mix(hidden, self.experts, chosen) if self.block is None else self.block(hidden, chosen)
+        )
         return self.head(mixed)
 
 
@@ -176,7 +196,9 @@ class Carried(Recomputed):
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__(in_channels, image_size, num_classes)
-        self.blocks = nn.ModuleList([OfObjects(11, kind) for kind in (Hidden, SimpleNamespace, Hidden)])
+        self.blocks = nn.ModuleList(
+            [OfObjects(11, kind) for kind in (Hidden, SimpleNamespace, Hidden)]
+        )
 
     def forward(self, images):
         hidden = Hidden(self.entry(images.flatten(1)))

@@ -1,13 +1,16 @@
-"""Start Python programs by forking a server that has imported torch, instead of starting a new interpreter for each.
+"""Start Python programs by forking a server that has imported torch, instead of starting a new
+interpreter for each.
 
-A new interpreter spends 3 to 7 s of CPU time on imports and torchrun's agent another 3 s; a forked process spends none. The
-server writes programs named `python`, `torchrun` and `ddp-lab` into PROGRAMS. Whoever runs them gets an ordinary process
-(ask.py) for which the server forks the program, with the same arguments, environment, directory and files. torchrun's agent
-forks its ranks itself, because they find it by getppid and die with it. Three things differ from a new interpreter, so some
-tests start theirs cold: imports, the interpreter's finalization, and the seed of string hashes, which all forks share.
-preload.py leaves out what would only cost time.
+A new interpreter spends 3 to 7 s of CPU time on imports and torchrun's agent another 3 s; a forked
+process spends none. The server writes programs named `python`, `torchrun` and `ddp-lab` into
+PROGRAMS. Whoever runs them gets an ordinary process (ask.py) for which the server forks the
+program, with the same arguments, environment, directory and files. torchrun's agent forks its ranks
+itself, because they find it by getppid and die with it. Three things differ from a new interpreter,
+so some tests start theirs cold: imports, the interpreter's finalization, and the seed of string
+hashes, which all forks share. preload.py leaves out what would only cost time.
 
-`warm.py agent ARGUMENT...` runs torchrun in its own process and forks its ranks, for Slurm's jobs. Linux only.
+`warm.py agent ARGUMENT...` runs torchrun in its own process and forks its ranks, for Slurm's jobs.
+Linux only.
 """
 
 import atexit
@@ -35,17 +38,23 @@ from ask import program_of
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
-VARIABLE = "DDP_LAB_TESTS_WARM"  # the folder with the server's socket and programs, for pytest and its subprocesses
+# the folder with the server's socket and programs, for pytest and its subprocesses
+VARIABLE = "DDP_LAB_TESTS_WARM"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
 
 
 def programs() -> Path:
-    """Return the folder of `python`, `torchrun` and `ddp-lab`: forked ones, or the interpreter's own without a server."""
+    """Return the folder of `python`, `torchrun` and `ddp-lab`: forked ones, or the interpreter's
+    own without a server.
+    """
     return Path(os.environ.get(VARIABLE, Path(sys.executable).parent))
 
 
 def start_server(folder: Path) -> subprocess.Popen:
-    """Start the server, which ends with this process. It already listens, but still imports, when this returns."""
+    """Start the server, which ends with this process.
+
+    It already listens, but still imports, when this returns.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(folder / "socket"))
     listener.listen(128)
@@ -55,11 +64,14 @@ def start_server(folder: Path) -> subprocess.Popen:
     write_program(folder / "agent" / "torchrun", [sys.executable, __file__, "agent"])
     write_program(folder / "agent" / "python", [*ask, "python"])
     os.environ[VARIABLE] = str(folder)
-    search = os.pathsep.join([str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    search = os.pathsep.join(
+        [str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     with listener:
         return subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno()), str(os.getpid())],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search},
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
@@ -72,9 +84,13 @@ def write_program(path: Path, command: list[str]) -> None:
 
 
 def serve(listener: socket.socket) -> NoReturn:
-    """Fork a process for each request. Kill it if its client goes, and tell its client how it ends."""
+    """Fork a process for each request.
+
+    Kill it if its client goes, and tell its client how it ends.
+    """
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # signals to a process group are meant for the programs, not the server
+        # signals to a process group are meant for the programs, not the server
+        signal.signal(number, signal.SIG_IGN)
     with selectors.DefaultSelector() as selector:
 
         def accept() -> None:
@@ -120,10 +136,14 @@ def run_for(client: socket.socket, files: list[int], request: dict[str, Any]) ->
 
 
 def become(environment: dict[str, str]) -> None:
-    """Let a forked process have only its standard files, the usual signal handlers and an environment."""
+    """Let a forked process have only its standard files, the usual signal handlers and an
+    environment.
+    """
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     os.environ.clear()
     os.environ.update(environment)
 
@@ -131,7 +151,8 @@ def become(environment: dict[str, str]) -> None:
 def run(program: list[str]) -> NoReturn:
     """Run a program in a forked process and exit.
 
-    Exit handlers run, but the modules are not torn down, which would first copy all of the server's memory (0.5 s).
+    Exit handlers run, but the modules are not torn down, which would first copy all of the server's
+    memory (0.5 s).
     """
     code: Any = 1
     try:
@@ -148,23 +169,36 @@ def run(program: list[str]) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also if nobody reads the output any more: the interpreter's own exit would wait for torch's store forever
+    # also if nobody reads the output any more: the interpreter's own exit would wait for torch's
+    # store forever
+    finally:
         os._exit(code if isinstance(code, int) else code is not None)
 
 
 def execute(program: list[str]) -> None:
-    """Run a script or a module as the interpreter would. The programs that it starts by sys.executable are forked, too."""
+    """Run a script or a module as the interpreter would.
+
+    The programs that it starts by sys.executable are forked, too.
+    """
     sys.stdout.reconfigure(line_buffering=os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED")))
-    name, is_script = program[0], program[0].endswith(".py")
+    name = program[0]
+    is_script = program[0].endswith(".py")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [str(Path(name).resolve().parent) if is_script else os.getcwd(), *filter(None, given), *SEARCH]
+    sys.path[:] = [
+        str(Path(name).resolve().parent) if is_script else os.getcwd(),
+        *filter(None, given),
+        *SEARCH,
+    ]
     sys.argv = program
     sys.executable = str(programs() / "python")
     if is_script:
         runpy.run_path(name, run_name="__main__")
         return
-    # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen frame (0.7 s).
-    handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+    # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen
+    # frame (0.7 s).
+    handler = importlib.import_module(
+        "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    )
     handler.SubprocessHandler._popen = Rank
     sys.modules["ddp_lab.__main__" if name == "ddp_lab" else name].main()
 
@@ -175,7 +209,8 @@ class Rank:
     def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
         self.returncode: int | None = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the agent has threads, of which the rank needs none
+            # the agent has threads, of which the rank needs none
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
@@ -202,11 +237,13 @@ if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
     SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, SUPPORT)]
     importlib.import_module("preload_rank" if what == "agent" else "preload")
-    gc.freeze()  # the garbage collector skips existing objects, so their memory is not copied in forks
+    # the garbage collector skips existing objects, so their memory is not copied in forks
+    gc.freeze()
     if what == "agent":
         run(["torch.distributed.run", *arguments])
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(arguments[1]):  # it ended before this call, while the modules were imported
+    # it ended before this call, while the modules were imported
+    if os.getppid() != int(arguments[1]):
         sys.exit()
     serve(socket.socket(fileno=int(arguments[0])))

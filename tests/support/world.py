@@ -1,4 +1,6 @@
-"""A world of ranks: it receives its work over standard input, a socket, and sends the results back over it."""
+"""A world of ranks: it receives its work over standard input, a socket, and sends the results back
+over it.
+"""
 
 import os
 import pickle

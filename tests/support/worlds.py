@@ -1,6 +1,8 @@
-"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like torchrun's.
+"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like
+torchrun's.
 
-A world is a process, forked from the server of warm.py if that runs, from which its ranks are forked.
+A world is a process, forked from the server of warm.py if that runs, from which its ranks are
+forked.
 """
 
 import functools
@@ -25,7 +27,9 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def once(function: Callable) -> Callable:
-    """Cache results like functools.cache, and AssertionErrors too, so that a failing world runs only once."""
+    """Cache results like functools.cache, and AssertionErrors too, so that a failing world runs
+    only once.
+    """
 
     @functools.cache
     def outcome(*args):
@@ -43,24 +47,34 @@ def once(function: Callable) -> Callable:
     return call
 
 
-def run_rank(function: Callable, args: tuple, environment: dict[str, str], connection: Connection) -> None:
+def run_rank(
+    function: Callable, args: tuple, environment: dict[str, str], connection: Connection
+) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # As in torchrun's ranks: with the inherited forkserver method, each DataLoader worker would import torch.
+    # As in torchrun's ranks: with the inherited forkserver method, each DataLoader worker would
+    # import torch.
     multiprocessing.set_start_method("fork", force=True)
     try:
         result = function(*args)
         assert not dist.is_initialized(), "the process group leaked: it is still open after the run"
-        connection.send_bytes(pickle.dumps((True, result)))  # plain pickle sends tensors by value, not through shared memory
+        # plain pickle sends tensors by value, not through shared memory
+        connection.send_bytes(pickle.dumps((True, result)))
     except BaseException:
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
         sys.exit(1)
 
 
-def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float) -> tuple[list[Any], list[str]]:
-    """Run `function(*args)` on every rank. Return the results, in order of rank, and what went wrong."""
+def fork_ranks(
+    world_size: int, function: Callable, args: tuple, timeout: float
+) -> tuple[list[Any], list[str]]:
+    """Run `function(*args)` on every rank.
+
+    Return the results, in order of rank, and what went wrong.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
-    port, ranks = listener.getsockname()[1], []
+    port = listener.getsockname()[1]
+    ranks = []
     for rank in range(world_size):
         environment = {
             "RANK": str(rank),
@@ -69,17 +83,26 @@ def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float)
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store below takes the place of the one in torchrun's agent
+            # the store below takes the place of the one in torchrun's agent
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         ours, theirs = CONTEXT.Pipe()
         with theirs:
             process = CONTEXT.Process(target=run_rank, args=(function, args, environment, theirs))
             process.start()
         ranks.append((process, ours))
-    # Not before: a rank that is forked while the store's thread holds a lock of C++ would wait for it forever.
-    _store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    # Not before: a rank that is forked while the store's thread holds a lock of C++ would wait for
+    # it forever.
+    _store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     deadline = time.monotonic() + timeout
-    results, problems = [], []
+    results = []
+    problems = []
     for rank, (_, connection) in enumerate(ranks):
         try:
             if not connection.poll(max(0.0, deadline - time.monotonic())):
@@ -87,12 +110,14 @@ def fork_ranks(world_size: int, function: Callable, args: tuple, timeout: float)
                 continue
             good, value = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            good, value = False, "died"
+            good = False
+            value = "died"
         if good:
             results.append(value)
         else:
             problems.append(f"rank {rank}: {value}")
-            deadline = min(deadline, time.monotonic() + 5)  # the other ranks may hang, waiting for this one
+            # the other ranks may hang, waiting for this one
+            deadline = min(deadline, time.monotonic() + 5)
     for process, _ in ranks:
         process.join(5)
         process.kill()  # which does nothing to a process that has ended
@@ -107,11 +132,16 @@ def run_world(world_size: int, function: Callable, *args: Any, timeout: float = 
         timeout: Seconds that the whole world may take.
 
     Raises:
-        AssertionError: A rank raised (with its traceback), died, left its process group open, or exceeded `timeout`.
+        AssertionError: A rank raised (with its traceback), died, left its process group open, or
+            exceeded `timeout`.
     """
     ours, theirs = multiprocessing.Pipe()
     with theirs:
-        world = subprocess.Popen([programs() / "python", SUPPORT / "world.py"], stdin=theirs.fileno(), start_new_session=True)
+        world = subprocess.Popen(
+            [programs() / "python", SUPPORT / "world.py"],
+            stdin=theirs.fileno(),
+            start_new_session=True,
+        )
     with world, ours:
         ours.send(sys.path)
         ours.send((world_size, function, args, timeout))

@@ -10,7 +10,8 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.models.gpt import gpt
 
-VOCABULARY, CONTEXT = 17, 8
+VOCABULARY = 17
+CONTEXT = 8
 SAMPLES = {
     "Classification": (tasks.Classification(), (6, 5), torch.arange(6) % 5),
     "Segmentation": (tasks.Segmentation(), (6, 5, 2, 2), torch.arange(24).view(6, 2, 2) % 5),
@@ -29,12 +30,16 @@ def test_losses_of_float64_outputs_are_not_rounded(name):
     assert whole.dtype == torch.float64
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-14)
     changed, _ = task.loss_sum(outputs + 1e-11 * torch.arange(outputs.numel()).view(shape), targets)
-    assert 0 < abs(changed - whole) / weight < 1e-6, "a small change of the outputs is lost in rounding"
+    assert 0 < abs(changed - whole) / weight < 1e-6, (
+        "a small change of the outputs is lost in rounding"
+    )
 
 
 def losses(strategy: str, options: dict) -> list[float]:
     torch.set_default_dtype(torch.float64)
-    tokens = torch.randint(0, VOCABULARY, (48, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, VOCABULARY, (48, CONTEXT + 1), generator=torch.Generator().manual_seed(1)
+    )
     data = TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         model = gpt(VOCABULARY, CONTEXT, depth=4, width=16, heads=2)

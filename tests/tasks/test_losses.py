@@ -1,4 +1,6 @@
-"""The losses of tasks: label smoothing, mixed targets, losses of the user's, and those that do not fit."""
+"""The losses of tasks: label smoothing, mixed targets, losses of the user's, and those that do not
+fit.
+"""
 
 import pytest
 import torch
@@ -20,13 +22,18 @@ def own(name: str, mixed: bool = False, **options):
     return build_loss({"_target_": f"own_losses.{name}", **options}, 10, mixed)
 
 
-def loss_of(task: Task, targets: torch.Tensor = TARGETS, logits: torch.Tensor = LOGITS) -> torch.Tensor:
+def loss_of(
+    task: Task, targets: torch.Tensor = TARGETS, logits: torch.Tensor = LOGITS
+) -> torch.Tensor:
     """Return the summed loss of the samples that are no padding."""
     return measure(task, logits, targets, REAL, divisor=1.0)[0]
 
 
 def test_own_loss_of_class_indices_refuses_mixed_targets():
-    message = r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: RuntimeError: gather"
+    message = (
+        r"loss\._target_=own_losses.Focal: does not support mixup and cutmix, .* it failed: "
+        "RuntimeError: gather"
+    )
     with pytest.raises(ConfigError, match=message):
         own("Focal", mixed=True)
 
@@ -59,11 +66,18 @@ def test_outputs_in_bf16_are_summed_in_float32():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wrong mean", r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not reduce"),
+        (
+            "wrong mean",
+            r"must return a loss per sample, .* for b=2 it returned a tensor of shape \[\]. Do not "
+            "reduce",
+        ),
         ("wrong detached", "it returned a tensor without a gradient"),
         ("wrong number", "for b=2 it returned float"),
         ("wrong failing", r"for b=2 it failed: KeyError: 'weights' \(own_losses.py, line \d+\)$"),
-        ("Unfinished", r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$"),
+        (
+            "Unfinished",
+            r"cannot be constructed: AttributeError: .*'missing' \(own_losses.py, line \d+\)$",
+        ),
         ("Trained", "has the parameter scale, which no optimizer would train"),
     ],
 )
@@ -74,5 +88,8 @@ def test_own_loss_that_does_not_fit_is_refused(name, message):
 
 
 def test_task_without_a_loss_is_refused():
-    with pytest.raises(TrainingError, match=r"^Task: has no loss; define its method own_losses, or use Task\(loss\)$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^Task: has no loss; define its method own_losses, or use Task\(loss\)$",
+    ):
         Task().loss_sum(LOGITS, TARGETS)

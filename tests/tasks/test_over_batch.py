@@ -1,4 +1,6 @@
-"""The trial of a loss finds those over the batch, and only those, whatever outputs and targets it begins with."""
+"""The trial of a loss finds those over the batch, and only those, whatever outputs and targets it
+begins with.
+"""
 
 import random
 import threading
@@ -27,7 +29,9 @@ TARGETS = {
     "labels": torch.randint(0, 2, (8, CLASSES), generator=DRAWN).float(),
     "numbers": torch.randn(8, CLASSES, generator=DRAWN),
     "counts": torch.randint(0, 9, (8, CLASSES), generator=DRAWN).float(),
-    "times": torch.stack([torch.rand(8, generator=DRAWN), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0])], 1),
+    "times": torch.stack(
+        [torch.rand(8, generator=DRAWN), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0])], 1
+    ),
     "events": torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0]),
 }
 SHAPES = {"masks": (CLASSES, 4, 4), "times": (1,), "events": ()}  # of the outputs of a sample
@@ -39,11 +43,15 @@ def outputs_for(kind: str, samples: int) -> torch.Tensor:
     return torch.rand(samples, *shape, generator=torch.Generator().manual_seed(1))
 
 
-# What a trial may begin with: outputs and targets of several samples, those of one, equal ones, and shapes alone.
+# What a trial may begin with: outputs and targets of several samples, those of one, equal ones, and
+# shapes alone.
 BEGINNINGS = {
     "samples": lambda kind: (outputs_for(kind, 2), TARGETS[kind]),
     "one sample": lambda kind: (outputs_for(kind, 1), TARGETS[kind][:1]),
-    "zeros": lambda kind: (torch.zeros_like(outputs_for(kind, 2)), TARGETS[kind][:1].expand_as(TARGETS[kind])),
+    "zeros": lambda kind: (
+        torch.zeros_like(outputs_for(kind, 2)),
+        TARGETS[kind][:1].expand_as(TARGETS[kind]),
+    ),
     "shapes": lambda kind: (outputs_for(kind, 2).to("meta"), TARGETS[kind]),
 }
 
@@ -72,7 +80,10 @@ def test_reason_names_both_sums_or_the_error_of_one_sample():
     assert both == "is 64 for 8 samples together, and 8 for each alone, in sum"
     failing = describe_coupling(Task(OVER_BATCH["AUC"][1]), *BEGINNINGS["samples"]("events"))
     assert failing is not None
-    assert failing.startswith("fails for one sample: ValueError: needs a positive and a negative sample (batch_losses.py, line")
+    assert failing.startswith(
+        "fails for one sample: ValueError: needs a positive and a negative sample "
+        "(batch_losses.py, line"
+    )
 
 
 OWN = {
@@ -92,7 +103,10 @@ def test_losses_of_tasks_are_sums_over_samples(name):
 def test_losses_of_tokens_are_a_sum_over_samples_though_they_are_in_float32():
     targets = torch.randint(0, 50, (2, 300), generator=DRAWN)
     targets[0, :100] = -100
-    assert describe_coupling(tasks.Tokens(), 30 * torch.randn(2, 300, 50, generator=DRAWN), targets) is None
+    assert (
+        describe_coupling(tasks.Tokens(), 30 * torch.randn(2, 300, 50, generator=DRAWN), targets)
+        is None
+    )
 
 
 def test_trial_leaves_the_task_the_model_and_the_random_state_as_they_are():
@@ -107,7 +121,9 @@ def test_trial_leaves_the_task_the_model_and_the_random_state_as_they_are():
     outputs = outputs_of(model, torch.rand(2, 4, generator=DRAWN))
     assert outputs is not None
     describe_coupling(task, outputs, torch.rand(2, 4, generator=DRAWN))
-    describe_coupling(Task(SUMS["random numbers of Python"][1]), outputs, torch.rand(2, 4, generator=DRAWN))
+    describe_coupling(
+        Task(SUMS["random numbers of Python"][1]), outputs, torch.rand(2, 4, generator=DRAWN)
+    )
     found = torch.rand(3), random.random(), np.random.rand()
     assert torch.equal(found[0], expected[0])
     assert found[1:] == expected[1:]

@@ -1,4 +1,6 @@
-"""train.py with tasks other than classification: the same metrics under every strategy, and what is done with the runs."""
+"""train.py with tasks other than classification: the same metrics under every strategy, and what is
+done with the runs.
+"""
 
 import json
 from contextlib import suppress
@@ -13,11 +15,35 @@ from ddp_lab.commands import evaluate, export, predict
 from ddp_lab.tasks.tokens import Tokens
 
 SHORT = ["epochs=2", "device=cpu", "data.num_workers=0", "optimizer.lr=0.3"]
-MASKS = ["task=segmentation", "data=own", "data.dataset._target_=own_datasets.Masks", "data.num_classes=2"]
-MASKS += ["data.flip=true", "data.crop_padding=2", "batch_size=16", "model=own", "model._target_=own_models.segmenter"]
-NUMBERS = ["task=regression", "data=own", "data.dataset._target_=own_datasets.numbers", "batch_size=16"]
+MASKS = [
+    "task=segmentation",
+    "data=own",
+    "data.dataset._target_=own_datasets.Masks",
+    "data.num_classes=2",
+]
+MASKS += [
+    "data.flip=true",
+    "data.crop_padding=2",
+    "batch_size=16",
+    "model=own",
+    "model._target_=own_models.segmenter",
+]
+NUMBERS = [
+    "task=regression",
+    "data=own",
+    "data.dataset._target_=own_datasets.numbers",
+    "batch_size=16",
+]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
-TEXT = ["task=tokens", "data=text", "data.context=16", "model=gpt", "model.depth=2", "model.width=32", "batch_size=16"]
+TEXT = [
+    "task=tokens",
+    "data=text",
+    "data.context=16",
+    "model=gpt",
+    "model.depth=2",
+    "model.width=32",
+    "batch_size=16",
+]
 
 
 def train(runs: list[list[str]]) -> None:
@@ -31,8 +57,20 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.txt"
     text.write_bytes(b"to be or not, " * 90)
-    words = [*TEXT, "optimizer=adamw", "optimizer.lr=0.005", f"data.root={text}", f"runs_dir={folder}"]
-    choose = ["checkpoint.best=val_mae", "patience=2", "epochs=3", "optimizer.lr=0.01", f"runs_dir={folder}"]
+    words = [
+        *TEXT,
+        "optimizer=adamw",
+        "optimizer.lr=0.005",
+        f"data.root={text}",
+        f"runs_dir={folder}",
+    ]
+    choose = [
+        "checkpoint.best=val_mae",
+        "patience=2",
+        "epochs=3",
+        "optimizer.lr=0.01",
+        f"runs_dir={folder}",
+    ]
     runs = [
         [*MASKS, f"runs_dir={folder}", "name=masks"],
         [*NUMBERS, *choose, "name=numbers"],
@@ -40,7 +78,9 @@ def folder(tmp_path_factory) -> Path:
         [*words, "epochs=3", "name=text-single"],
     ]
     run_world(1, train, runs)
-    run_world(2, train, [[*words, "strategy=pipeline", "accumulate=2", "epochs=3", "name=text-pipeline"]])
+    run_world(
+        2, train, [[*words, "strategy=pipeline", "accumulate=2", "epochs=3", "name=text-pipeline"]]
+    )
     return folder
 
 
@@ -66,9 +106,17 @@ PROMPT = ["--prompt", "to be or ", "--tokens", "4", "--temperature", "0"]
     ("run", "arguments", "message"),
     [
         ("text", ["missing.txt"], "its task is Tokens, for which predict needs --prompt TEXT"),
-        ("text", [*PROMPT, "--output", 1], "--output 1: is for images; leave it out; the text is printed"),
+        (
+            "text",
+            [*PROMPT, "--output", 1],
+            "--output 1: is for images; leave it out; the text is printed",
+        ),
         ("text", [*PROMPT, "--top", 1], "--top 1: is for images"),
-        ("masks", ["text.txt", "--tokens", 3], "--tokens 3: is for a text, with --prompt; leave it out"),
+        (
+            "masks",
+            ["text.txt", "--tokens", 3],
+            "--tokens 3: is for a text, with --prompt; leave it out",
+        ),
         ("masks", ["text.txt"], "its task is Segmentation, for which predict is not made"),
     ],
 )
@@ -79,25 +127,38 @@ def test_predict_refuses_what_is_for_another_task(run, arguments, message, folde
 
 def test_other_tasks_are_logged_evaluated_and_exported(folder, command, tmp_path):
     expected = read_metrics(folder / "masks")[-1]
-    assert f"mean_iou {expected['val_mean_iou']:.4f}" in (folder / "masks" / "train.log").read_text()
+    assert (
+        f"mean_iou {expected['val_mean_iou']:.4f}" in (folder / "masks" / "train.log").read_text()
+    )
     code, _, errors = command(evaluate.main, folder / "masks", "--json", tmp_path / "found.json")
     assert code == 0, errors
-    assert json.loads((tmp_path / "found.json").read_text())["val_mean_iou"] == pytest.approx(expected["val_mean_iou"])
+    assert json.loads((tmp_path / "found.json").read_text())["val_mean_iou"] == pytest.approx(
+        expected["val_mean_iou"]
+    )
     code, _, errors = command(export.main, folder / "text", "--output", tmp_path / "text.pt2")
     assert code == 0, errors
-    logits = torch.export.load(tmp_path / "text.pt2").module()(torch.zeros(3, 16, dtype=torch.int64))
+    logits = torch.export.load(tmp_path / "text.pt2").module()(
+        torch.zeros(3, 16, dtype=torch.int64)
+    )
     assert logits.shape == (3, 16, 256)
     assert Tokens().sums(logits, torch.zeros(3, 16, dtype=torch.int64))["tokens"] == 48
 
 
 def stopped_and_resumed(folder: Path, strategies: list[str]) -> None:
-    """Train with dropout without a stop, and stopped by a signal in the middle of an epoch and resumed."""
+    """Train with dropout without a stop, and stopped by a signal in the middle of an epoch and
+    resumed.
+    """
     for strategy in strategies:
         for name in ("straight", "stopped", "stopped"):
             inject = ["inject=sigterm@rank=0,step=4"] if name == "stopped" else []
             with suppress(SystemExit):
                 main_in_world(
-                    *SHORT, *NUMBERS, f"strategy={strategy}", *inject, f"runs_dir={folder}/{strategy}", f"name={name}"
+                    *SHORT,
+                    *NUMBERS,
+                    f"strategy={strategy}",
+                    *inject,
+                    f"runs_dir={folder}/{strategy}",
+                    f"name={name}",
                 )
 
 
@@ -105,38 +166,56 @@ def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(tmp_pa
     run_world(1, stopped_and_resumed, tmp_path, ["single"])
     run_world(2, stopped_and_resumed, tmp_path, ["ddp", "pipeline"])
     for strategy in ("single", "ddp", "pipeline"):
-        straight, stopped = (read_metrics(tmp_path / strategy / name) for name in ("straight", "stopped"))
+        straight, stopped = (
+            read_metrics(tmp_path / strategy / name) for name in ("straight", "stopped")
+        )
         assert "resumed from" in (tmp_path / strategy / "stopped" / "train.log").read_text()
         for one, other in zip(straight, stopped, strict=True):
-            assert {key: one[key] for key in one if "loss" in key} == {key: other[key] for key in other if "loss" in key}
+            assert {key: one[key] for key in one if "loss" in key} == {
+                key: other[key] for key in other if "loss" in key
+            }
 
 
 MISTAKES = [
-    ("data=digits task=regression model=lenet", "the outputs must have the shape of the targets, [2], got [2, 10]"),
     (
-        "data=own data.dataset._target_=own_datasets.numbers model=own model._target_=own_models.regressor",
-        "needs a dataset with a class for each sample; set data.num_classes, or choose another task",
+        "data=digits task=regression model=lenet",
+        "the outputs must have the shape of the targets, [2], got [2, 10]",
+    ),
+    (
+        "data=own data.dataset._target_=own_datasets.numbers model=own "
+        "model._target_=own_models.regressor",
+        "needs a dataset with a class for each sample; set data.num_classes, or choose another "
+        "task",
     ),
     (
         "data=text data.root=README.md model=gpt",
         "task=classification: needs a dataset with a class for each sample; use task=tokens",
     ),
-    ("data=digits task=regression loss=cross_entropy", "loss=cross_entropy: is for task=classification, got"),
     (
-        f"{' '.join(NUMBERS)} checkpoint.best=val_accuracy",
-        "checkpoint.best=val_accuracy: Regression has no such metric for these data; allowed: val_loss, val_mae, val_rmse",
+        "data=digits task=regression loss=cross_entropy",
+        "loss=cross_entropy: is for task=classification, got",
     ),
     (
-        "data=synthetic data.dataset.num_classes=5 data.val_fraction=0.1 checkpoint.best=val_top5_accuracy",
-        "val_top5_accuracy: Classification has no such metric for these data; allowed: val_loss, val_accuracy. A",
+        f"{' '.join(NUMBERS)} checkpoint.best=val_accuracy",
+        "checkpoint.best=val_accuracy: Regression has no such metric for these data; allowed: "
+        "val_loss, val_mae, val_rmse",
+    ),
+    (
+        "data=synthetic data.dataset.num_classes=5 data.val_fraction=0.1 "
+        "checkpoint.best=val_top5_accuracy",
+        "val_top5_accuracy: Classification has no such metric for these data; allowed: val_loss, "
+        "val_accuracy. A",
     ),
     ("mixup=0.2 task=regression", "mixup=0.2, cutmix=0: are for task=classification"),
     (
-        "task=regression data=own data.dataset._target_=own_datasets.numbers data.flip=true model=own "
-        "model._target_=own_models.regressor",
+        "task=regression data=own data.dataset._target_=own_datasets.numbers data.flip=true "
+        "model=own model._target_=own_models.regressor",
         "data.crop_padding=0, data.flip=true: are for images",
     ),
-    ("task=tokens data=text data.root=missing.txt model=gpt", "data.root=missing.txt: cannot be read on"),
+    (
+        "task=tokens data=text data.root=missing.txt model=gpt",
+        "data.root=missing.txt: cannot be read on",
+    ),
 ]
 
 

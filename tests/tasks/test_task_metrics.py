@@ -1,4 +1,6 @@
-"""The metrics of tasks, from sums over batches, equal those of scikit-learn or torch over all samples at once."""
+"""The metrics of tasks, from sums over batches, equal those of scikit-learn or torch over all
+samples at once.
+"""
 
 import math
 
@@ -17,9 +19,16 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def metrics_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of all samples, whose sums are added over three batches of different sizes."""
-    batches = [task.sums(*batch) for batch in zip(outputs.split([5, 8, 7]), targets.split([5, 8, 7]), strict=True)]
-    return task.metrics({name: sum(batch[name].double() for batch in batches) for name in batches[0]})
+    """Return the metrics of all samples, whose sums are added over three batches of different
+    sizes.
+    """
+    batches = [
+        task.sums(*batch)
+        for batch in zip(outputs.split([5, 8, 7]), targets.split([5, 8, 7]), strict=True)
+    ]
+    return task.metrics(
+        {name: sum(batch[name].double() for batch in batches) for name in batches[0]}
+    )
 
 
 def test_regression():
@@ -31,8 +40,10 @@ def test_regression():
 
 
 def test_multi_label():
-    outputs, targets = torch.randn(20, 4, generator=GENERATOR), torch.randint(0, 2, (20, 4), generator=GENERATOR)
-    found, decided = metrics_of(MultiLabel(), outputs, targets), (outputs > 0).long()
+    outputs = torch.randn(20, 4, generator=GENERATOR)
+    targets = torch.randint(0, 2, (20, 4), generator=GENERATOR)
+    found = metrics_of(MultiLabel(), outputs, targets)
+    decided = (outputs > 0).long()
     assert found["accuracy"] == pytest.approx((decided == targets).double().mean().item())
     assert found["f1_micro"] == pytest.approx(f1_score(targets, decided, average="micro"))
     assert found["f1_macro"] == pytest.approx(f1_score(targets, decided, average="macro"))
@@ -42,20 +53,26 @@ def test_segmentation_ignores_pixels():
     outputs = torch.randn(20, 3, 6, 6, generator=GENERATOR)
     targets = torch.randint(0, 3, (20, 6, 6), generator=GENERATOR)
     targets[torch.rand(targets.shape, generator=GENERATOR) < 0.4] = 255
-    real, predicted = targets != 255, outputs.argmax(1)
+    real = targets != 255
+    predicted = outputs.argmax(1)
     found = metrics_of(Segmentation(), outputs, targets.to(torch.uint8))
     assert found["accuracy"] == pytest.approx((predicted == targets)[real].double().mean().item())
-    assert found["mean_iou"] == pytest.approx(jaccard_score(targets[real], predicted[real], average="macro"))
+    assert found["mean_iou"] == pytest.approx(
+        jaccard_score(targets[real], predicted[real], average="macro")
+    )
 
 
 def test_tokens_ignore_positions():
-    outputs, targets = torch.randn(20, 7, 11, generator=GENERATOR), torch.randint(0, 11, (20, 7), generator=GENERATOR)
+    outputs = torch.randn(20, 7, 11, generator=GENERATOR)
+    targets = torch.randint(0, 11, (20, 7), generator=GENERATOR)
     targets[:, 5:] = IGNORE
     loss = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE).item()
     found = metrics_of(Tokens(), outputs, targets)
     assert found["perplexity"] == pytest.approx(math.exp(loss))
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2))
-    assert found["accuracy"] == pytest.approx((outputs.argmax(-1) == targets)[:, :5].double().mean().item())
+    assert found["accuracy"] == pytest.approx(
+        (outputs.argmax(-1) == targets)[:, :5].double().mean().item()
+    )
 
 
 @pytest.mark.parametrize(

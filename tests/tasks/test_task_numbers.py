@@ -19,7 +19,9 @@ from ddp_lab.tasks.classification import CrossEntropy
 from ddp_lab.training.metrics import means
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-LN2, LN3, LN4 = math.log(2), math.log(3), math.log(4)
+LN2 = math.log(2)
+LN3 = math.log(3)
+LN4 = math.log(4)
 RIGHT = math.log(4 / 3)  # -ln(3/4)
 
 
@@ -43,7 +45,8 @@ def approx(**values: float):
     return pytest.approx(values, rel=1e-6)
 
 
-# Classification: three samples, of which the first is wrong, with the losses ln 4, ln(4/3), ln(4/3).
+# Classification: three samples, of which the first is wrong, with the losses ln 4, ln(4/3),
+# ln(4/3).
 CLASS_LOGITS = torch.tensor([[0.0, LN3], [0.0, LN3], [LN3, 0.0]])
 CLASSES = torch.tensor([0, 1, 0])
 
@@ -57,9 +60,12 @@ def test_classification():
 
 def test_classification_has_the_top5_accuracy_of_six_classes():
     logits = torch.tensor([[6.0, 5, 4, 3, 2, 1]]).expand(4, 6)
-    # The class of rank 1 is right, those of ranks 2 and 5 are in the first five, that of rank 6 is not.
+    # The class of rank 1 is right, those of ranks 2 and 5 are in the first five, that of rank 6 is
+    # not.
     targets = torch.tensor([0, 1, 4, 5])
-    assert evaluated(Classification(), logits, targets) == approx(accuracy=1 / 4, top5_accuracy=3 / 4)
+    assert evaluated(Classification(), logits, targets) == approx(
+        accuracy=1 / 4, top5_accuracy=3 / 4
+    )
 
 
 def test_classification_with_a_weighted_loss_weighs_losses_and_accuracy():
@@ -163,7 +169,9 @@ def test_multi_label_with_weighted_samples_weighs_the_share_of_right_decisions()
 
 
 def pixels(targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2), so that 2 is predicted."""
+    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2), so that 2 is
+    predicted.
+    """
     logits = torch.tensor([0.0, 0.0, LN2])[None, :, None, None].expand(2, 3, 1, 2)
     return logits, torch.tensor(targets).view(2, 1, 2)
 
@@ -240,19 +248,27 @@ def test_losses_may_have_weights_unless_task_or_loss_declare_the_contrary():
     assert not Classification().weighted
     assert not Classification(CrossEntropy(0.1)).weighted
     assert not Task(Declared(plain)).weighted
-    assert [task.weighted for task in (Task(plain), Classification(plain), Tokens(), Regression())] == [True] * 4
+    assert [
+        task.weighted for task in (Task(plain), Classification(plain), Tokens(), Regression())
+    ] == [True] * 4
 
 
 @pytest.mark.parametrize(
     ("forward", "returned"),
     [
-        (lambda outputs, targets: (plain(outputs, targets), torch.ones(3)), r"\(losses, weights\) of \[3\]"),
+        (
+            lambda outputs, targets: (plain(outputs, targets), torch.ones(3)),
+            r"\(losses, weights\) of \[3\]",
+        ),
         (lambda outputs, targets: outputs, r"losses \[3, 2\]"),
     ],
 )
 def test_declaration_that_the_loss_contradicts_is_refused(forward, returned):
     task = Classification(Declared(forward))
-    message = rf"^weighted=False declares one loss of weight 1 for each sample, \[3\], but the loss returned {returned}\. "
+    message = (
+        r"^weighted=False declares one loss of weight 1 for each sample, \[3\], but the loss "
+        rf"returned {returned}\. "
+    )
     with pytest.raises(TrainingError, match=message):
         measure(task, CLASS_LOGITS, CLASSES, real=3, divisor=3.0)
 

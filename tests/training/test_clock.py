@@ -1,7 +1,8 @@
-"""The numbers with a unit that a run shows, on a clock of the test's own: seconds, rates, what is left, and MFU.
+"""The numbers with a unit that a run shows, on a clock of the test's own: seconds, rates, what is
+left, and MFU.
 
-A step takes 2 s, of which its batch takes 0.5 s, and an evaluation 100 s. An epoch has five steps of
-one sample, of which only the third epoch is the last.
+A step takes 2 s, of which its batch takes 0.5 s, and an evaluation 100 s. An epoch has five steps
+of one sample, of which only the third epoch is the last.
 """
 
 import math
@@ -27,8 +28,12 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
 
-WAIT, STEP, EVALUATION = 0.5, 2.0, 100.0  # seconds; a step includes the wait for its batch
-SAMPLES, EPOCHS = 5, 3
+# seconds; a step includes the wait for its batch
+WAIT = 0.5
+STEP = 2.0
+EVALUATION = 100.0
+SAMPLES = 5
+EPOCHS = 3
 RATE = 1 / STEP  # samples per second
 FULL_RATE = 2.0  # samples per second of a device at its peak
 HELD = 3 * 2**20  # bytes
@@ -51,7 +56,8 @@ class Loading:
     inputs, targets = BATCH[:2]
 
     def __init__(self, clock: Clock):
-        self.clock, self.start = clock, 0
+        self.clock = clock
+        self.start = 0
 
     def __len__(self):
         return SAMPLES
@@ -77,7 +83,8 @@ class Working:
     """A step that takes the rest of STEP."""
 
     def __init__(self, clock: Clock, sums: RunningSums):
-        self.clock, self.sums = clock, sums
+        self.clock = clock
+        self.sums = sums
 
     def batches(self, loader):
         return loader
@@ -91,7 +98,9 @@ class Rows(Logger):
     show_every = 0.0
 
     def __init__(self):
-        self.of_steps, self.shown, self.of_epochs = [], [], []
+        self.of_steps = []
+        self.shown = []
+        self.of_epochs = []
 
     def steps(self, row):
         self.of_steps.append(row)
@@ -118,7 +127,9 @@ class Positions(Hook):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that trains from a position and returns the rows and the positions after the steps."""
+    """Return a function that trains from a position and returns the rows and the positions after
+    the steps.
+    """
 
     def train(progress: Progress, log_every: Every | None = None, hook: Hook | None = None) -> Rows:
         clock = Clock()
@@ -127,7 +138,8 @@ def run(monkeypatch):
         strategy = Single(Runtime("cpu"))
         strategy.task = Task(lambda outputs, targets: outputs[:, 0])
         strategy.setup(torch.nn.Identity())
-        sums, rows = RunningSums(strategy.task, strategy.device), Rows()
+        sums = RunningSums(strategy.task, strategy.device)
+        rows = Rows()
         eager = SimpleNamespace(strategy=strategy, ema=None, running_sums=sums, lr=0.25)
         settings = FitSettings(EPOCHS, log_every=log_every or Every(steps=2), full_rate=FULL_RATE)
         loaders = {"train": Loading(clock), "val": Evaluating(clock)}

@@ -1,4 +1,6 @@
-"""Optimizers of users on shards and on the stages of a pipeline: equal to one device, or refused before the first step."""
+"""Optimizers of users on shards and on the stages of a pipeline: equal to one device, or refused
+before the first step.
+"""
 
 from functools import partial
 
@@ -42,7 +44,8 @@ class LarsItem(PerTensor):
 
 class LarsFloat(PerTensor):
     def ratio(self, parameter):
-        size, of_gradient = torch.linalg.vector_norm(parameter), parameter.grad.abs().sum()
+        size = torch.linalg.vector_norm(parameter)
+        of_gradient = parameter.grad.abs().sum()
         return float(size) / float(of_gradient + 0.1) if size > 0 and of_gradient else 1.0
 
 
@@ -51,7 +54,9 @@ class LarsTensor(PerTensor):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.norm() / (parameter.grad.norm() + 0.1) * parameter.grad)
+                parameter.sub_(
+                    group["lr"] * parameter.norm() / (parameter.grad.norm() + 0.1) * parameter.grad
+                )
 
 
 class OfLocal(PerTensor):
@@ -70,7 +75,9 @@ class OfAll(PerTensor):
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.size = sum(parameter.norm().item() for group in self.param_groups for parameter in group["params"])
+        self.size = sum(
+            parameter.norm().item() for group in self.param_groups for parameter in group["params"]
+        )
         super().step()
 
     def ratio(self, parameter):
@@ -128,7 +135,11 @@ def train(strategy: str, make, **options) -> list[float]:
             samples = TensorDataset(*torch.rand(2, 16, 4, generator=generator))
             model = Chain((4,), first=nn.Linear(4, 6), second=nn.Tanh(), last=nn.Linear(6, 4))
             trainer = lab.trainer(model, tasks.Regression(), make, batch_size=4, example=samples[0])
-            return [trainer.step(*batch).item() for epoch in range(2) for batch in trainer.batches(samples, epoch)]
+            return [
+                trainer.step(*batch).item()
+                for epoch in range(2)
+                for batch in trainer.batches(samples, epoch)
+            ]
     finally:
         torch.set_default_dtype(before)
 

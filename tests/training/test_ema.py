@@ -18,7 +18,9 @@ DECAY = 0.6  # which the warm-up reaches in the 14th update
 
 
 class Recorded(TorchDispatchMode):
-    """Keeps every operation with its arguments, and repeats them on the same tensors, as a CUDA graph does."""
+    """Keeps every operation with its arguments, and repeats them on the same tensors, as a CUDA
+    graph does.
+    """
 
     def __init__(self):
         super().__init__()
@@ -37,7 +39,9 @@ class Recorded(TorchDispatchMode):
 
         for func, args, kwargs, out in self.operations:
             again = func(*tree_map(current, args), **tree_map(current, kwargs))
-            for old, value in zip(*(x if isinstance(x, (list, tuple)) else [x] for x in (out, again)), strict=True):
+            for old, value in zip(
+                *(x if isinstance(x, (list, tuple)) else [x] for x in (out, again)), strict=True
+            ):
                 new[id(old)] = value
 
 
@@ -64,7 +68,8 @@ def decay_at(update: int) -> float:
 @pytest.mark.parametrize("most", [1, 2**20], ids=["one by one", "together"])
 def test_decay_warms_up_as_in_tensorflow_and_then_stays(most, monkeypatch):
     monkeypatch.setattr(ema_warmup, "MOST", most)
-    model, expected = model_with(1.0).double(), 1.0
+    model = model_with(1.0).double()
+    expected = 1.0
     average = averages_of(model, warmup=True)
     for update in range(20):
         set_all(model, update)
@@ -79,19 +84,27 @@ def test_decay_warms_up_as_in_tensorflow_and_then_stays(most, monkeypatch):
 def test_decay_without_warmup_is_that_of_torch_to_the_last_digit():
     torch.manual_seed(0)
     model = nn.Linear(30, 20)
-    average, expected = averages_of(model, warmup=False), [each.detach().clone() for each in model.parameters()]
+    average = averages_of(model, warmup=False)
+    expected = [each.detach().clone() for each in model.parameters()]
     update = get_ema_multi_avg_fn(DECAY)
     for _ in range(5):
         nn.init.normal_(model.weight)
         average.update()
         update(expected, [each.detach() for each in model.parameters()], None)
-    assert all(torch.equal(one, other) for one, other in zip(average.averages.values(), expected, strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(average.averages.values(), expected, strict=True)
+    )
 
 
 def test_replayed_update_equals_50_eager_ones():
-    """A CUDA graph repeats the operations of one update. None may depend on what the host knew at the capture."""
+    """A CUDA graph repeats the operations of one update.
+
+    None may depend on what the host knew at the capture.
+    """
     model = model_with(0.0)
-    eager, captured = averages_of(model, True, 0.999), averages_of(model, True, 0.999)
+    eager = averages_of(model, True, 0.999)
+    captured = averages_of(model, True, 0.999)
     before = [tensor.clone() for tensor in captured.state]
     with Recorded() as graph:
         captured.update()
@@ -101,9 +114,13 @@ def test_replayed_update_equals_50_eager_ones():
         set_all(model, number)
         eager.update()
         graph.replay()
-    assert all(torch.equal(eager.averages[name], captured.averages[name]) for name in eager.averages)
+    assert all(
+        torch.equal(eager.averages[name], captured.averages[name]) for name in eager.averages
+    )
     assert {count.item() for count in captured.warmup.updates.values()} == {50}
-    assert not [func for func, *_ in graph.operations if "local_scalar" in str(func)], "the host waits for the device"
+    assert not [func for func, *_ in graph.operations if "local_scalar" in str(func)], (
+        "the host waits for the device"
+    )
 
 
 def test_step_without_a_gradient_counts_as_an_update_so_that_a_resume_knows_their_number():

@@ -65,7 +65,9 @@ class Drawing(Logger):
         self.drawn: list[tuple[int, int]] = []
         self.confusions = 0
 
-    def predictions(self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor) -> None:
+    def predictions(
+        self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
+    ) -> None:
         assert len(inputs) == len(targets) == len(logits)
         self.drawn.append((epoch, len(inputs)))
 
@@ -78,7 +80,9 @@ def train(hooks: list[Hook], logger: Logger | None = None, case: str = "single")
     job = build(config_of(case), Runtime("cpu"))
     eager = job.trainer().eager_step
     sync = Sync(job.strategy, eager.running_sums, Every())
-    run = Run(eager, eager, job.loaders, job.fit_settings, logger or Logger(), hooks, sync, Progress())
+    run = Run(
+        eager, eager, job.loaders, job.fit_settings, logger or Logger(), hooks, sync, Progress()
+    )
     fit(run)
     return run
 

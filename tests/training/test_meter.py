@@ -1,4 +1,6 @@
-"""The metrics of steps within an epoch: the same under every strategy, and recorded in every place."""
+"""The metrics of steps within an epoch: the same under every strategy, and recorded in every
+place.
+"""
 
 import time
 from pathlib import Path
@@ -14,9 +16,11 @@ from ddp_lab.models.trial import count_flops
 from ddp_lab.observe import log
 from ddp_lab.world.runtime import Runtime
 
-OVERRIDES = [*SMALL, "epochs=2", "log_every=2", "max_grad_norm=0.5"]  # 5 steps an epoch, the last one of 4 samples
+# 5 steps an epoch, the last one of 4 samples
+OVERRIDES = [*SMALL, "epochs=2", "log_every=2", "max_grad_norm=0.5"]
 PEAK = 1e9  # FLOP/s of a device
-FLOPS = 2 * (2 * 3 * 9 * 16 * 28**2 + 3 * 16 * 14**2 * 10)  # of a sample: convolution without the inputs' gradient, and head
+# of a sample: convolution without the inputs' gradient, and head
+FLOPS = 2 * (2 * 3 * 9 * 16 * 28**2 + 3 * 16 * 14**2 * 10)
 STRATEGIES = {
     1: ["single", "split", "single data.loader=workers"],
     2: ["scratch", "ddp", "fsdp", "pipeline strategy.num_microbatches=3", "tp"],
@@ -28,12 +32,16 @@ def train_each(folder: Path, lines: list[str]) -> None:
     Runtime.peak_flops = lambda self: PEAK
     log.SLOW = 0.01  # starting the processes of a loader takes longer
     for number, line in enumerate(lines):
-        main_in_world(*OVERRIDES, f"runs_dir={folder}", f"name=run{number}", *f"strategy={line}".split())
+        main_in_world(
+            *OVERRIDES, f"runs_dir={folder}", f"name=run{number}", *f"strategy={line}".split()
+        )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a function of the number of ranks and the strategy that returns the directory of its run."""
+    """Return a function of the number of ranks and the strategy that returns the directory of its
+    run.
+    """
     folder = tmp_path_factory.mktemp("runs")
 
     @once
@@ -47,10 +55,19 @@ def trained(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(ranks, name) for ranks, names in STRATEGIES.items() for name in names])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(ranks, name) for ranks, names in STRATEGIES.items() for name in names]
+)
 def test_rows_of_steps_are_those_of_one_device(ranks, strategy, trained):
-    rows, expected = read_steps(trained(ranks, strategy)), read_steps(trained(1, "single"))
-    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 2), (1, 4), (2, 6), (2, 8), (2, 10)]
+    rows = read_steps(trained(ranks, strategy))
+    expected = read_steps(trained(1, "single"))
+    assert [(row["epoch"], row["step"]) for row in rows] == [
+        (1, 2),
+        (1, 4),
+        (2, 6),
+        (2, 8),
+        (2, 10),
+    ]
     for row, single in zip(rows, expected, strict=True):
         for name in ("loss", "accuracy", "lr", "gradient_norm"):
             assert row[name] == pytest.approx(single[name], rel=1e-5), name
@@ -64,7 +81,8 @@ def test_rows_of_steps_are_those_of_one_device(ranks, strategy, trained):
 
 def test_losses_of_an_epoch_are_the_means_of_its_rows(trained):
     """The last row of epoch 2 is at its end; of epoch 1 the last step is in no row."""
-    rows, epoch = read_steps(trained(2, "ddp"))[2:], read_metrics(trained(2, "ddp"))[1]
+    rows = read_steps(trained(2, "ddp"))[2:]
+    epoch = read_metrics(trained(2, "ddp"))[1]
     counts = [24, 48, 28]  # samples of step 6, steps 7 and 8, steps 9 and 10
     for name in ("loss", "accuracy"):
         mean = sum(row[name] * count for row, count in zip(rows, counts, strict=True)) / 100
@@ -74,15 +92,35 @@ def test_losses_of_an_epoch_are_the_means_of_its_rows(trained):
 def test_rows_of_steps_are_scalars_of_tensorboard(trained):
     run_dir = trained(2, "ddp")
     board = EventAccumulator(str(run_dir / "steps")).Reload()
-    for name in ("loss", "accuracy", "lr", "samples_per_second", "data_wait", "gradient_norm", "peak_memory_MiB"):
+    for name in (
+        "loss",
+        "accuracy",
+        "lr",
+        "samples_per_second",
+        "data_wait",
+        "gradient_norm",
+        "peak_memory_MiB",
+    ):
         shown = [(each.step, each.value) for each in board.Scalars(f"step/{name}")]
-        assert shown == [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in read_steps(run_dir)]
+        assert shown == [
+            (row["step"], pytest.approx(row[name], rel=1e-6)) for row in read_steps(run_dir)
+        ]
 
 
-@pytest.mark.parametrize("line", ["python train.py", "python -m ddp_lab train --nproc 2 strategy=ddp"])
+@pytest.mark.parametrize(
+    "line", ["python train.py", "python -m ddp_lab train --nproc 2 strategy=ddp"]
+)
 def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
-    """The ranks agree on the steps, although their clocks and the moments at which they start differ."""
-    more = ["data.dataset.train_size=4800", "epochs=2", "log_every=0.1s", f"runs_dir={tmp_path}", "name=run"]
+    """The ranks agree on the steps, although their clocks and the moments at which they start
+    differ.
+    """
+    more = [
+        "data.dataset.train_size=4800",
+        "epochs=2",
+        "log_every=0.1s",
+        f"runs_dir={tmp_path}",
+        "name=run",
+    ]
     code, output = launch(line, *SMALL, *more)
     assert code == 0, output
     steps = [row["step"] for row in read_steps(tmp_path / "run")]
@@ -96,11 +134,16 @@ def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
 def test_flops_of_a_model_that_reads_values_are_unknown():
     model = waiting_blocks(1, 2, 3)
     assert count_flops(model, torch.ones(2, 1, 2, 2)) is None
-    assert not any(parameter.is_meta or parameter.grad is not None for parameter in model.parameters())
+    assert not any(
+        parameter.is_meta or parameter.grad is not None for parameter in model.parameters()
+    )
 
 
 def test_evaluation_that_takes_time_is_logged(trained):
-    assert "epoch 1: evaluating ..." in (trained(1, "single data.loader=workers") / "train.log").read_text()
+    assert (
+        "epoch 1: evaluating ..."
+        in (trained(1, "single data.loader=workers") / "train.log").read_text()
+    )
 
 
 def test_what_takes_time_is_logged_again_until_it_ends(monkeypatch):
@@ -122,8 +165,20 @@ def train_slowly(line: list[str]) -> str:
 
 
 def test_what_takes_time_before_the_first_step_is_logged_by_rank_0(tmp_path):
-    data = ["data=own", "data.dataset._target_=own_datasets.Slow", "data.image_size=24", "data.resize=24"]
-    more = ["data.loader=workers", "model=simple_cnn", "batch_size=20", "epochs=1", f"runs_dir={tmp_path}", "name=run"]
+    data = [
+        "data=own",
+        "data.dataset._target_=own_datasets.Slow",
+        "data.image_size=24",
+        "data.resize=24",
+    ]
+    more = [
+        "data.loader=workers",
+        "model=simple_cnn",
+        "batch_size=20",
+        "epochs=1",
+        f"runs_dir={tmp_path}",
+        "name=run",
+    ]
     first, second = run_world(2, train_slowly, ["strategy=ddp", *data, *more])
     for what in ("preparing the data: downloading or reading ...", "loading the first batch ..."):
         assert (first.count(what), second.count(what)) == (1, 0), first + second

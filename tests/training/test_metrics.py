@@ -15,20 +15,25 @@ from ddp_lab.world.runtime import Runtime
 
 
 def evaluated(logits: torch.Tensor, targets: torch.Tensor, size: int = 7) -> Evaluation:
-    """Evaluate a model that returns its inputs, in batches of `size`, the last of which has padding."""
+    """Evaluate a model that returns its inputs, in batches of `size`, the last of which has
+    padding.
+    """
     strategy = Single(Runtime("cpu"))
     strategy.setup(torch.nn.Identity())
     batches = []
     for inputs, labels in zip(logits.split(size), targets.split(size), strict=True):
         padding = torch.zeros(size - len(labels), dtype=torch.int64)
-        batches.append(Batch(torch.cat([inputs, logits[padding]]), torch.cat([labels, padding]), len(labels)))
+        batches.append(
+            Batch(torch.cat([inputs, logits[padding]]), torch.cat([labels, padding]), len(labels))
+        )
     return evaluate(strategy, batches)
 
 
 @pytest.mark.parametrize("classes", [6, 30])
 def test_evaluation_equals_sums_over_single_samples(classes):
     generator = torch.Generator().manual_seed(classes)
-    logits, targets = torch.randn(52, classes, generator=generator), torch.randint(classes, (52,), generator=generator)
+    logits = torch.randn(52, classes, generator=generator)
+    targets = torch.randint(classes, (52,), generator=generator)
     tested = evaluated(logits, targets)
     rows = list(zip(logits.tolist(), targets.tolist(), strict=True))
     ranks = [sorted(row, reverse=True).index(row[target]) for row, target in rows]
@@ -38,13 +43,21 @@ def test_evaluation_equals_sums_over_single_samples(classes):
     assert tested.values["accuracy"] == ranks.count(0) / 52
     assert tested.values["top5_accuracy"] == sum(rank < 5 for rank in ranks) / 52 < 1
     found = tested.sums["confusion"].tolist()
-    assert found == [[pairs[true, predicted] for predicted in range(classes)] for true in range(classes)]
+    assert found == [
+        [pairs[true, predicted] for predicted in range(classes)] for true in range(classes)
+    ]
 
 
-@pytest.mark.parametrize(("classes", "top5", "confusion"), [(5, False, True), (6, True, True), (MOST_CLASSES + 1, True, False)])
+@pytest.mark.parametrize(
+    ("classes", "top5", "confusion"),
+    [(5, False, True), (6, True, True), (MOST_CLASSES + 1, True, False)],
+)
 def test_top5_needs_six_classes_and_the_confusion_matrix_not_too_many(classes, top5, confusion):
     tested = evaluated(torch.eye(classes)[:3], torch.arange(3))
-    assert (tested.values["accuracy"], tested.values.get("top5_accuracy")) == (1, 1 if top5 else None)
+    assert (tested.values["accuracy"], tested.values.get("top5_accuracy")) == (
+        1,
+        1 if top5 else None,
+    )
     assert ("confusion" in tested.sums) == confusion
 
 
@@ -59,7 +72,9 @@ def test_running_sums_return_the_first_step_that_is_not_finite(start):
     running_sums = RunningSums(Classification(), torch.device("cpu"))
     running_sums.begin(start)
     for step in range(1, 11):
-        running_sums.add(torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64))
+        running_sums.add(
+            torch.tensor([float("nan") if step in (5, 8) else 1.0, 1.0, 1.0], dtype=torch.float64)
+        )
     assert running_sums.first_bad(start + 10).item() == start + 5
     running_sums.add(torch.ones(3, dtype=torch.float64))
     assert running_sums.first_bad(start + 11).item() == float("inf")

@@ -20,8 +20,11 @@ from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 
-NAN, INF = math.nan, math.inf
-NO_WEIGHT = "no weight: all targets are ignored, so that there is no loss, and the metrics mean nothing. "
+NAN = math.nan
+INF = math.inf
+NO_WEIGHT = (
+    "no weight: all targets are ignored, so that there is no loss, and the metrics mean nothing. "
+)
 
 
 def position(*epochs: dict[str, float]) -> Progress:
@@ -41,7 +44,8 @@ def test_metric_that_is_not_finite_hides_no_other():
     assert progress.best_epochs == {"val_loss": 2, "val_mae": 3}
     assert not why_over(progress, FitSettings(9, patience=2))
     assert why_over(progress, FitSettings(9, patience=3, criterion="val_r2")) == {
-        "patience above 3": "none of the 3 epochs has a finite val_r2 that is kept as the best (patience=3)"
+        "patience above 3": "none of the 3 epochs has a finite val_r2 that is kept as the best "
+        "(patience=3)"
     }
 
 
@@ -65,11 +69,28 @@ def linear(input_shape):
     return nn.Linear(*input_shape, 1)
 
 
-BASE = ["epochs=3", "device=cpu", "batch_size=10", "scheduler=constant", "data=own", "data.num_workers=0", "model=own"]
+BASE = [
+    "epochs=3",
+    "device=cpu",
+    "batch_size=10",
+    "scheduler=constant",
+    "data=own",
+    "data.num_workers=0",
+    "model=own",
+]
 RUNS = {
     "constant": ["task=regression", "data.dataset._target_=test_not_finite.constant", "patience=2"],
-    "never": ["task=regression", "data.dataset._target_=test_not_finite.constant", "checkpoint.best=val_r2"],
-    "ignored": ["task=tokens", "data.dataset._target_=test_not_finite.ignored", "data.num_classes=11", "data.test_split=test"],
+    "never": [
+        "task=regression",
+        "data.dataset._target_=test_not_finite.constant",
+        "checkpoint.best=val_r2",
+    ],
+    "ignored": [
+        "task=tokens",
+        "data.dataset._target_=test_not_finite.ignored",
+        "data.num_classes=11",
+        "data.test_split=test",
+    ],
 }
 LINEAR = ["model._target_=test_not_finite.linear", "optimizer.lr=0.1"]
 GPT = ["model=gpt", "model.depth=1", "model.width=8", "model.heads=2"]
@@ -94,23 +115,35 @@ def rows_without_nan(run: Path) -> list[dict]:
     def fail(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    return [json.loads(line, parse_constant=fail) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line, parse_constant=fail)
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_run_with_a_metric_that_is_not_finite_keeps_its_best_checkpoint(folder):
-    rows, log = rows_without_nan(folder / "constant"), (folder / "constant" / "train.log").read_text()
+    rows = rows_without_nan(folder / "constant")
+    log = (folder / "constant" / "train.log").read_text()
     assert [row["val_r2"] for row in rows] == [None] * len(rows)
     best = min(rows, key=lambda row: row["val_loss"])
     state = torch.load(folder / "constant" / "checkpoints" / "best.pt", weights_only=True)
     assert state["progress"]["best"]["val_loss"] == pytest.approx(best["val_loss"])
     assert f"result: epoch {best['epoch']} (best val_loss)" in log
-    assert log.count("WARNING not finite after epoch 1: val_r2 (-inf); such a value is never the best one") == 1
+    assert (
+        log.count(
+            "WARNING not finite after epoch 1: val_r2 (-inf); such a value is never the best one"
+        )
+        == 1
+    )
     assert log.count("not finite after") == 1
 
 
 def test_best_by_a_metric_that_is_never_finite_is_the_last_epoch_which_is_said(folder):
     log = (folder / "never" / "train.log").read_text()
-    said = "val_r2 was not finite in any epoch, so that none is the best: the last weights are the result"
+    said = (
+        "val_r2 was not finite in any epoch, so that none is the best: the last weights are the "
+        "result"
+    )
     assert log.count(said) == 1
     assert "result: epoch 3 (last), " in log
     assert not (folder / "never" / "checkpoints" / "best.pt").exists()
@@ -131,9 +164,12 @@ def test_set_without_weight_is_said_once(folder, command, tmp_path, caplog):
 
 
 def test_lab_says_once_what_is_not_finite(caplog):
-    train, validation = constant("train"), constant("val")
+    train = constant("train")
+    validation = constant("val")
     with Lab(device="cpu") as lab:
-        trainer = lab.trainer(nn.Linear(3, 1), tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=10)
+        trainer = lab.trainer(
+            nn.Linear(3, 1), tasks.Regression(), partial(torch.optim.SGD, lr=0.1), batch_size=10
+        )
         trainer.fit(train, validation, epochs=1)
         trainer.fit(train, validation, epochs=2)
         for _ in range(2):
@@ -141,7 +177,9 @@ def test_lab_says_once_what_is_not_finite(caplog):
         assert trainer.progress.best_epochs["val_mae"] == 2
         assert caplog.text.count("not finite after epoch 1: val_r2 (-inf); such") == 1
         assert caplog.text.count("not finite: r2 (-inf)\n") == 1
-        weightless = lab.trainer(nn.Linear(3, 1), without_weight, partial(torch.optim.SGD, lr=0.1), batch_size=10)
+        weightless = lab.trainer(
+            nn.Linear(3, 1), without_weight, partial(torch.optim.SGD, lr=0.1), batch_size=10
+        )
         for _ in range(2):
             assert math.isnan(weightless.evaluate(train)["loss"])
         assert caplog.text.count("the set that was evaluated has no weight") == 1
@@ -153,7 +191,10 @@ def test_metrics_that_are_not_finite_are_one_message(caplog):
     val = Evaluation({"loss": NAN, "mae": 1.0, "r2": -INF}, 3, {}, 3.0)
     test = Evaluation({"loss": INF, "mae": NAN, "r2": 1.0}, 3, {}, 3.0)
     notes.check({"val": val, "test": test}, " after epoch 2")
-    listed = "not finite after epoch 2: val_loss (nan), val_r2 (-inf), test_loss (inf), test_mae (nan); such a value"
+    listed = (
+        "not finite after epoch 2: val_loss (nan), val_r2 (-inf), test_loss (inf), test_mae (nan); "
+        "such a value"
+    )
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith(listed)
     notes.check({"val": val, "test": test}, " after epoch 3")

@@ -1,4 +1,6 @@
-"""The functions of parameters that users pass as `optimizer`: what they get, and which optimizers are refused."""
+"""The functions of parameters that users pass as `optimizer`: what they get, and which optimizers
+are refused.
+"""
 
 from functools import partial
 
@@ -12,7 +14,10 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.training.optimizer import construct_optimizer
 
 REMOVED = ["~optimizer.momentum", "~optimizer.weight_decay", "~optimizer.nesterov"]
-NEEDS = "optimizer: the step of {} needs the argument {}, by which it would compute the loss several times in a step. "
+NEEDS = (
+    "optimizer: the step of {} needs the argument {}, by which it would compute the loss several "
+    "times in a step. "
+)
 
 
 class Own(torch.optim.SGD):
@@ -30,7 +35,9 @@ def decayed_by_dimension(parameters):
 FACTORIES = {
     "partial": partial(torch.optim.SGD, lr=0.1),
     "lambda": lambda params: torch.optim.SGD(params, lr=0.1),
-    "generator": lambda params: torch.optim.SGD((param for param in params if param.requires_grad), lr=0.1),
+    "generator": lambda params: torch.optim.SGD(
+        (param for param in params if param.requires_grad), lr=0.1
+    ),
     "groups": decayed_by_dimension,
 }
 
@@ -57,11 +64,14 @@ def test_options_of_a_group_reach_the_optimizer_that_gets_a_list():
     parameters = [nn.Parameter(torch.ones(2))]
     optimizer = construct_optimizer(FACTORIES["lambda"], [{"params": parameters, "foreach": False}])
     assert optimizer.param_groups[0]["foreach"] is False
-    nothing = construct_optimizer(FACTORIES["lambda"], [{"params": []}])  # a stage whose parameters are all frozen
+    # a stage whose parameters are all frozen
+    nothing = construct_optimizer(FACTORIES["lambda"], [{"params": []}])
     assert nothing.param_groups[0]["params"] == []
 
 
-@pytest.mark.parametrize(("make", "name", "argument"), [(torch.optim.LBFGS, "LBFGS", "closure"), (Own, "Own", "model")])
+@pytest.mark.parametrize(
+    ("make", "name", "argument"), [(torch.optim.LBFGS, "LBFGS", "closure"), (Own, "Own", "model")]
+)
 def test_optimizer_whose_step_needs_an_argument_is_refused_before_training(make, name, argument):
     with Lab(device="cpu") as lab, pytest.raises(ConfigError) as error:
         lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=8)
@@ -85,7 +95,9 @@ def fails(parameters):
 def test_function_that_fails_is_one_message():
     with (
         Lab(device="cpu") as lab,
-        pytest.raises(ConfigError, match=r"optimizer: AttributeError: .*dims.*test_optimizer_factories"),
+        pytest.raises(
+            ConfigError, match=r"optimizer: AttributeError: .*dims.*test_optimizer_factories"
+        ),
     ):
         lab.trainer(nn.Linear(4, 1), tasks.Regression(), fails, batch_size=8)
     with pytest.raises(AttributeError):

@@ -1,7 +1,8 @@
-"""Compare train.py with a training loop written by hand, which shares only the networks and the images with it.
+"""Compare train.py with a training loop written by hand, which shares only the networks and the
+images with it.
 
-The other end-to-end tests compare runs of train.py with each other, so they cannot detect an error that all runs have.
-Here every key that changes numbers differs from its default.
+The other end-to-end tests compare runs of train.py with each other, so they cannot detect an error
+that all runs have. Here every key that changes numbers differs from its default.
 """
 
 import copy
@@ -19,11 +20,21 @@ from worlds import run_world
 
 from ddp_lab.data.datasets import Synthetic
 
-SEED, EPOCHS, BATCH, ACCUMULATE, SHIFT = 6, 2, 20, 2, 2
-MEAN, STD = 0.3, 0.4
-LR, MOMENTUM, WEIGHT_DECAY = 0.03 * math.sqrt(BATCH / 5), 0.8, 0.01
-SMOOTHING, MIXUP, CUTMIX = 0.1, 0.4, 1.0
-# With some other seeds and norms, the hand-written loop itself differs by 1e-4 between float32 and float64 (a ReLU switches).
+SEED = 6
+EPOCHS = 2
+BATCH = 20
+ACCUMULATE = 2
+SHIFT = 2
+MEAN = 0.3
+STD = 0.4
+LR = 0.03 * math.sqrt(BATCH / 5)
+MOMENTUM = 0.8
+WEIGHT_DECAY = 0.01
+SMOOTHING = 0.1
+MIXUP = 0.4
+CUTMIX = 1.0
+# With some other seeds and norms, the hand-written loop itself differs by 1e-4 between float32 and
+# float64 (a ReLU switches).
 LARGEST_NORM = {"lenet": 1.5, "narrow": 0.55}  # max_grad_norm, by model
 EMA = 0.7
 WARMUP = 3  # steps: half an epoch of six
@@ -53,7 +64,9 @@ CHANGED = [
 
 
 def moved(image: torch.Tensor, down: int, right: int, mirrored: int) -> torch.Tensor:
-    """Return one image, shifted and perhaps mirrored, by cropping it from a copy with a border of zeros."""
+    """Return one image, shifted and perhaps mirrored, by cropping it from a copy with a border of
+    zeros.
+    """
     _, height, width = image.shape
     bordered = F.pad(image.flip(-1) if mirrored else image, (SHIFT, SHIFT, SHIFT, SHIFT))
     return bordered[:, SHIFT - down :, SHIFT - right :][:, :height, :width]
@@ -68,16 +81,23 @@ def moves(samples: int, epoch: int) -> list[tuple[int, int, int]]:
     return list(zip(down.tolist(), right.tolist(), mirrored.tolist(), strict=True))
 
 
-def mixed(images: torch.Tensor, targets: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images and target probabilities; those of a full batch are mixed as drawn from a seed of (seed, step)."""
+def mixed(
+    images: torch.Tensor, targets: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images and target probabilities; those of a full batch are mixed as drawn from a seed
+    of (seed, step).
+    """
     wanted = F.one_hot(targets, 10).double()
     if len(images) < BATCH:
         return images, wanted
-    random = Random(int.from_bytes(hashlib.sha256(f"mix seed={SEED} step={step}".encode()).digest(), "big"))
+    random = Random(
+        int.from_bytes(hashlib.sha256(f"mix seed={SEED} step={step}".encode()).digest(), "big")
+    )
     partners, images, size = images.roll(BATCH // 2, 0), images.clone(), images.shape[-1]
     if random.random() < 0.5:
         half = int(size * math.sqrt(1 - random.betavariate(CUTMIX, CUTMIX)) / 2)
-        y, x = random.randrange(size), random.randrange(size)
+        y = random.randrange(size)
+        x = random.randrange(size)
         rows, columns = (slice(max(0, center - half), center + half) for center in (y, x))
         images[..., rows, columns] = partners[..., rows, columns]
         own = 1 - images[0, 0, rows, columns].numel() / size**2
@@ -95,33 +115,56 @@ def train_by_hand(
     largest_norm: float,
     average: torch.nn.Module | None,
 ) -> list[dict[str, float]]:
-    """Train with SGD and Nesterov momentum in plain PyTorch and float64. Return the metrics of each epoch.
+    """Train with SGD and Nesterov momentum in plain PyTorch and float64.
 
-    `average` is a copy of the model, which becomes the moving average of its weights and is evaluated in its place.
+    Return the metrics of each epoch.
+
+    `average` is a copy of the model, which becomes the moving average of its weights and is
+    evaluated in its place.
     """
     normal = lambda images: (images.double() / 255 - MEAN) / STD  # noqa: E731
     velocity = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    steps, step, clipped, records = math.ceil(len(train.targets) / BATCH) * EPOCHS, 0, 0, []
+    steps = math.ceil(len(train.targets) / BATCH) * EPOCHS
+    step = 0
+    clipped = 0
+    records = []
     for epoch in range(1, EPOCHS + 1):
         model.train()
-        order = torch.randperm(len(train.targets), generator=torch.Generator().manual_seed(SEED + epoch))
-        movement, loss_sum, correct = moves(len(order), epoch), 0.0, 0
+        order = torch.randperm(
+            len(train.targets), generator=torch.Generator().manual_seed(SEED + epoch)
+        )
+        movement = moves(len(order), epoch)
+        loss_sum = 0.0
+        correct = 0
         for index in order.split(BATCH):
-            images = normal(torch.stack([moved(train.inputs[i], *movement[i]) for i in index.tolist()]))
+            images = normal(
+                torch.stack([moved(train.inputs[i], *movement[i]) for i in index.tolist()])
+            )
             images, wanted = mixed(images, train.targets[index], step)
             model.zero_grad()
-            for micro_batch, targets in zip(images.chunk(ACCUMULATE), wanted.chunk(ACCUMULATE), strict=True):
+            for micro_batch, targets in zip(
+                images.chunk(ACCUMULATE), wanted.chunk(ACCUMULATE), strict=True
+            ):
                 logits = model(micro_batch)
                 loss = -(((1 - SMOOTHING) * targets + SMOOTHING / 10) * logits.log_softmax(1)).sum()
                 (loss / len(index)).backward()
-                loss_sum, correct = loss_sum + loss.item(), correct + (logits.argmax(1) == targets.argmax(1)).sum().item()
-            norm = math.sqrt(sum((parameter.grad**2).sum().item() for parameter in model.parameters()))
+                loss_sum = loss_sum + loss.item()
+                correct = correct + (logits.argmax(1) == targets.argmax(1)).sum().item()
+            norm = math.sqrt(
+                sum((parameter.grad**2).sum().item() for parameter in model.parameters())
+            )
             clipped += norm > largest_norm
             after = (step - WARMUP) / (steps - WARMUP)
-            shape = (step + 1) / (WARMUP + 1) if step < WARMUP else shape_of(after, step / (steps / EPOCHS))
+            shape = (
+                (step + 1) / (WARMUP + 1)
+                if step < WARMUP
+                else shape_of(after, step / (steps / EPOCHS))
+            )
             for name, parameter in model.named_parameters():
                 decay = WEIGHT_DECAY if parameter.dim() > 1 else 0
-                gradient = parameter.grad * min(1.0, largest_norm / norm) + decay * parameter.detach()
+                gradient = (
+                    parameter.grad * min(1.0, largest_norm / norm) + decay * parameter.detach()
+                )
                 velocity[name] = gradient if step == 0 else MOMENTUM * velocity[name] + gradient
                 parameter.data -= LR * shape * (gradient + MOMENTUM * velocity[name])
             ema = min(EMA, (1 + step) / (10 + step))
@@ -142,18 +185,31 @@ def train_by_hand(
                 "lr": LR * shape,
             }
         )
-    assert steps / 3 < clipped < steps, "if every step is clipped, a gradient that is wrong by a factor goes undetected"
+    assert steps / 3 < clipped < steps, (
+        "if every step is clipped, a gradient that is wrong by a factor goes undetected"
+    )
     return records
 
 
 @pytest.mark.parametrize(
     ("ranks", "model", "overrides", "shape_of"),
     [
-        (1, "lenet", ["model.init_std=0.1", f"batch_size={BATCH}", "scheduler=constant"], lambda progress, epoch: 1.0),
+        (
+            1,
+            "lenet",
+            ["model.init_std=0.1", f"batch_size={BATCH}", "scheduler=constant"],
+            lambda progress, epoch: 1.0,
+        ),
         (
             2,
             "lenet",
-            ["strategy=ddp", "model.init_std=0.1", "scaling=weak", f"batch_size={BATCH // 2}", "data.loader=workers"],
+            [
+                "strategy=ddp",
+                "model.init_std=0.1",
+                "scaling=weak",
+                f"batch_size={BATCH // 2}",
+                "data.loader=workers",
+            ],
             lambda progress, epoch: (1 + math.cos(math.pi * progress)) / 2,
         ),
         (
@@ -174,13 +230,23 @@ def train_by_hand(
 )
 def test_train_equals_a_loop_written_by_hand(ranks, model, overrides, shape_of, tmp_path):
     largest_norm = LARGEST_NORM[model]
-    run_world(ranks, main_in_world, *CHANGED, *overrides, f"max_grad_norm={largest_norm}", f"runs_dir={tmp_path}", "name=run")
+    run_world(
+        ranks,
+        main_in_world,
+        *CHANGED,
+        *overrides,
+        f"max_grad_norm={largest_norm}",
+        f"runs_dir={tmp_path}",
+        "name=run",
+    )
     make, _, size = MODELS[model]
     dataset = Synthetic(101, 53, 3, size, 10).load()
     torch.manual_seed(SEED)
     network = make(3, size, 10, 0.1 if model == "lenet" else None)
     average = copy.deepcopy(network.double()) if f"ema={EMA}" in overrides else None
-    expected = train_by_hand(network.double(), dataset.train, dataset.test, shape_of, largest_norm, average)
+    expected = train_by_hand(
+        network.double(), dataset.train, dataset.test, shape_of, largest_norm, average
+    )
     metrics = read_metrics(tmp_path / "run")
     assert [{key: record[key] for key in expected[0]} for record in metrics] == [
         pytest.approx(record, rel=1e-5) for record in expected

@@ -17,13 +17,23 @@ def own(name: str, **options):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("failing", {}, r"failed for progress=0\.5: KeyError: 0\.5 \(own_schedules.py, line \d+\)\. It must return"),
+        (
+            "failing",
+            {},
+            r"failed for progress=0\.5: KeyError: 0\.5 \(own_schedules.py, line \d+\)\. It must "
+            "return",
+        ),
         (
             "nothing",
             {},
-            r"failed for progress=0: TypeError: .*'NoneType'\. It must return a number, the factor of optimizer.lr",
+            r"failed for progress=0: TypeError: .*'NoneType'\. It must return a number, the factor "
+            "of optimizer.lr",
         ),
-        ("falling", {"epochs": 0}, r"failed for epoch=0: ZeroDivisionError: .* \(own_schedules.py, line \d+\)"),
+        (
+            "falling",
+            {"epochs": 0},
+            r"failed for epoch=0: ZeroDivisionError: .* \(own_schedules.py, line \d+\)",
+        ),
     ],
 )
 def test_own_schedule_that_fails_is_refused(name, options, message):
@@ -34,6 +44,8 @@ def test_own_schedule_that_fails_is_refused(name, options, message):
 
 def test_partial_of_a_config_is_functools_partial():
     """Hydra's own partial looks up its policy at every call, which takes 0.1 ms or more."""
-    shape = build(OmegaConf.create({"_target_": "ddp_lab.training.schedule.cosine", "_partial_": True}))
+    shape = build(
+        OmegaConf.create({"_target_": "ddp_lab.training.schedule.cosine", "_partial_": True})
+    )
     assert type(shape) is partial
     assert shape(0.5) == pytest.approx(0.5)

@@ -12,7 +12,8 @@ from ddp_lab.config.errors import NodeError
 from ddp_lab.world.store import agree_on_attempt
 
 RANKS = 3
-LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+LONG = timedelta(seconds=30)
+SHORT = timedelta(seconds=1)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,9 @@ def server() -> TCPStore:
 
 
 def start(server: TCPStore, order: Iterable[int]) -> list[str]:
-    """Start ranks in this order, each 0.15 s after the one before, and return the names in order of rank."""
+    """Start ranks in this order, each 0.15 s after the one before, and return the names in order of
+    rank.
+    """
     with ThreadPoolExecutor(RANKS) as pool:
         results = {}
         for rank in order:
@@ -35,8 +38,13 @@ def test_start_that_failed_before_its_ranks_agreed_leaves_nothing_that_the_next_
     """Rank 0 publishes a name, and rank 1 answers it, but rank 2 does not come."""
     with ThreadPoolExecutor(2) as pool:
         client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
-        waiting = [pool.submit(agree_on_attempt, store, rank, RANKS, SHORT) for rank, store in enumerate((server, client))]
-    with pytest.raises(NodeError, match=r"^rank 2 did not start within 1 s after the others\..*ddp-lab train"):
+        waiting = [
+            pool.submit(agree_on_attempt, store, rank, RANKS, SHORT)
+            for rank, store in enumerate((server, client))
+        ]
+    with pytest.raises(
+        NodeError, match=r"^rank 2 did not start within 1 s after the others\..*ddp-lab train"
+    ):
         waiting[0].result()
     with pytest.raises(NodeError, match=r"^rank 0 or another one did not start within 1 s"):
         waiting[1].result()

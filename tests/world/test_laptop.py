@@ -1,4 +1,7 @@
-"""Systems without /proc (macOS), and a Mac's GPU. No Mac was available: /proc is hidden on Linux, and mps is simulated."""
+"""Systems without /proc (macOS), and a Mac's GPU.
+
+No Mac was available: /proc is hidden on Linux, and mps is simulated.
+"""
 
 import contextlib
 import os
@@ -37,7 +40,9 @@ def child():
         process.wait()
 
 
-@pytest.mark.parametrize("error", [None, psutil.AccessDenied(1), psutil.NoSuchProcess(1), OSError()])
+@pytest.mark.parametrize(
+    "error", [None, psutil.AccessDenied(1), psutil.NoSuchProcess(1), OSError()]
+)
 def test_process_is_alive_until_it_is_a_zombie_or_has_exited(error, monkeypatch):
     """If its state cannot be read, it counts as alive until signal 0 does not reach it."""
     if error:
@@ -45,7 +50,8 @@ def test_process_is_alive_until_it_is_a_zombie_or_has_exited(error, monkeypatch)
     with child() as running:
         assert is_alive(running.pid)
         running.kill()
-        os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie until it is reaped
+        # it is a zombie until it is reaped
+        os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
         assert is_alive(running.pid) == bool(error)
     assert not is_alive(running.pid)
 
@@ -62,12 +68,32 @@ def test_start_time_distinguishes_processes(platform, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks_train_where_proc_is_hidden(tmp_path):
-    if not shutil.which("unshare") or subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode
+    ):
         pytest.skip("needs the right to mount in a namespace of its own")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    overrides = ["strategy=ddp", "device=cpu", "epochs=2", f"runs_dir={tmp_path}", "name=run", "inject='slow@rank=1,step=3'"]
-    ended = subprocess.run([*HIDE_PROC, *launch, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr  # during the slow step of 3 s, rank 0 checks the other rank six times
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "train.py",
+    ]
+    overrides = [
+        "strategy=ddp",
+        "device=cpu",
+        "epochs=2",
+        f"runs_dir={tmp_path}",
+        "name=run",
+        "inject='slow@rank=1,step=3'",
+    ]
+    ended = subprocess.run(
+        [*HIDE_PROC, *launch, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    # during the slow step of 3 s, rank 0 checks the other rank six times
+    assert ended.returncode == 0, ended.stderr
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2]
     assert not (tmp_path / "run" / "failure.json").exists()
 
@@ -75,7 +101,8 @@ def test_two_ranks_train_where_proc_is_hidden(tmp_path):
 @pytest.fixture
 def mac(monkeypatch):
     """Make torch report a Mac with a GPU; nothing can be computed on it."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", cache(lambda: True))  # torch._dynamo unwraps it
+    # torch._dynamo unwraps it
+    monkeypatch.setattr(torch.backends.mps, "is_available", cache(lambda: True))
 
 
 def test_device_mps_is_found_on_a_mac_and_only_if_asked_for(mac, monkeypatch):
@@ -85,14 +112,19 @@ def test_device_mps_is_found_on_a_mac_and_only_if_asked_for(mac, monkeypatch):
     assert Runtime("auto").device == torch.device("cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"device=mps: is not supported by 2 ranks: .* or set device=cpu"):
+    with pytest.raises(
+        ConfigError, match=r"device=mps: is not supported by 2 ranks: .* or set device=cpu"
+    ):
         Runtime("mps")
 
 
 @pytest.mark.parametrize("name", ["ddp", "mesh"])
 def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
     cfg = config(f"strategy={name}", "device=mps")
-    with pytest.raises(ConfigError, match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single"):
+    with pytest.raises(
+        ConfigError,
+        match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single",
+    ):
         build(cfg.strategy, Runtime("mps"))
 
 
@@ -103,6 +135,8 @@ def test_single_on_mps_disables_unsupported_options(mac):
     required = dict.fromkeys(["cuda_graph", "channels_last", "compile"], True)
     options = choose(False, required, refusals_of(strategy, torch.nn.Linear(1, 1)))
     assert (options.cuda_graph, options.channels_last, options.compile) == (False, False, False)
-    assert [line.split(" ")[0] for line in options.disabled] == [f"{name}=true" for name in required]
+    assert [line.split(" ")[0] for line in options.disabled] == [
+        f"{name}=true" for name in required
+    ]
     with pytest.raises(ConfigError, match="profile=true: is not supported on device=mps"):
         check_profile(1000, strategy.device)

@@ -1,4 +1,6 @@
-"""Tests of the agreement of ranks before the process group exists, on a run directory for example."""
+"""Tests of the agreement of ranks before the process group exists, on a run directory for
+example.
+"""
 
 import os
 import socket
@@ -16,9 +18,16 @@ from ddp_lab.world.runtime import Runtime
 
 
 def on_two_nodes() -> Runtime:
-    """Return this rank's runtime as if the first half of the ranks were on one machine and the second half on another."""
-    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
-    os.environ |= {"LOCAL_RANK": str(rank % half), "LOCAL_WORLD_SIZE": str(half), "GROUP_RANK": str(rank // half)}
+    """Return this rank's runtime as if the first half of the ranks were on one machine and the
+    second half on another.
+    """
+    rank = int(os.environ["RANK"])
+    half = int(os.environ["WORLD_SIZE"]) // 2
+    os.environ |= {
+        "LOCAL_RANK": str(rank % half),
+        "LOCAL_WORLD_SIZE": str(half),
+        "GROUP_RANK": str(rank // half),
+    }
     return Runtime("cpu", timeout=30)
 
 
@@ -38,7 +47,12 @@ def prepare_once_per_node(folder) -> str:
 
 def test_agree_per_node_runs_once_per_node_and_the_other_ranks_wait(tmp_path):
     answers = run_world(4, prepare_once_per_node, tmp_path)
-    assert [os.path.basename(path) for path in answers] == ["by_rank_0", "by_rank_0", "by_rank_2", "by_rank_2"]
+    assert [os.path.basename(path) for path in answers] == [
+        "by_rank_0",
+        "by_rank_0",
+        "by_rank_2",
+        "by_rank_2",
+    ]
     assert sorted(os.listdir(tmp_path)) == ["by_rank_0", "by_rank_2"]
 
 
@@ -75,12 +89,19 @@ def test_launches_of_the_same_second_get_different_directories(tmp_path, monkeyp
 def restart_with(agent: str, runs_dir) -> str:
     """Choose the run directory of a launch whose node 0 has this agent."""
     with on_two_nodes() as runtime:
-        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "DDP_LAB_LAUNCH": agent if runtime.node == 0 else "always"}
+        os.environ |= {
+            "TORCHELASTIC_RUN_ID": "test",
+            "DDP_LAB_LAUNCH": agent if runtime.node == 0 else "always",
+        }
         return str(RunDir(runtime, runs_dir, name=None, resume="never", label="label").path)
 
 
 def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
-    paths = {path for agent in ("first", "second") for path in run_world(2, restart_with, agent, tmp_path)}
+    paths = {
+        path
+        for agent in ("first", "second")
+        for path in run_world(2, restart_with, agent, tmp_path)
+    }
     assert paths == {str(path) for path in tmp_path.iterdir()}
     assert len(paths) == 1
 
@@ -89,9 +110,16 @@ def test_find_launch_returns_the_directory_of_a_launch_also_if_some_nodes_were_r
     for name, launch in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
         (tmp_path / name / LAUNCH_FILE).write_text(launch)
-    (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)  # for root, too, whom permissions do not stop
+    # for root, too, whom permissions do not stop
+    (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)
     launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "host-2-20", "node1-1-50", "node"]
-    assert [find_launch(tmp_path, launch) for launch in launches] == ["one", "one", "two", None, None]
+    assert [find_launch(tmp_path, launch) for launch in launches] == [
+        "one",
+        "one",
+        "two",
+        None,
+        None,
+    ]
     assert find_launch(tmp_path / "none-yet", "host-2-20") is None
 
 
@@ -117,4 +145,6 @@ def test_agree_raises_the_error_of_the_deciding_rank_on_every_rank(store):
     """The store is on rank 0 with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and closes with it."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    assert run_world(2, fail_to_agree, port if store == "of rank 0" else None) == ["no such thing"] * 2
+    assert (
+        run_world(2, fail_to_agree, port if store == "of rank 0" else None) == ["no such thing"] * 2
+    )

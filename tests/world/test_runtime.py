@@ -31,30 +31,48 @@ def test_rank_missing_from_a_mesh_group_is_detected_at_the_timeout():
     with pytest.raises(AssertionError, match="rank 2: Traceback") as error:
         run_world(4, use_mesh, timeout=60)
     assert time.monotonic() - start < 30
-    assert "2000ms" in str(error.value), "must be detected when the missing rank exits, not by the timeout"
+    assert "2000ms" in str(error.value), (
+        "must be detected when the missing rank exits, not by the timeout"
+    )
     assert "rank 0: " not in str(error.value), "must not be named: its pipeline is complete"
     assert "rank 1: " not in str(error.value), "must not be named: its pipeline is complete"
 
 
 IN_BF16 = {  # ranks: overrides of runs
     1: ["strategy=dp", "strategy=split"],
-    2: ["strategy=ddp", "strategy=scratch", "strategy=pipeline", "strategy=tp", f"strategy=fsdp {' '.join(NARROW)}"],
+    2: [
+        "strategy=ddp",
+        "strategy=scratch",
+        "strategy=pipeline",
+        "strategy=tp",
+        f"strategy=fsdp {' '.join(NARROW)}",
+    ],
 }
 
 
 def train_in_both(lines: list[str], folder: Path) -> None:
     for i, line in enumerate(lines):
         for precision in ("float32", "bf16"):
-            given = [*line.split(), "epochs=1", f"precision={precision}", f"name={precision}{i}", f"runs_dir={folder}"]
+            given = [
+                *line.split(),
+                "epochs=1",
+                f"precision={precision}",
+                f"name={precision}{i}",
+                f"runs_dir={folder}",
+            ]
             main_in_world(*SMALL, *given)
 
 
 @pytest.mark.parametrize("ranks", IN_BF16)
 def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
-    """BatchNorm's parameters stay in float32: its kernels do not support bf16 parameters with float32 statistics."""
+    """BatchNorm's parameters stay in float32: its kernels do not support bf16 parameters with
+    float32 statistics.
+    """
     run_world(ranks, train_in_both, IN_BF16[ranks], tmp_path)
     for i, line in enumerate(IN_BF16[ranks]):
-        exact, rough = (read_metrics(tmp_path / f"{precision}{i}")[-1] for precision in ("float32", "bf16"))
+        exact, rough = (
+            read_metrics(tmp_path / f"{precision}{i}")[-1] for precision in ("float32", "bf16")
+        )
         assert math.isfinite(rough["test_loss"]), line
         assert rough["train_loss"] != exact["train_loss"], f"nothing was computed in bf16: {line}"
         assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05), line
@@ -69,4 +87,6 @@ def test_training_and_evaluation_have_the_chosen_precision(tmp_path, capsys):
     with Runtime("cpu") as runtime:
         evaluate_run(read_config(tmp_path / "one", [], None), runtime, tmp_path / "one", "last")
     assert capsys.readouterr().out.splitlines()[-1] == "float32_matmul=high, error small"
-    assert torch.get_float32_matmul_precision() == "highest", "the setting of this process is restored"
+    assert torch.get_float32_matmul_precision() == "highest", (
+        "the setting of this process is restored"
+    )

@@ -9,16 +9,24 @@ from ddp_lab.exercises.explain import Call, Wrong, contribution, describe_sum, p
 WRITE = ("fill_buckets", "all_reduce_buckets")
 RANKS = (2, 3)
 HINTS = (
-    "Go through reversed(range(len(sizes))) and look only at the last bucket: does the next gradient fit into it?",
+    "Go through reversed(range(len(sizes))) and look only at the last bucket: does the next "
+    "gradient fit into it?",
     "torch.cat([gradients[index].flatten() for index in bucket]) is the flattened bucket.",
-    "flat.split(sizes of the bucket) cuts the sums in the same order; copy_ each into its gradient, with view_as.",
+    "flat.split(sizes of the bucket) cuts the sums in the same order; copy_ each into its "
+    "gradient, with view_as.",
 )
 SHAPES = [(2,), (3, 1), (2, 2), (1,), (6,)]
-CASES = {5: [[4], [3, 2], [1, 0]], 6: [[4], [3, 2], [1, 0]], 100: [[4, 3, 2, 1, 0]], 7: [[4, 3], [2, 1], [0]]}
+CASES = {
+    5: [[4], [3, 2], [1, 0]],
+    6: [[4], [3, 2], [1, 0]],
+    100: [[4, 3, 2, 1, 0]],
+    7: [[4, 3], [2, 1], [0]],
+}
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     sizes = [contribution(0, shape).numel() for shape in SHAPES]
     for limit, expected in CASES.items():
         check_buckets(plain(theirs.fill_buckets(list(sizes), limit)), expected, sizes, limit)
@@ -31,15 +39,25 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             if describe_sum(value, ranks) == "the sum of all ranks":
                 continue
             text = (
-                f"limit={limit}: gradient {index} on rank {rank} holds {describe_sum(value, ranks)}, not the sum of all ranks. "
+                f"limit={limit}: gradient {index} on rank {rank} holds "
+                f"{describe_sum(value, ranks)}, not the sum of all ranks. "
             )
             if value == 10.0**rank:
                 text += "Was the sum copied back into the gradient? torch.cat makes a copy."
-            elif any(float(gradient.flatten()[0]) == (other + 1) * sum(10**r for r in range(ranks)) for other in range(5)):
-                text += "It holds the sum of another gradient: cut the bucket in the order in which it was put together."
+            elif any(
+                float(gradient.flatten()[0]) == (other + 1) * sum(10**r for r in range(ranks))
+                for other in range(5)
+            ):
+                text += (
+                    "It holds the sum of another gradient: cut the bucket in the order in which it "
+                    "was put together."
+                )
             raise Wrong(text)
         if collectives != len(expected):
-            text = f"limit={limit}: the sums are right, but took {collectives} all-reduces: expected {len(expected)}, "
+            text = (
+                f"limit={limit}: the sums are right, but took {collectives} all-reduces: expected "
+                f"{len(expected)}, "
+            )
             raise Wrong(text + "one for each bucket.")
 
 
@@ -53,7 +71,10 @@ def check_buckets(found: object, expected: list[list[int]], sizes: list[int], li
     held = [index for bucket in found for index in bucket]
     lost = sorted(set(range(len(sizes))) - set(held))
     if lost:
-        text += f"The gradients {lost} are in no bucket: a bucket that is not full, or one above the limit, counts as well."
+        text += (
+            f"The gradients {lost} are in no bucket: a bucket that is not full, or one above the "
+            "limit, counts as well."
+        )
     elif any(len(bucket) > 1 and sum(sizes[index] for index in bucket) > limit for bucket in found):
         text += "A bucket exceeds the limit: close it before the gradient that would exceed it."
     elif held == sorted(held):

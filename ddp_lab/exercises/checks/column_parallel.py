@@ -12,31 +12,49 @@ RANKS = (2, 3)
 HINTS = (
     "weight.chunk(world_size)[rank] are the rows, that is the outputs, of a rank.",
     "Forward is the linear layer with the own rows: x @ own.T, without communication.",
-    "grad_y @ own lacks what the other ranks' outputs add to the gradient of x: all_reduce it. That of the weight is local.",
+    "grad_y @ own lacks what the other ranks' outputs add to the gradient of x: all_reduce it. "
+    "That of the weight is local.",
 )
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     x, weight, _, grad_y = layer(ranks)
-    own, own_grad = weight.chunk(ranks)[rank], grad_y.chunk(ranks, 1)[rank].contiguous()
+    own = weight.chunk(ranks)[rank]
+    own_grad = grad_y.chunk(ranks, 1)[rank].contiguous()
     shards = {
         "It takes every world_size-th row: take a block of neighbours.": weight[rank::ranks],
-        "It is split by inputs: that is row parallelism. Split the outputs, the rows of W.": weight.chunk(ranks, 1)[rank],
+        "It is split by inputs: that is row parallelism. Split the outputs, the rows of "
+        "W.": weight.chunk(ranks, 1)[rank],
     }
     compare(unchanged(theirs.shard, weight), own, f"The shard of rank {rank}", shards)
     before = len(calls)
     compare(unchanged(theirs.forward, x, own), x @ own.T, f"The output of rank {rank}", {})
     if len(calls) > before:
-        text = f"forward calls {calls[before].name} at line {calls[before].line}: every rank has x and its rows, "
+        text = (
+            f"forward calls {calls[before].name} at line {calls[before].line}: every rank has x "
+            "and its rows, "
+        )
         raise Wrong(text + "so nothing is sent.")
     returned = unchanged(theirs.backward, x, own, own_grad)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-        raise Wrong(f"backward returned {type(returned).__name__}: expected a tuple of the gradients of x and of the own rows")
+        raise Wrong(
+            f"backward returned {type(returned).__name__}: expected a tuple of the gradients of x "
+            "and of the own rows"
+        )
     partial = own_grad @ own
     local = "It has only the terms of this rank's outputs: sum it over the ranks."
     mean = "It is the average over the ranks: the terms of all outputs are summed."
-    compare(returned[0], grad_y @ weight, f"The gradient of x on rank {rank}", {local: partial, mean: grad_y @ weight / ranks})
+    compare(
+        returned[0],
+        grad_y @ weight,
+        f"The gradient of x on rank {rank}",
+        {local: partial, mean: grad_y @ weight / ranks},
+    )
     summed = sum((part.T @ x for part in grad_y.chunk(ranks, 1)), start=own_grad.T @ x * 0)
-    causes = {"It was summed over the ranks: they have different rows, and their gradients must not be added.": summed}
+    causes = {
+        "It was summed over the ranks: they have different rows, and their gradients must not be "
+        "added.": summed
+    }
     compare(returned[1], own_grad.T @ x, f"The gradient of rank {rank}'s rows", causes)

@@ -10,51 +10,76 @@ from ddp_lab.exercises.explain import Call, Wrong, expect_only, expect_tensor, u
 WRITE = ("gather", "gradient_of_own_rows")
 RANKS = (2, 3)
 HINTS = (
-    "dist.all_gather(list of tensors, own) fills the list in the order of the ranks; torch.cat joins it.",
-    "The gradient of half the squares of inputs @ weight.T is outputs.T @ inputs, of the shape of the weight.",
-    "dist.reduce_scatter_tensor(output, input) sums the inputs of all ranks and leaves rank r the r-th part of the rows.",
+    "dist.all_gather(list of tensors, own) fills the list in the order of the ranks; torch.cat "
+    "joins it.",
+    "The gradient of half the squares of inputs @ weight.T is outputs.T @ inputs, of the shape of "
+    "the weight.",
+    "dist.reduce_scatter_tensor(output, input) sums the inputs of all ranks and leaves rank r the "
+    "r-th part of the rows.",
 )
 COLUMNS = 2
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     weight = torch.rand(2 * ranks, COLUMNS, generator=generator, dtype=torch.float64)
     inputs = torch.rand(2 * ranks + 1, COLUMNS, generator=generator, dtype=torch.float64)
     own = weight.chunk(ranks)[rank].clone()
     gathered = expect_tensor(unchanged(theirs.gather, own), weight.shape, "gather")
     if not torch.equal(gathered, weight):
-        text = f"Rank {rank}: gather returned rows {rows_in(gathered, weight)}, expected {list(range(len(weight)))}. "
-        raise Wrong(text + "Its own rows must be sent, and the ranks' rows joined in the order of the ranks.")
-    weight, own = weight.square(), own.square()  # as after a step: what was gathered before is of no use
+        text = (
+            f"Rank {rank}: gather returned rows {rows_in(gathered, weight)}, expected "
+            f"{list(range(len(weight)))}. "
+        )
+        raise Wrong(
+            text
+            + "Its own rows must be sent, and the ranks' rows joined in the order of the ranks."
+        )
+    # as after a step: what was gathered before is of no use
+    weight = weight.square()
+    own = own.square()
     returned = unchanged(theirs.gradient_of_own_rows, own, inputs[rank::ranks], len(inputs))
     sums = [call for call in calls if call.name == "all_reduce"]
     expect_only(sums, (), "a reduce_scatter sums, and leaves each rank only its own rows")
     if isinstance(returned, torch.Tensor) and returned.shape == weight.shape:
         raise Wrong(
-            f"Rank {rank} returned the gradient of the whole weight: it keeps only its own rows, [{len(own)}, {COLUMNS}]."
+            f"Rank {rank} returned the gradient of the whole weight: it keeps only its own rows, "
+            f"[{len(own)}, {COLUMNS}]."
         )
     found = expect_tensor(returned, own.shape, "gradient_of_own_rows")
     explain(found, weight, inputs, rank, ranks)
 
 
-def explain(found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rank: int, ranks: int) -> None:
+def explain(
+    found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rank: int, ranks: int
+) -> None:
     """Raise an error if the rows of the gradient are not the expected ones."""
     expected = (inputs @ weight.T).T @ inputs / len(inputs)
     part = expected.chunk(ranks)[rank]
     if torch.allclose(found, part):
         return
-    text = f"The gradient of rank {rank}'s first row begins with {float(found[0, 0]):.4g}, expected {float(part[0, 0]):.4g}. "
+    text = (
+        f"The gradient of rank {rank}'s first row begins with {float(found[0, 0]):.4g}, expected "
+        f"{float(part[0, 0]):.4g}. "
+    )
     local = (inputs[rank::ranks] @ weight.T).T @ inputs[rank::ranks] / len(inputs)
     if torch.allclose(found, local.chunk(ranks)[rank]):
         text += "It is that of the local batch: sum it over the ranks with a reduce-scatter."
     elif torch.allclose(found, part * len(inputs)):
         text += "It was not divided by the size of the global batch."
-    elif torch.allclose(found, (inputs @ weight.sqrt().T).T.chunk(ranks)[rank] @ inputs / len(inputs)):
-        text += "It is that of the weight that was gathered before the last step: gather it each time."
+    elif torch.allclose(
+        found, (inputs @ weight.sqrt().T).T.chunk(ranks)[rank] @ inputs / len(inputs)
+    ):
+        text += (
+            "It is that of the weight that was gathered before the last step: gather it each time."
+        )
     elif torch.allclose(found, part / ranks):
-        text += "It is the average over the ranks: the sum is divided by the size of the global batch already."
+        text += (
+            "It is the average over the ranks: the sum is divided by the size of the global batch "
+            "already."
+        )
     elif any(torch.allclose(found, other) for other in expected.chunk(ranks)):
         text += "These are the rows of another rank."
     raise Wrong(text)
@@ -62,5 +87,7 @@ def explain(found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, ran
 
 def rows_in(gathered: torch.Tensor, weight: torch.Tensor) -> list[int | str]:
     """Return which row of the weight each gathered row is."""
-    equal = [[index for index, row in enumerate(weight) if torch.equal(row, each)] for each in gathered]
+    equal = [
+        [index for index, row in enumerate(weight) if torch.equal(row, each)] for each in gathered
+    ]
     return [found[0] if found else "unknown" for found in equal]

@@ -11,28 +11,43 @@ WRITE = ("gpipe",)
 RANKS = (2, 3)
 HINTS = (
     "Every stage computes the same list; only the waiting differs.",
-    "A stage begins a micro-batch as soon as the stage before sends it: no stage has to wait in its list.",
+    "A stage begins a micro-batch as soon as the stage before sends it: no stage has to wait in "
+    "its list.",
     "Two comprehensions over range(micro_batches), one with F and one with B.",
 )
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    stage, stages = dist.get_rank(), dist.get_world_size()
+    stage = dist.get_rank()
+    stages = dist.get_world_size()
     for micro_batches in (4, 1):
         schedules = of_all_ranks(plain(theirs.gpipe(stage, stages, micro_batches)))
-        schedules = [check_actions(actions, each, micro_batches) for each, actions in enumerate(schedules)]
-        time, expected = simulate(schedules), 2 * (micro_batches + stages - 1)
+        schedules = [
+            check_actions(actions, each, micro_batches) for each, actions in enumerate(schedules)
+        ]
+        time = simulate(schedules)
+        expected = 2 * (micro_batches + stages - 1)
         text = (
-            f"{micro_batches} micro-batches on {stages} stages take {time} units of time, expected 2 (m + p - 1) = {expected}. "
+            f"{micro_batches} micro-batches on {stages} stages take {time} units of time, expected "
+            f"2 (m + p - 1) = {expected}. "
         )
         for each, actions in enumerate(schedules):
             kinds = "".join(what for what, _ in actions)
             if "BF" in kinds:
                 text = f"Stage {each} computes {kinds} ({text[:-2]}). "
-                raise Wrong(text + "GPipe computes all forward passes before the first backward pass.")
+                raise Wrong(
+                    text + "GPipe computes all forward passes before the first backward pass."
+                )
         if time != expected:
-            orders = {tuple(m for what, m in actions if what == kind) for kind in "FB" for actions in schedules}
+            orders = {
+                tuple(m for what, m in actions if what == kind)
+                for kind in "FB"
+                for actions in schedules
+            }
             text += (
-                "The stages take the micro-batches in different orders, so they wait for each other." if len(orders) > 1 else ""
+                "The stages take the micro-batches in different orders, so they wait for each "
+                "other."
+                if len(orders) > 1
+                else ""
             )
             raise Wrong(text)

@@ -6,15 +6,22 @@ from ddp_lab.exercises.explain import Wrong, expect_tensor
 
 
 def layer(ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x [3, inputs], weight [outputs, inputs], bias [outputs] and the gradient of the outputs; ranks divides both."""
+    """Return x [3, inputs], weight [outputs, inputs], bias [outputs] and the gradient of the
+    outputs; ranks divides both.
+    """
     generator = torch.Generator().manual_seed(1)
-    inputs, outputs = 2 * ranks, 3 * ranks
+    inputs = 2 * ranks
+    outputs = 3 * ranks
     shapes = ([3, inputs], [outputs, inputs], [outputs], [3, outputs])
-    x, weight, bias, grad_y = (torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    x, weight, bias, grad_y = (
+        torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
     return x, weight, bias, grad_y
 
 
-def compare(value: object, expected: torch.Tensor, what: str, causes: dict[str, torch.Tensor]) -> None:
+def compare(
+    value: object, expected: torch.Tensor, what: str, causes: dict[str, torch.Tensor]
+) -> None:
     """Compare a tensor.
 
     Args:
@@ -27,9 +34,16 @@ def compare(value: object, expected: torch.Tensor, what: str, causes: dict[str, 
         Wrong: it is not the expected one.
     """
     for text, other in causes.items():
-        same = isinstance(value, torch.Tensor) and value.shape == other.shape and torch.allclose(value, other)
+        same = (
+            isinstance(value, torch.Tensor)
+            and value.shape == other.shape
+            and torch.allclose(value, other)
+        )
         if same and not (other.shape == expected.shape and torch.allclose(other, expected)):
             raise Wrong(f"{what} is wrong. {text}")
     found = expect_tensor(value, expected.shape, what)
     if not torch.allclose(found, expected):
-        raise Wrong(f"{what} begins with {float(found.flatten()[0]):.4g}, expected {float(expected.flatten()[0]):.4g}.")
+        raise Wrong(
+            f"{what} begins with {float(found.flatten()[0]):.4g}, expected "
+            f"{float(expected.flatten()[0]):.4g}."
+        )

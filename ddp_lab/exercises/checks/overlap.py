@@ -10,14 +10,18 @@ from ddp_lab.exercises.explain import Call, Wrong, contribution, describe_sum
 WRITE = ("Overlap.__init__", "Overlap.start", "Overlap.finish")
 RANKS = (2, 3)
 HINTS = (
-    "parameter.register_post_accumulate_grad_hook(function) calls function(parameter) when parameter.grad is complete.",
-    "dist.all_reduce(tensor, async_op=True) returns at once, with a Work whose wait() ends when the sum is there.",
-    "Keep the works in a list, wait for each in finish(), and empty the list: there is a next step.",
+    "parameter.register_post_accumulate_grad_hook(function) calls function(parameter) when "
+    "parameter.grad is complete.",
+    "dist.all_reduce(tensor, async_op=True) returns at once, with a Work whose wait() ends when "
+    "the sum is there.",
+    "Keep the works in a list, wait for each in finish(), and empty the list: there is a next "
+    "step.",
 )
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).double()
     for layer in model.children():
         nn.init.ones_(layer.get_parameter("weight"))
@@ -27,19 +31,30 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         model.zero_grad()
         before = len(calls)
         outputs = model(contribution(0, [1, 1]))  # of an input 1, so that each layer returns 1
-        (outputs * contribution(rank, [1, 1])).sum().backward()  # all gradients are the contribution
+        # all gradients are the contribution
+        (outputs * contribution(rank, [1, 1])).sum().backward()
         during = calls[before:]
         sums = [call for call in during if call.name == "all_reduce"]
         if not sums:
-            raise Wrong(f"Step {step}: no all_reduce was started during the backward pass: a hook on each parameter starts it.")
+            raise Wrong(
+                f"Step {step}: no all_reduce was started during the backward pass: a hook on each "
+                "parameter starts it."
+            )
         if not all(call.async_op for call in sums):
-            text = f"Line {sums[0].line} waits for each sum before the backward pass continues, so nothing overlaps: "
+            text = (
+                f"Line {sums[0].line} waits for each sum before the backward pass continues, so "
+                "nothing overlaps: "
+            )
             raise Wrong(text + "async_op=True.")
         if any(call.name == "wait" for call in during):
-            raise Wrong("A hook waits for its sum, so the backward pass stops until it is there: wait in finish().")
+            raise Wrong(
+                "A hook waits for its sum, so the backward pass stops until it is there: wait in "
+                "finish()."
+            )
         if len(sums) != 4:
             raise Wrong(
-                f"Step {step}: {len(sums)} all-reduces were started during the backward pass: expected 4, one per parameter."
+                f"Step {step}: {len(sums)} all-reduces were started during the backward pass: "
+                "expected 4, one per parameter."
             )
         before = len(calls)
         overlap.finish()
@@ -48,7 +63,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             text = f"Step {step}: finish() waited for {waits} of 4 sums. "
             raise Wrong(text + "A sum that nobody waits for may arrive after the optimizer's step.")
         if waits > 4:
-            raise Wrong(f"Step {step}: finish() waited {waits} times for 4 sums: those of the last step are still in the list.")
+            raise Wrong(
+                f"Step {step}: finish() waited {waits} times for 4 sums: those of the last step "
+                "are still in the list."
+            )
         for name, parameter in model.named_parameters():
             explain(name, parameter, step, rank, ranks)
 
@@ -58,5 +76,8 @@ def explain(name: str, parameter: nn.Parameter, step: int, rank: int, ranks: int
     value = 0.0 if parameter.grad is None else float(parameter.grad)
     held = describe_sum(value, ranks)
     if held != "the sum of all ranks":
-        text = f"Step {step}: the gradient of {name} on rank {rank} holds {held}, not the sum of all ranks. "
+        text = (
+            f"Step {step}: the gradient of {name} on rank {rank} holds {held}, not the sum of all "
+            "ranks. "
+        )
         raise Wrong(text + "Is it parameter.grad that is summed, when it is complete, and once?")

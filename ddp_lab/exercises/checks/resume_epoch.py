@@ -10,30 +10,43 @@ from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 WRITE = ("remaining_batches",)
 RANKS = (2, 3)
 HINTS = (
-    "Draw the whole permutation as at the beginning of the epoch; only then leave out what is done.",
+    "Draw the whole permutation as at the beginning of the epoch; only then leave out what is "
+    "done.",
     "`done` counts the samples of all ranks, so it is a position in the permutation.",
-    "range(done, samples, batch_size) are the starts of the remaining global batches; the last may be short.",
+    "range(done, samples, batch_size) are the starts of the remaining global batches; the last may "
+    "be short.",
 )
-SAMPLES, SEED, BATCH = 23, 3, 6
+SAMPLES = 23
+SEED = 3
+BATCH = 6
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED)).tolist()
     for done in (0, 2 * BATCH):
-        found = of_all_ranks(plain(theirs.remaining_batches(SAMPLES, SEED, done, BATCH, rank, ranks)))
+        found = of_all_ranks(
+            plain(theirs.remaining_batches(SAMPLES, SEED, done, BATCH, rank, ranks))
+        )
         expected = [
-            [order[start : start + BATCH][each::ranks] for start in range(done, SAMPLES, BATCH)] for each in range(ranks)
+            [order[start : start + BATCH][each::ranks] for start in range(done, SAMPLES, BATCH)]
+            for each in range(ranks)
         ]
         if found != expected:
             explain(found, expected, order, done)
 
 
-def explain(found: list[list[list[int]]], expected: list[list[list[int]]], order: list[int], done: int) -> None:
+def explain(
+    found: list[list[list[int]]], expected: list[list[list[int]]], order: list[int], done: int
+) -> None:
     """Raise an error: the ranks' remaining batches are not the expected ones."""
     ranks = len(found)
     rank = next(each for each in range(ranks) if found[each] != expected[each])
-    text = f"After {done} of {SAMPLES} samples, on {ranks} ranks: rank {rank} reads {found[rank]}, expected {expected[rank]}. "
+    text = (
+        f"After {done} of {SAMPLES} samples, on {ranks} ranks: rank {rank} reads {found[rank]}, "
+        f"expected {expected[rank]}. "
+    )
     try:
         read = [index for batches in found for batch in batches for index in batch]
     except TypeError:
@@ -41,18 +54,28 @@ def explain(found: list[list[list[int]]], expected: list[list[list[int]]], order
     again = sorted(set(read) & set(order[:done]))
     lost = sorted(set(order[done:]) - set(read))
     if sorted(read) == sorted(order[done:]):
-        text += "All remaining samples are read once, but not in the batches of an uninterrupted run: cut the permutation into "
+        text += (
+            "All remaining samples are read once, but not in the batches of an uninterrupted run: "
+            "cut the permutation into "
+        )
         text += "global batches first, then take every world_size-th position of each."
     elif done and len(read) == len(order) and set(read) == set(order):
         text += "The epoch begins again: leave out what was read before the checkpoint."
     elif again and not lost:
-        text += f"The samples {again} are read again: `done` counts the samples of all ranks, not of one."
+        text += (
+            f"The samples {again} are read again: `done` counts the samples of all ranks, not of "
+            "one."
+        )
     elif again:
         text += (
-            f"The samples {again} are read again, and {lost} never: draw the same permutation, then leave out the first {done}."
+            f"The samples {again} are read again, and {lost} never: draw the same permutation, "
+            f"then leave out the first {done}."
         )
     elif len(lost) <= len(order[done:]) % BATCH:
         text += f"The samples {lost} are never read: the last global batch is short, but counts."
     elif lost:
-        text += f"The samples {lost} are never read: too many are left out; `done` counts the samples of all ranks."
+        text += (
+            f"The samples {lost} are never read: too many are left out; `done` counts the samples "
+            "of all ranks."
+        )
     raise Wrong(text)

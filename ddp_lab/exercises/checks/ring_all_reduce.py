@@ -5,20 +5,32 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, contribution, counts, describe_sum, expect_only, of_all_ranks
+from ddp_lab.exercises.explain import (
+    Call,
+    Wrong,
+    contribution,
+    counts,
+    describe_sum,
+    expect_only,
+    of_all_ranks,
+)
 
 WRITE = ("ring_all_reduce",)
 RANKS = (2, 3, 4)
 HINTS = (
-    "tensor.tensor_split(world_size) returns views: what you add to a chunk is added to the tensor.",
-    "Every rank waits in recv until its left neighbour sends, so start the sending first: isend, recv, then wait().",
-    "In the first half add what arrives: chunks[(rank - step - 1) % world_size] += received. In the second half copy it.",
+    "tensor.tensor_split(world_size) returns views: what you add to a chunk is added to the "
+    "tensor.",
+    "Every rank waits in recv until its left neighbour sends, so start the sending first: isend, "
+    "recv, then wait().",
+    "In the first half add what arrives: chunks[(rank - step - 1) % world_size] += received. In "
+    "the second half copy it.",
 )
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "wait")
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     for length in (2 * ranks, 2 * ranks + 1):
         tensor = contribution(rank, [length])
         theirs.ring_all_reduce(tensor)
@@ -27,8 +39,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     sends = sum(call.name in ("send", "isend") for call in calls) / 2
     if sends != 2 * (ranks - 1):
         raise Wrong(
-            f"The sums are right, but rank {rank} sent {sends:g} messages for one tensor: a ring sends 2 (W-1) = "
-            f"{2 * (ranks - 1)}, one chunk in each, so that all links are busy at once."
+            f"The sums are right, but rank {rank} sent {sends:g} messages for one tensor: a ring "
+            f"sends 2 (W-1) = {2 * (ranks - 1)}, one chunk in each, so that all links are busy at "
+            "once."
         )
 
 
@@ -38,24 +51,40 @@ def explain(found: list[list[float]]) -> None:
     Args:
         found: what each rank holds in each element.
     """
-    ranks, length = len(found), len(found[0])
+    ranks = len(found)
+    length = len(found[0])
     total = float(sum(10**rank for rank in range(ranks)))
-    wrong = [(rank, index) for index in range(length) for rank in range(ranks) if found[rank][index] != total]
+    wrong = [
+        (rank, index)
+        for index in range(length)
+        for rank in range(ranks)
+        if found[rank][index] != total
+    ]
     if not wrong:
         return
     rank, index = wrong[0]
-    value, column = found[rank][index], [values[index] for values in found]
-    text = f"Element {index} of {length} on rank {rank} holds {describe_sum(value, ranks)}; expected the sum of all ranks. "
+    value = found[rank][index]
+    column = [values[index] for values in found]
+    text = (
+        f"Element {index} of {length} on rank {rank} holds {describe_sum(value, ranks)}; expected "
+        "the sum of all ranks. "
+    )
     held = counts(value, ranks)
     if length % ranks and all(each >= length - length % ranks for _, each in wrong):
-        text += f"{length} elements do not split into {ranks} equal chunks: the remainder is never sent."
+        text += (
+            f"{length} elements do not split into {ranks} equal chunks: the remainder is never "
+            "sent."
+        )
     elif held and max(held) > 1:
         text += (
-            "Something is added twice: in the reduce-scatter send the chunk that was just added to (rank - step), and in the "
-            "all-gather copy what arrives instead of adding it."
+            "Something is added twice: in the reduce-scatter send the chunk that was just added to "
+            "(rank - step), and in the all-gather copy what arrives instead of adding it."
         )
     elif column.count(total) == 1:
-        text += f"Rank {column.index(total)} has it: after the reduce-scatter the all-gather, another W-1 steps, passes it on."
+        text += (
+            f"Rank {column.index(total)} has it: after the reduce-scatter the all-gather, another "
+            "W-1 steps, passes it on."
+        )
     elif held and total not in column:
         text += "No rank has it: in the reduce-scatter "
         alone = all(sum(counts(each, ranks) or []) == 1 for values in found for each in values)
@@ -67,6 +96,7 @@ def explain(found: list[list[float]]) -> None:
 def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
     if all(call and call.name == "recv" for call in waiting.values()):
         return (
-            "Every rank waits in recv for its left neighbour, and nobody has sent: start the sending (isend) before the recv."
+            "Every rank waits in recv for its left neighbour, and nobody has sent: start the "
+            "sending (isend) before the recv."
         )
     return None

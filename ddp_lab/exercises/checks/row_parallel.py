@@ -17,26 +17,45 @@ HINTS = (
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     x, weight, bias, grad_y = layer(ranks)
-    own_x, own = x.chunk(ranks, 1)[rank].contiguous(), weight.chunk(ranks, 1)[rank].contiguous()
+    own_x = x.chunk(ranks, 1)[rank].contiguous()
+    own = weight.chunk(ranks, 1)[rank].contiguous()
     y = x @ weight.T
     causes = {
         "It has only the terms of this rank's inputs: sum it over the ranks.": own_x @ own.T + bias,
-        f"The bias was added {ranks} times, once on each rank before the sum: add it after the all-reduce.": y + ranks * bias,
+        f"The bias was added {ranks} times, once on each rank before the sum: add it after the "
+        "all-reduce.": y + ranks * bias,
         "The bias is missing.": y,
         "It is the average over the ranks: the terms of all inputs are summed.": y / ranks + bias,
     }
-    compare(unchanged(theirs.forward, own_x, own, bias), y + bias, f"The output of rank {rank}", causes)
+    compare(
+        unchanged(theirs.forward, own_x, own, bias), y + bias, f"The output of rank {rank}", causes
+    )
     before = len(calls)
     returned = theirs.backward(own_x, own, grad_y.clone())
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        raise Wrong(f"backward returned {type(returned).__name__}: expected a tuple of three gradients")
+        raise Wrong(
+            f"backward returned {type(returned).__name__}: expected a tuple of three gradients"
+        )
     extra = calls[before:]
     if extra:
-        text = f"backward calls {extra[0].name} at line {extra[0].line}: every rank has the gradient of all outputs, "
+        text = (
+            f"backward calls {extra[0].name} at line {extra[0].line}: every rank has the gradient "
+            "of all outputs, "
+        )
         raise Wrong(text + "which is all that its own inputs and columns need.")
-    names = (f"The gradient of rank {rank}'s inputs", f"The gradient of rank {rank}'s columns", "The gradient of the bias")
-    divided = "It was divided by the number of ranks: each rank has the whole gradient of the outputs, so nothing is averaged."
-    for name, value, expected in zip(names, returned, (grad_y @ own, grad_y.T @ own_x, grad_y.sum(0)), strict=True):
+    names = (
+        f"The gradient of rank {rank}'s inputs",
+        f"The gradient of rank {rank}'s columns",
+        "The gradient of the bias",
+    )
+    divided = (
+        "It was divided by the number of ranks: each rank has the whole gradient of the outputs, "
+        "so nothing is averaged."
+    )
+    for name, value, expected in zip(
+        names, returned, (grad_y @ own, grad_y.T @ own_x, grad_y.sum(0)), strict=True
+    ):
         compare(value, expected, name, {divided: expected / ranks})

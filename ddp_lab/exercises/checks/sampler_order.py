@@ -12,31 +12,41 @@ from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 WRITE = ("epoch_indices",)
 RANKS = (2, 3)
 HINTS = (
-    "Every rank draws the permutation of ALL samples; the rank decides only which positions it takes.",
+    "Every rank draws the permutation of ALL samples; the rank decides only which positions it "
+    "takes.",
     "torch.Generator().manual_seed(seed + epoch), then torch.randperm(samples, generator=...).",
     "Repeat the first -samples % world_size entries at the end, then take [rank::world_size].",
 )
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     for samples in (4 * ranks, 4 * ranks + 1):
         drawn = {}
         for epoch in (0, 1):
             sampler = DistributedSampler(TensorDataset(torch.zeros(samples)), ranks, rank, seed=7)
             sampler.set_epoch(epoch)
             with patch.object(
-                DistributedSampler, "__init__", side_effect=Wrong("DistributedSampler: write its order yourself.")
+                DistributedSampler,
+                "__init__",
+                side_effect=Wrong("DistributedSampler: write its order yourself."),
             ):
                 found = plain(theirs.epoch_indices(samples, 7, epoch, rank, ranks))
             if not isinstance(found, list):
-                raise Wrong(f"epoch_indices returned {type(found).__name__}: expected a list of int")
+                raise Wrong(
+                    f"epoch_indices returned {type(found).__name__}: expected a list of int"
+                )
             drawn[epoch] = of_all_ranks(found), of_all_ranks(list(sampler))
         explain(samples, *drawn[0], *drawn[1])
 
 
 def explain(
-    samples: int, found: list[list[int]], expected: list[list[int]], later: list[list[int]], then: list[list[int]]
+    samples: int,
+    found: list[list[int]],
+    expected: list[list[int]],
+    later: list[list[int]],
+    then: list[list[int]],
 ) -> None:
     """Raise an error about the first difference.
 
@@ -50,24 +60,42 @@ def explain(
     if found == expected and later == then:
         return
     ranks = len(found)
-    rank = next(rank for rank in range(ranks) if (found[rank], later[rank]) != (expected[rank], then[rank]))
-    text = f"{samples} samples on {ranks} ranks: rank {rank} reads {found[rank]}, expected {expected[rank]}. "
+    rank = next(
+        rank for rank in range(ranks) if (found[rank], later[rank]) != (expected[rank], then[rank])
+    )
+    text = (
+        f"{samples} samples on {ranks} ranks: rank {rank} reads {found[rank]}, expected "
+        f"{expected[rank]}. "
+    )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7)).tolist()
     everything = sorted(index for each in found for index in each)
     if found == expected and later == found:
-        raise Wrong(f"Rank {rank} reads {found[rank]} in every epoch: the epoch must be part of the generator's seed.")
+        raise Wrong(
+            f"Rank {rank} reads {found[rank]} in every epoch: the epoch must be part of the "
+            "generator's seed."
+        )
     if len({len(each) for each in found}) > 1:
         text += (
-            "Ranks have different numbers of samples: repeat the beginning of the permutation, or some wait at the last step."
+            "Ranks have different numbers of samples: repeat the beginning of the permutation, or "
+            "some wait at the last step."
         )
     elif len(everything) < samples:
-        text += f"{samples - len(everything)} samples are read by no rank: the remainder is dropped instead of padded."
+        text += (
+            f"{samples - len(everything)} samples are read by no rank: the remainder is dropped "
+            "instead of padded."
+        )
     elif found == [list(range(samples))[rank::ranks] for rank in range(ranks)]:
         text += "The samples are not shuffled."
-    elif found == [(order + order[: -samples % ranks])[rank * len(each) :][: len(each)] for rank, each in enumerate(found)]:
+    elif found == [
+        (order + order[: -samples % ranks])[rank * len(each) :][: len(each)]
+        for rank, each in enumerate(found)
+    ]:
         text += "Every rank takes a block of the permutation: take every world_size-th position."
     elif set(everything) != set(range(samples)):
-        text += "Some samples are read by several ranks and others by none: every rank must draw the same permutation."
+        text += (
+            "Some samples are read by several ranks and others by none: every rank must draw the "
+            "same permutation."
+        )
     elif [each[:-1] for each in found] == [each[:-1] for each in expected]:
         text += "Only the padding differs: repeat samples from the beginning of the permutation."
     raise Wrong(text)

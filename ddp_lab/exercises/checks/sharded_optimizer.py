@@ -13,15 +13,22 @@ WRITE = ("ShardedSGD.__init__", "ShardedSGD.step")
 RANKS = (2, 3)
 HINTS = (
     "range(rank, len(parameters), world_size) are the indices of a rank's own parameters.",
-    "First update the own parameters, then let all ranks broadcast all parameters, in the same order on every rank.",
+    "First update the own parameters, then let all ranks broadcast all parameters, in the same "
+    "order on every rank.",
     "dist.broadcast(parameter, src=owner): the source is the same number on all ranks.",
 )
-LR, MOMENTUM = 0.25, 0.5  # different, or an exchange of them would not show
+# different, or an exchange of them would not show
+LR = 0.25
+MOMENTUM = 0.5
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    parameters = [nn.Parameter(torch.full([2], float(index), dtype=torch.float64)) for index in range(ranks + 2)]
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    parameters = [
+        nn.Parameter(torch.full([2], float(index), dtype=torch.float64))
+        for index in range(ranks + 2)
+    ]
     optimizer = theirs.ShardedSGD(parameters, LR, MOMENTUM)
     own = list(range(rank, len(parameters), ranks))
     expected = [float(index) for index in range(ranks + 2)]
@@ -33,11 +40,15 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         optimizer.step()
         if sorted(optimizer.buffers) != own:
             text = (
-                f"Rank {rank} of {ranks} keeps momentum buffers of the parameters {sorted(optimizer.buffers)}: expected {own}, "
+                f"Rank {rank} of {ranks} keeps momentum buffers of the parameters "
+                f"{sorted(optimizer.buffers)}: expected {own}, "
             )
             raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
         before = expected
-        buffers = [MOMENTUM * buffer + gradient for buffer, gradient in zip(buffers, gradients, strict=True)]
+        buffers = [
+            MOMENTUM * buffer + gradient
+            for buffer, gradient in zip(buffers, gradients, strict=True)
+        ]
         expected = [value - LR * buffer for value, buffer in zip(before, buffers, strict=True)]
         pairs = zip(parameters, expected, strict=True)
         found = [worst(each.tolist(), right) for each, right in pairs]
@@ -45,11 +56,15 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
 
 def worst(values: list[float], right: float) -> float:
-    """Return the element of a parameter that differs the most from the one value that all should have."""
+    """Return the element of a parameter that differs the most from the one value that all should
+    have.
+    """
     return max(values, key=lambda value: abs(value - right))
 
 
-def explain(found: list[list[float]], expected: list[float], before: list[float], step: int) -> None:
+def explain(
+    found: list[list[float]], expected: list[float], before: list[float], step: int
+) -> None:
     """Raise an error if the parameters of a rank are not the expected ones.
 
     Args:
@@ -58,26 +73,50 @@ def explain(found: list[list[float]], expected: list[float], before: list[float]
         before: those before the step.
         step: number of the step.
     """
-    ranks, indices = len(found), range(len(expected))
-    wrong = [(rank, index) for rank in range(ranks) for index in indices if found[rank][index] != expected[index]]
+    ranks = len(found)
+    indices = range(len(expected))
+    wrong = [
+        (rank, index)
+        for rank in range(ranks)
+        for index in indices
+        if found[rank][index] != expected[index]
+    ]
     if not wrong:
         return
     rank, index = wrong[0]
-    owner, value = index % ranks, found[rank][index]
-    text = f"Step {step}: parameter {index} is {value:g} on rank {rank}, expected {expected[index]:g}. Rank {owner} owns it. "
+    owner = index % ranks
+    value = found[rank][index]
+    text = (
+        f"Step {step}: parameter {index} is {value:g} on rank {rank}, expected "
+        f"{expected[index]:g}. Rank {owner} owns it. "
+    )
     right_on_owner = all(found[each % ranks][each] == expected[each] for each in indices)
     if right_on_owner and value == before[index]:
-        text += "Its owner has updated it, and has to send it to the others: a broadcast after the update."
+        text += (
+            "Its owner has updated it, and has to send it to the others: a broadcast after the "
+            "update."
+        )
     elif all(values[index] == before[index] for values in found):
-        text += "No rank has updated it, or the weights from before the update were sent over it: first update, then broadcast."
+        text += (
+            "No rank has updated it, or the weights from before the update were sent over it: "
+            "first update, then broadcast."
+        )
     elif step == 1 and value == before[index] - MOMENTUM * (step + index):
-        text += "lr and momentum are exchanged: the buffer is multiplied by momentum, the update by lr."
+        text += (
+            "lr and momentum are exchanged: the buffer is multiplied by momentum, the update by lr."
+        )
     elif not right_on_owner and step == 2:
-        text += "The first step was right: the momentum buffer becomes momentum * buffer + gradient, and is kept between steps."
+        text += (
+            "The first step was right: the momentum buffer becomes momentum * buffer + gradient, "
+            "and is kept between steps."
+        )
     raise Wrong(text)
 
 
 def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
     if any(call and call.name == "broadcast" for call in waiting.values()):
-        return "A broadcast waits for its source: all ranks broadcast all parameters, in one order, each from its owner."
+        return (
+            "A broadcast waits for its source: all ranks broadcast all parameters, in one order, "
+            "each from its owner."
+        )
     return None

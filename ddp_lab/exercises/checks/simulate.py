@@ -1,4 +1,6 @@
-"""The time and the memory that a pipeline's schedule takes, if every forward and backward pass takes one unit of time."""
+"""The time and the memory that a pipeline's schedule takes, if every forward and backward pass
+takes one unit of time.
+"""
 
 from typing import Any, cast
 
@@ -15,20 +17,27 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
     """
     text = f"The schedule of stage {stage} with {micro_batches} micro-batches is {actions}. "
     if not isinstance(actions, list) or not all(
-        isinstance(each, list) and len(cast(Any, each)) == 2 and each[0] in ("F", "B") for each in actions
+        isinstance(each, list) and len(cast(Any, each)) == 2 and each[0] in ("F", "B")
+        for each in actions
     ):
         raise Wrong(text + 'Expected a list of pairs such as ("F", 0).')
     actions = [(what, int(micro_batch)) for what, micro_batch in cast(Any, actions)]
     expected = {(what, micro_batch) for what in "FB" for micro_batch in range(micro_batches)}
-    missing, others = sorted(expected - set(actions)), sorted(set(actions) - expected)
+    missing = sorted(expected - set(actions))
+    others = sorted(set(actions) - expected)
     if missing or others:
-        raise Wrong(text + f"It lacks {missing}" + (f", and there is no {others}." if others else "."))
+        raise Wrong(
+            text + f"It lacks {missing}" + (f", and there is no {others}." if others else ".")
+        )
     twice = sorted({each for each in actions if actions.count(each) > 1})
     if twice:
         raise Wrong(text + f"It has {twice} more than once.")
     for micro_batch in range(micro_batches):
         if actions.index(("B", micro_batch)) < actions.index(("F", micro_batch)):
-            raise Wrong(text + f"The backward pass of micro-batch {micro_batch} comes before its forward pass.")
+            raise Wrong(
+                text
+                + f"The backward pass of micro-batch {micro_batch} comes before its forward pass."
+            )
     return actions
 
 
@@ -41,9 +50,13 @@ def simulate(schedules: list[list[Action]]) -> int:
     Raises:
         Wrong: stages wait for each other forever.
     """
-    last, done = len(schedules) - 1, dict[tuple[int, str, int], int]()
-    positions, time = [0] * len(schedules), 0
-    while any(position < len(actions) for position, actions in zip(positions, schedules, strict=True)):
+    last = len(schedules) - 1
+    done = dict[tuple[int, str, int], int]()
+    positions = [0] * len(schedules)
+    time = 0
+    while any(
+        position < len(actions) for position, actions in zip(positions, schedules, strict=True)
+    ):
         ready = list[int]()
         for stage, actions in enumerate(schedules):
             if positions[stage] < len(actions):
@@ -52,8 +65,11 @@ def simulate(schedules: list[list[Action]]) -> int:
                 if not 0 <= before <= last or done.get((before, what, micro_batch), time) < time:
                     ready.append(stage)
         if not ready:
-            waits = [f"stage {stage} for {''.join(map(str, actions[positions[stage]]))} of its neighbour"
-                     for stage, actions in enumerate(schedules) if positions[stage] < len(actions)]  # fmt: skip
+            waits = [
+                f"stage {stage} for {''.join(map(str, actions[positions[stage]]))} of its neighbour"
+                for stage, actions in enumerate(schedules)
+                if positions[stage] < len(actions)
+            ]
             raise Wrong(f"Stages wait for each other forever: {', '.join(waits)}.")
         for stage in ready:
             done[(stage, *schedules[stage][positions[stage]])] = time

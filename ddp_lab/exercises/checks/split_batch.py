@@ -17,36 +17,68 @@ HINTS = (
 
 
 def check(theirs: ModuleType, calls: list[Call]) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     for samples in (2 * ranks, 2 * ranks + 1, ranks - 1):
         batch = torch.arange(2 * samples).reshape(samples, 2)
         parts = [unchanged(theirs.local_batch, batch, each, ranks) for each in range(ranks)]
         expected = batch[rank::ranks]
         found = [
-            row for part in parts if isinstance(part, torch.Tensor) and part.dim() == 2 for row in part[:, 0].div(2).tolist()
+            row
+            for part in parts
+            if isinstance(part, torch.Tensor) and part.dim() == 2
+            for row in part[:, 0].div(2).tolist()
         ]
         own = expect_rows(parts[rank], f"rank {rank} of a global batch of {samples}")
         at = own[:, 0].div(2).long().tolist()
         wanted = list(range(rank, samples, ranks))
-        text = f"of a global batch of {samples} samples, rank {rank} of {ranks} got the samples {at}: expected {wanted}. "
-        if sorted(found) == list(range(samples)) and at == list(range(at[0], at[-1] + 1) if at else []) and at != wanted:
-            raise Wrong(text + "These are neighbours: every rank takes a block, but a rank's samples are world_size apart.")
+        text = (
+            f"of a global batch of {samples} samples, rank {rank} of {ranks} got the samples {at}: "
+            f"expected {wanted}. "
+        )
+        if (
+            sorted(found) == list(range(samples))
+            and at == list(range(at[0], at[-1] + 1) if at else [])
+            and at != wanted
+        ):
+            raise Wrong(
+                text + "These are neighbours: every rank takes a block, but a rank's samples are "
+                "world_size apart."
+            )
         if len(found) < samples and len(set(found)) == len(found):
             lost = sorted(set(range(samples)) - set(map(int, found)))
-            raise Wrong(text + f"No rank got the samples {lost}: the remainder of samples / world_size is lost.")
+            raise Wrong(
+                text
+                + f"No rank got the samples {lost}: the remainder of samples / world_size is lost."
+            )
         if sorted(set(found)) == list(range(samples)) and len(found) > samples:
             twice = sorted({int(each) for each in found if found.count(each) > 1})
             raise Wrong(
-                f"Some samples are computed twice, of {samples} on {ranks} ranks {twice}: padded, or the parts overlap."
+                f"Some samples are computed twice, of {samples} on {ranks} ranks {twice}: padded, "
+                "or the parts overlap."
             )
-        expect_tensor(own, expected.shape, f"local_batch (rank {rank} of {ranks}, {samples} samples)", batch.dtype)
+        expect_tensor(
+            own,
+            expected.shape,
+            f"local_batch (rank {rank} of {ranks}, {samples} samples)",
+            batch.dtype,
+        )
         if not torch.equal(own, expected):
-            raise Wrong(text + "Does the slice begin at the rank, and is its step the number of ranks?")
+            raise Wrong(
+                text + "Does the slice begin at the rank, and is its step the number of ranks?"
+            )
 
 
 def expect_rows(value: object, what: str) -> torch.Tensor:
     """Return the local batch, which must be two-dimensional as the global one."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        got = f"a tensor of {value.dim()} dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise Wrong(f"{what}: local_batch returned {got}: expected a tensor of 2 dimensions like the global batch")
+        got = (
+            f"a tensor of {value.dim()} dimensions"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        raise Wrong(
+            f"{what}: local_batch returned {got}: expected a tensor of 2 dimensions like the "
+            "global batch"
+        )
     return value

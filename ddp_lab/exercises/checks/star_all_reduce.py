@@ -5,14 +5,24 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, contribution, counts, describe_sum, expect_only, of_all_ranks
+from ddp_lab.exercises.explain import (
+    Call,
+    Wrong,
+    contribution,
+    counts,
+    describe_sum,
+    expect_only,
+    of_all_ranks,
+)
 
 WRITE = ("star_all_reduce",)
 RANKS = (3, 2, 4)
 HINTS = (
     "Rank 0 does something else than the others: begin with `if rank == 0`.",
-    "Rank 0 needs a second tensor to receive into, which it adds to its own, once for each other rank.",
-    "Every send needs its recv in the same order: the others send, then receive; rank 0 receives from all, then sends to all.",
+    "Rank 0 needs a second tensor to receive into, which it adds to its own, once for each other "
+    "rank.",
+    "Every send needs its recv in the same order: the others send, then receive; rank 0 receives "
+    "from all, then sends to all.",
 )
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "wait")
 
@@ -31,29 +41,57 @@ def explain(found: list[float]) -> None:
     wrong = [rank for rank, value in enumerate(found) if value != total]
     if not wrong:
         return
-    text = f"Rank {wrong[0]} holds {describe_sum(found[wrong[0]], ranks)}; expected the sum of all ranks. "
+    text = (
+        f"Rank {wrong[0]} holds {describe_sum(found[wrong[0]], ranks)}; expected the sum of all "
+        "ranks. "
+    )
     held = counts(found[0], ranks)
     if found[0] == total and all(found[rank] == 10.0**rank for rank in wrong):
-        text += "Rank 0 has the sum, and has to send it back to the others, which receive it into `tensor`."
+        text += (
+            "Rank 0 has the sum, and has to send it back to the others, which receive it into "
+            "`tensor`."
+        )
     elif held and not held[0] and all(held[1:]):
         text += "Rank 0 forgot its own tensor: add to it what arrives, and do not begin from zeros."
     elif held and not held[0] and sum(held) == 1:
-        text += "What rank 0 received last replaced its own tensor: receive into another tensor, and add that."
+        text += (
+            "What rank 0 received last replaced its own tensor: receive into another tensor, and "
+            "add that."
+        )
     elif wrong == [0] and held == [1] + [0] * (ranks - 1):
-        text += "It has sent the sum: `tensor = tensor + other` makes another tensor, `tensor += other` changes this one."
+        text += (
+            "It has sent the sum: `tensor = tensor + other` makes another tensor, `tensor += "
+            "other` changes this one."
+        )
     elif max(held or [2]) == 1 and max(counts(found[wrong[0]], ranks) or [0]) > 1:
-        text += "What arrives from rank 0 is the sum already: receive it into the tensor, and do not add it."
+        text += (
+            "What arrives from rank 0 is the sum already: receive it into the tensor, and do not "
+            "add it."
+        )
     elif found[0] == total and counts(found[wrong[0]], ranks):
-        text += "Rank 0 sent before the sum was complete: receive from all ranks first, then send to all."
+        text += (
+            "Rank 0 sent before the sum was complete: receive from all ranks first, then send to "
+            "all."
+        )
     raise Wrong(text)
 
 
 def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
-    first, others = waiting[0], [call for rank, call in waiting.items() if rank]
+    first = waiting[0]
+    others = [call for rank, call in waiting.items() if rank]
     if all(call and call.name == "recv" for call in waiting.values()):
-        return "Every rank waits in recv, and nobody has sent: the others send to rank 0 before they receive."
+        return (
+            "Every rank waits in recv, and nobody has sent: the others send to rank 0 before they "
+            "receive."
+        )
     if first is None and any(others):
-        return "Rank 0 has returned, but others still wait for its sum: it sends to every rank from 1 to world_size - 1."
+        return (
+            "Rank 0 has returned, but others still wait for its sum: it sends to every rank from 1 "
+            "to world_size - 1."
+        )
     if first and not any(others):
-        return "Rank 0 waits for a rank that has returned: it receives once from each rank from 1 to world_size - 1."
+        return (
+            "Rank 0 waits for a rank that has returned: it receives once from each rank from 1 to "
+            "world_size - 1."
+        )
     return None

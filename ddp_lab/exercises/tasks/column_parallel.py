@@ -1,8 +1,9 @@
 """Split a linear layer by its outputs: column parallelism.
 
-y = x W^T, and each rank keeps some rows of W, so it computes some of the outputs (columns of y) for ALL samples. Forward
-nothing is sent. Backward every rank has the gradient of its own outputs only, so it finds only a part of the gradient of x,
-which is the sum over the ranks (Shoeybi et al. 2019, "Megatron-LM").
+y = x W^T, and each rank keeps some rows of W, so it computes some of the outputs (columns of y) for
+ALL samples. Forward nothing is sent. Backward every rank has the gradient of its own outputs only,
+so it finds only a part of the gradient of x, which is the sum over the ranks (Shoeybi et al. 2019,
+"Megatron-LM").
 
            W (4 x 3)          y = x W^T
     rank 0 [rows 0 1]   x ->  [outputs 0 1]
@@ -32,7 +33,9 @@ def forward(x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return x @ own.T
 
 
-def backward(x: torch.Tensor, own: torch.Tensor, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def backward(
+    x: torch.Tensor, own: torch.Tensor, grad_y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the same on all ranks, and of the own rows.
 
     Args:

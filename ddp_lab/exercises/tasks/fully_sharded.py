@@ -1,8 +1,9 @@
 """Shard the weights, too: gather, compute, scatter.
 
-In ZeRO-3, which torch's fully_shard implements, a rank keeps only its own rows of each weight. Before a layer computes, the
-ranks gather the whole weight; after its backward pass each rank needs only the SUM over the ranks of its own rows of the
-gradient, which a reduce-scatter gives it. The whole weight and the whole gradient are freed at once.
+In ZeRO-3, which torch's fully_shard implements, a rank keeps only its own rows of each weight.
+Before a layer computes, the ranks gather the whole weight; after its backward pass each rank needs
+only the SUM over the ranks of its own rows of the gradient, which a reduce-scatter gives it. The
+whole weight and the whole gradient are freed at once.
 
     own rows --all_gather--> weight --forward, backward--> gradient of the local batch --reduce_scatter--> own rows of the sum
 """
@@ -25,10 +26,13 @@ def gather(own: torch.Tensor) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def gradient_of_own_rows(own: torch.Tensor, inputs: torch.Tensor, global_batch_size: int) -> torch.Tensor:
+def gradient_of_own_rows(
+    own: torch.Tensor, inputs: torch.Tensor, global_batch_size: int
+) -> torch.Tensor:
     """Return this rank's rows of the gradient of the mean loss over the global batch.
 
-    The layer computes inputs @ weight.T; the loss of a sample is half the sum of the squares of its outputs.
+    The layer computes inputs @ weight.T; the loss of a sample is half the sum of the squares of its
+    outputs.
 
     Args:
         own: [rows / world_size, columns], the rows of this rank.

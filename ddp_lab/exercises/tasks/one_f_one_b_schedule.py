@@ -1,8 +1,9 @@
 """Write the 1F1B schedule of a pipeline.
 
-GPipe keeps the activations of all micro-batches. 1F1B (Narayanan et al. 2019, "PipeDream"; here with a flush after each batch)
-takes the same time, but begins with the backward passes as early as it can: a stage computes only as many forward passes as
-there are stages after it, then one forward and one backward pass alternately, then the remaining backward passes.
+GPipe keeps the activations of all micro-batches. 1F1B (Narayanan et al. 2019, "PipeDream"; here
+with a flush after each batch) takes the same time, but begins with the backward passes as early as
+it can: a stage computes only as many forward passes as there are stages after it, then one forward
+and one backward pass alternately, then the remaining backward passes.
 
     stages 3, micro-batches 4:
     stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3      2 forward passes to warm up

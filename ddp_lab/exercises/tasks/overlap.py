@@ -1,8 +1,8 @@
 """Sum gradients over the ranks while the backward pass still computes.
 
-The backward pass goes from the last layer to the first. The gradient of the last layer is complete first, and can be summed
-while the others are still computed, so that communication is hidden behind computation. DDP does this with buckets; here each
-gradient has its own all-reduce.
+The backward pass goes from the last layer to the first. The gradient of the last layer is complete
+first, and can be summed while the others are still computed, so that communication is hidden behind
+computation. DDP does this with buckets; here each gradient has its own all-reduce.
 
     backward     | layer 3 | layer 2 | layer 1 |
     all-reduce             | layer 3 | layer 2 | layer 1 |   finish() waits only for the last one

@@ -1,8 +1,9 @@
 """Split a linear layer by its inputs: row parallelism.
 
-y = x W^T + b, and each rank keeps some columns of W, which belong to some of the inputs. A column-parallel layer before it
-leaves each rank just these inputs, so no communication lies between the two. Each rank computes a part of every output; the
-outputs are the sum over the ranks. Backward nothing is sent, because every rank needs the gradients of its own inputs only.
+y = x W^T + b, and each rank keeps some columns of W, which belong to some of the inputs. A
+column-parallel layer before it leaves each rank just these inputs, so no communication lies between
+the two. Each rank computes a part of every output; the outputs are the sum over the ranks. Backward
+nothing is sent, because every rank needs the gradients of its own inputs only.
 
            W (3 x 4)                    x                  y
     rank 0 [columns 0 1]    [inputs 0 1] -> partial sums --+
@@ -26,7 +27,9 @@ def forward(own_x: torch.Tensor, own: torch.Tensor, bias: torch.Tensor) -> torch
     return y + bias
 
 
-def backward(own_x: torch.Tensor, own: torch.Tensor, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(
+    own_x: torch.Tensor, own: torch.Tensor, grad_y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of the own inputs, of the own columns, and of the bias.
 
     Args:

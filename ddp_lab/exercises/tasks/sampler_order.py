@@ -1,8 +1,9 @@
 """Compute which samples a rank reads in an epoch, in the order of torch's DistributedSampler.
 
-All ranks draw the same permutation, from a generator seeded by the seed and the epoch, and each takes every W-th position.
-So step s sees the same samples on any number of ranks. If W does not divide the number of samples, samples from the beginning
-of the permutation are repeated at its end, so that all ranks have equally many.
+All ranks draw the same permutation, from a generator seeded by the seed and the epoch, and each
+takes every W-th position. So step s sees the same samples on any number of ranks. If W does not
+divide the number of samples, samples from the beginning of the permutation are repeated at its end,
+so that all ranks have equally many.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Split a global batch over the ranks.
 
-Every data-parallel step begins here: W ranks get the same global batch of samples and each computes a part of it, its local
-batch. Rank r takes the samples at the positions r, r + W, r + 2W, ..., as torch's DistributedSampler does. Every sample is
-computed exactly once, also if W does not divide the size of the batch.
+Every data-parallel step begins here: W ranks get the same global batch of samples and each computes
+a part of it, its local batch. Rank r takes the samples at the positions r, r + W, r + 2W, ..., as
+torch's DistributedSampler does. Every sample is computed exactly once, also if W does not divide
+the size of the batch.
 
     global batch of 5      a b c d e
     rank 0 of 2            a   c   e

@@ -1,8 +1,9 @@
 """Compute a weighted mean whose elements are spread over the ranks unequally.
 
-Pixels, tokens and a partial last batch give the ranks different numbers of elements, and the elements have weights: an ignored
-pixel has weight 0. A metric is right on any number of ranks if it is made of SUMS, which are added over the ranks once, and
-divided once at the end. A rank without any element takes part as well.
+Pixels, tokens and a partial last batch give the ranks different numbers of elements, and the
+elements have weights: an ignored pixel has weight 0. A metric is right on any number of ranks if it
+is made of SUMS, which are added over the ranks once, and divided once at the end. A rank without
+any element takes part as well.
 """
 
 import torch

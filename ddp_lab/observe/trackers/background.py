@@ -18,12 +18,17 @@ from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import MakeTracker, Media, Status, TrackedRun, Tracker
 
 QUEUED = 10_000  # the most rows that wait for a tracker: some 10 MB
-WAIT = 60.0  # seconds that a finished run waits for its trackers: making MLflow's database took 34 on two busy cores
-WAIT_BRIEFLY = 20.0  # the same for a run that ends otherwise: torchrun, Slurm and Kubernetes kill it 30 s after SIGTERM
+# seconds that a finished run waits for its trackers: making MLflow's database took 34 on two busy
+# cores
+WAIT = 60.0
+# the same for a run that ends otherwise: torchrun, Slurm and Kubernetes kill it 30 s after SIGTERM
+WAIT_BRIEFLY = 20.0
 
 
 class Guarded:
-    """A tracker that is called in this thread, as TensorBoard, whose disk is that of metrics.jsonl. Its errors are logged.
+    """A tracker that is called in this thread, as TensorBoard, whose disk is that of metrics.jsonl.
+
+    Its errors are logged.
 
     Args:
         name: as in `tracker=NAME`.
@@ -32,13 +37,16 @@ class Guarded:
     """
 
     def __init__(self, name: str, make: MakeTracker, run: TrackedRun):
-        self.name, self._reported = name, False
+        self.name = name
+        self._reported = False
         self._tracker: Tracker | None = None
         self._open(make, run)
 
     def call(self, method: str, *arguments: Any) -> bool:
         """Call a method of the tracker. Return whether it has returned without an error."""
-        return self._tracker is not None and self._guard(lambda: getattr(self._tracker, method)(*arguments))
+        return self._tracker is not None and self._guard(
+            lambda: getattr(self._tracker, method)(*arguments)
+        )
 
     def wait(self, deadline: float) -> None:
         """Wait until all calls have ended, up to a time as of time.monotonic."""
@@ -59,16 +67,18 @@ class Guarded:
 
     def _report(self, problem: str) -> None:
         if not self._reported:
-            log.error(f"tracker={self.name} {problem}: its records are incomplete; training continues")
+            log.error(
+                f"tracker={self.name} {problem}: its records are incomplete; training continues"
+            )
         self._reported = True
 
 
 class Background(Guarded):
     """A tracker that is called in a thread of its own.
 
-    The file tracker.NAME.json of the run directory has its id, and the position of the last row that it has recorded. So a
-    launch that resumes passes on what an interrupted one could not, and nothing twice, except a row after which it was killed
-    before this file was written.
+    The file tracker.NAME.json of the run directory has its id, and the position of the last row
+    that it has recorded. So a launch that resumes passes on what an interrupted one could not, and
+    nothing twice, except a row after which it was killed before this file was written.
     """
 
     def __init__(self, name: str, make: MakeTracker, run: TrackedRun):
@@ -97,9 +107,12 @@ class Background(Guarded):
 
     def _open(self, make: MakeTracker, run: TrackedRun) -> None:
         if self.name in EXTRAS:
-            # Here, because DataLoader processes may be forked meanwhile, and would inherit the locks of half imported modules.
+            # Here, because DataLoader processes may be forked meanwhile, and would inherit the
+            # locks of half imported modules.
             self._guard(lambda: importlib.import_module(self.name))
-        self._thread = threading.Thread(target=self._work, args=(make, run), name=f"tracker={self.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(make, run), name=f"tracker={self.name}", daemon=True
+        )
         self._thread.start()
 
     def _work(self, make: MakeTracker, run: TrackedRun) -> None:
@@ -126,7 +139,9 @@ class Background(Guarded):
 
 
 def position(step: int, epoch: int | None) -> list[int]:
-    """Return the place of a row in the order of rows: that of an epoch comes after that of its last step."""
+    """Return the place of a row in the order of rows: that of an epoch comes after that of its last
+    step.
+    """
     return [step, int(epoch is not None)]
 
 
@@ -142,7 +157,9 @@ class Trackers:
     def __init__(self, chosen: Mapping[str, MakeTracker], run: TrackedRun, patience: float = WAIT):
         self._patience = patience
         kinds = {"tensorboard": Guarded}
-        self._trackers = [kinds.get(name, Background)(name, make, run) for name, make in chosen.items()]
+        self._trackers = [
+            kinds.get(name, Background)(name, make, run) for name, make in chosen.items()
+        ]
 
     @property
     def is_used(self) -> bool:
@@ -160,7 +177,9 @@ class Trackers:
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         """End the records of this launch, and wait for them within limits."""
         self._call("finish", status, {f"result/{name}": value for name, value in summary.items()})
-        deadline = time.monotonic() + min(self._patience, WAIT if status == "finished" else WAIT_BRIEFLY)
+        deadline = time.monotonic() + min(
+            self._patience, WAIT if status == "finished" else WAIT_BRIEFLY
+        )
         for tracker in self._trackers:
             tracker.wait(deadline)
 

@@ -1,4 +1,6 @@
-"""The interface of a tracker: a class of three methods, which is constructed with the run and its own options."""
+"""The interface of a tracker: a class of three methods, which is constructed with the run and its
+own options.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ class TrackedRun:
         path: the run directory, in which a tracker writes by default.
         id: the same in every launch of the run, and another for each tracker.
         config: the resolved config.
-        hparams: what distinguishes runs, for a table: data, model, strategy, learning rate and others.
+        hparams: what distinguishes runs, for a table: data, model, strategy, learning rate and
+            others.
         start: the first epoch of this launch, and the number of steps before it.
     """
 
@@ -32,11 +35,15 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker. Only rank 0 constructs one: `Tracker(run, **options)`, with a TrackedRun and the keys of its options.
+    """A tracker.
 
-    All is called in one thread of its own, in which it may wait and raise. After a restart it gets the rows that an interrupted
-    launch could no longer pass on, and none for the second time, except one after which the launch was killed before it had
-    written the row's position to tracker.NAME.json. A class with `holds_step = True`, which writes a step when the next one
+    Only rank 0 constructs one: `Tracker(run, **options)`, with a TrackedRun and the keys of its
+    options.
+
+    All is called in one thread of its own, in which it may wait and raise. After a restart it gets
+    the rows that an interrupted launch could no longer pass on, and none for the second time,
+    except one after which the launch was killed before it had written the row's position to
+    tracker.NAME.json. A class with `holds_step = True`, which writes a step when the next one
     begins, also gets the last step of a launch that has crashed.
     """
 
@@ -59,7 +66,8 @@ class Tracker(Protocol):
 
         Args:
             status: how it ended.
-            summary: of a finished run the result: epoch, checkpoint and metrics, such as result/test_loss. Else empty.
+            summary: of a finished run the result: epoch, checkpoint and metrics, such as
+                result/test_loss. Else empty.
         """
         ...
 

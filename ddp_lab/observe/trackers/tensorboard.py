@@ -26,15 +26,20 @@ class TensorBoard:
         self.first = 0 if is_new else epoch
         # TensorBoard hides what an interrupted launch wrote from here on.
         self.board = SummaryWriter(str(run.path), purge_step=None if is_new else epoch)
-        # Those of steps are a run of its own, or resuming from an epoch would hide all steps above the epoch's number.
-        self.step, self.open_steps = step, partial(SummaryWriter, str(run.path / "steps"), purge_step=step + 1)
+        # Those of steps are a run of its own, or resuming from an epoch would hide all steps above
+        # the epoch's number.
+        self.step = step
+        self.open_steps = partial(SummaryWriter, str(run.path / "steps"), purge_step=step + 1)
         self.steps: SummaryWriter | None = None
         if is_new:
-            self.board.add_text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}\n```")
+            self.board.add_text(
+                "config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}\n```"
+            )
             writer = self.board.file_writer
             assert writer is not None, "an open SummaryWriter has a FileWriter"
             metrics = {f"{kind}/{name}": 0.0 for kind, name in product(("loss", "accuracy"), SETS)}
-            for summary in hparams_summary(run.hparams, metrics):  # add_hparams would add a second run to TensorBoard
+            # add_hparams would add a second run to TensorBoard
+            for summary in hparams_summary(run.hparams, metrics):
                 writer.add_summary(summary)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
@@ -52,7 +57,9 @@ class TensorBoard:
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         if summary:
-            self.board.add_text("result", "\n".join(f"- {name}: {value}" for name, value in summary.items()))
+            self.board.add_text(
+                "result", "\n".join(f"- {name}: {value}" for name, value in summary.items())
+            )
         self.board.close()
         if self.steps:
             self.steps.close()

@@ -8,19 +8,23 @@ from typing import Any, Literal
 from ddp_lab.observe.log import log
 from ddp_lab.observe.trackers.base import Media, Status, TrackedRun
 
-# The seconds after which wandb writes its file again. A launch that is killed loses the rows since then. The default is 15;
-# versions before 0.31 have no such setting, and write when a buffer is full.
+# The seconds after which wandb writes its file again. A launch that is killed loses the rows since
+# then. The default is 15; versions before 0.31 have no such setting, and write when a buffer is
+# full.
 OFTEN = {"x_transaction_log_flush_interval": 1.0}
 
 
 class WandB:
-    """A tracker. Every launch resumes the run of the same id; offline each writes a folder of its own for `wandb sync`.
+    """A tracker.
+
+    Every launch resumes the run of the same id; offline each writes a folder of its own for `wandb
+    sync`.
 
     Args:
         project: the project.
         entity: the user or team; null is the default of the account.
-        mode: whether records are sent (online, which needs `wandb login`) or only written (offline); null is WANDB_MODE, else
-            online.
+        mode: whether records are sent (online, which needs `wandb login`) or only written
+            (offline); null is WANDB_MODE, else online.
         dir: directory of its folder `wandb`; null is the run directory.
         options: further arguments of wandb.init.
     """
@@ -39,14 +43,30 @@ class WandB:
         import wandb
 
         folder = Path(dir or run.path).resolve()
-        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))  # by default in the home directory
-        often: dict[str, Any] = {key: value for key, value in OFTEN.items() if key in wandb.Settings.model_fields}
+        # by default in the home directory
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder / "wandb" / "cache"))
+        often: dict[str, Any] = {
+            key: value for key, value in OFTEN.items() if key in wandb.Settings.model_fields
+        }
         settings = wandb.Settings(console="off", silent=True, **often)
-        wandb.setup(settings)  # else it would ask for a key on a terminal, from which nobody reads in this thread
-        given: dict[str, Any] = {"name": run.path.name, "resume": "allow", "allow_val_change": True} | options
-        self.image, self.html = wandb.Image, wandb.Html
+        # else it would ask for a key on a terminal, from which nobody reads in this thread
+        wandb.setup(settings)
+        given: dict[str, Any] = {
+            "name": run.path.name,
+            "resume": "allow",
+            "allow_val_change": True,
+        } | options
+        self.image = wandb.Image
+        self.html = wandb.Html
         self.run = wandb.init(
-            project=project, entity=entity, mode=mode, dir=str(folder), id=run.id, config=run.config, settings=settings, **given
+            project=project,
+            entity=entity,
+            mode=mode,
+            dir=str(folder),
+            id=run.id,
+            config=run.config,
+            settings=settings,
+            **given,
         )
         log.info(f"tracker=wandb: {self.run.dir if self.run.offline else self.run.url}")
 
@@ -54,7 +74,14 @@ class WandB:
         self.run.log({**metrics, **({} if epoch is None else {"epoch": epoch})}, step=step)
 
     def log_media(self, name: str, media: Media, step: int, epoch: int) -> None:
-        self.run.log({name: self.html(f"<pre>{media}</pre>") if isinstance(media, str) else self.image(media)}, step=step)
+        self.run.log(
+            {
+                name: self.html(f"<pre>{media}</pre>")
+                if isinstance(media, str)
+                else self.image(media)
+            },
+            step=step,
+        )
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         self.run.summary.update(dict(summary))
