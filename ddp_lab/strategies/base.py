@@ -85,6 +85,8 @@ class Strategy(ABC):
             `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
+        watches_writes: whether the model has code that may change a parameter in a later forward
+            pass. Set by `partition`.
         idle: names of the parameters that a trial has found to be unused. Set before `setup`.
         watched: those of them that are frozen, by name, because the strategy needs a gradient of
             every parameter that is not.
@@ -161,6 +163,7 @@ class Strategy(ABC):
         self.bubble: float | None = None
         self.refusals: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
+        self.watches_writes = False
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
         self.check_first: Callable[[Tree], object] | None = None

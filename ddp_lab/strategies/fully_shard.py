@@ -20,6 +20,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
 from ddp_lab.strategies.dtensor import reshard
+from ddp_lab.strategies.later_writes import PartWatch, watch_gathering, watch_parts
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.world.runtime import Runtime
 
@@ -102,10 +103,15 @@ class FullyShard(Strategy):
                 self.shard_unit(layer, mesh, reshard_after_forward, keep)
         # not at the top: it loads torch.compile in 1 s
         copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))
+        watches: list[tuple[nn.Module, PartWatch]] = []
+        if self.watches_writes:
+            # before torch's own hooks, which gather a part and free it
+            watches = watch_parts(parts, parts[-1], self)
         for part in parts:
             # before torch's own hook, which is not compiled, either
             part.register_forward_hook(copy)
             self.shard_unit(part, mesh, reshard_after_forward, policy)
+        watch_gathering(watches)
         for part in sharded_in(parts[-1]):
             # the gradients of the ranks are summed, not averaged
             part.set_gradient_divide_factor(1.0)

@@ -60,6 +60,7 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
     """
     if not may_write(model):
         return
+    strategy.watches_writes = True
     strategy.written = None
     if strategy.example is None:
         with suppress(Exception):  # some models cannot be copied

@@ -109,6 +109,12 @@ def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool)
         from ddp_lab.strategies.idle import watch_idle
 
         watch_idle(strategy)
+    if strategy.watches_writes and not strategy.copies_weights:
+        from ddp_lab.strategies.later_writes import watch_parts
+
+        # a strategy that cuts the model calls its blocks
+        parts = strategy.module.children() if strategy.needs_chain else [strategy.module]
+        watch_parts(parts, strategy.module, strategy)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 

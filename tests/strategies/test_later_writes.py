@@ -1,0 +1,144 @@
+"""Parameters that a forward pass begins to change after the trial: refused by name."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from worlds import once, run_world
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.models.chain import Chain
+from ddp_lab.strategies.later_writes import EVERY, checksum
+
+
+class Later(nn.Module):
+    """Changes a weight in one forward pass, long after the first."""
+
+    def __init__(self, how: str, at: int):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.how = how
+        self.at = at
+        self.passes = 0
+
+    def forward(self, inputs):
+        if self.training:
+            self.passes += 1
+            if self.passes == self.at:
+                self.write()
+        return self.head(self.layer(inputs))
+
+    def write(self):
+        weight = self.layer.weight
+        if self.how == "in place":
+            with torch.no_grad():
+                weight.clamp_(-0.01, 0.01)
+        elif self.how == "data":
+            weight.data.mul_(0.5)
+        elif self.how == "rows":
+            weight.data.copy_(weight.data.flip(0).clone())
+        elif self.how == "swapped":
+            weight.data = weight.data * 0.5
+        elif self.how == "replaced":
+            self.layer.weight = nn.Parameter(weight.detach() * 0.5)
+
+
+STRATEGIES = {
+    "ddp": {},
+    "scratch": {},
+    "tp": {},
+    "fsdp": {},
+    "mesh": {"shard": None},
+}
+WAYS = {"in place": 5, "swapped": 6, "replaced": 7, "data": 8, "rows": 4, "none": 3}
+STEPS = 10
+
+
+def train(strategy: str, how: str, at: int, timeout: float = 30, **options) -> int | str:
+    """Return the number of steps, or the message with the step that raised it."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.rand(2, 4, 4, generator=generator)
+    with Lab(strategy, device="cpu", timeout=timeout, **options) as lab:
+        model: nn.Module = Later(how, at)
+        if strategy in ("mesh", "pipeline"):
+            model = Chain((4,), first=model, last=nn.Linear(4, 4))
+        example = (inputs[0], targets[0])
+        trainer = lab.trainer(
+            model, tasks.Regression(), torch.optim.SGD, batch_size=4, example=example
+        )
+        data = TensorDataset(inputs, targets)
+        for step in range(1, STEPS + 1):
+            batch = next(iter(trainer.batches(data, step - 1)))
+            try:
+                trainer.step(*batch)
+            except TrainingError as error:
+                return f"step {step}: {error}"
+        return STEPS
+
+
+def on_two() -> dict:
+    return {
+        (strategy, how): train(strategy, how, at, **options)
+        for strategy, options in STRATEGIES.items()
+        for how, at in WAYS.items()
+    }
+
+
+def in_a_stage() -> int | str:
+    try:
+        # The other stage waits for this one until its time limit.
+        options = {"num_microbatches": 1, "schedule": "gpipe", "timeout": 3}
+        return train("pipeline", "in place", WAYS["in place"], **options)
+    except RuntimeError:
+        return "waited"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@once
+def two() -> list[dict]:
+    return run_world(2, on_two, timeout=200)
+
+
+@pytest.mark.parametrize("how", [how for how in WAYS if how != "none"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_later_change_of_a_parameter_is_refused_in_its_step(strategy, how):
+    for rank in two():
+        found = rank[strategy, how]
+        assert isinstance(found, str), "trained, although what the forward pass wrote may be lost"
+        prefix = "first." if strategy == "mesh" else ""
+        expected = (
+            f"step {WAYS[how]}: strategy={strategy}: a forward pass has changed the parameter "
+            f"{prefix}layer.weight, which no trial"
+        )
+        assert found.startswith(expected)
+        assert found.endswith("or use strategy=single")
+
+
+def test_stage_with_a_later_change_refuses_it():
+    first, _ = run_world(2, in_a_stage, timeout=60)
+    assert "has changed the parameter first.layer.weight" in first
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_model_that_changes_no_parameter_is_trained(strategy):
+    assert [rank[strategy, "none"] for rank in two()] == [STEPS] * 2
+
+
+def test_sum_of_values_depends_on_each_value_and_on_the_order_of_rows():
+    tensor = torch.randn(3, 5, dtype=torch.float64)
+    expected = checksum(tensor)
+    assert torch.equal(checksum(tensor.clone()), expected)
+    for row in range(3):
+        for column in range(5):
+            changed = tensor.clone()
+            changed[row, column] = torch.nextafter(changed[row, column], torch.tensor(9.0).double())
+            assert not torch.equal(checksum(changed), expected)
+    assert not torch.equal(checksum(tensor[[1, 0, 2]]), expected)
+    assert not torch.equal(checksum(tensor.T), expected)
+    assert checksum(torch.tensor(2.5)) != checksum(torch.tensor(2.25))
+    assert EVERY == 100  # as docs/your-own.md says
