@@ -16,7 +16,7 @@ COMMANDS = {
     "doctor": "check machines and config before a launch",
     "submit": "submit a run to Slurm or Kubernetes, after showing it",
     "runs": "list runs, show the curves of one, or delete empty ones (--clean)",
-    "exercise": "write an all-reduce, a schedule, a sharded optimizer yourself, and have it checked",
+    "exercise": "write an all-reduce, a schedule or a sharded optimizer, and have it checked",
 }
 HELP = ("-h", "--help", "help")
 

@@ -1,10 +1,9 @@
 """Measure training loops side by side: train.py, stock torch, and the kernels alone.
 
-python scripts/bench.py                                            what our loop costs: `ours beside bare`
+python scripts/bench.py                             what our loop costs: `ours beside bare`
 python scripts/bench.py --gpus 1 2 --models vit_l16 gpt2 resnet18 \\
     --strategies ddp fsdp scratch-bucketed pipeline "mesh tp=2" --json runs/bench.json
-                                                                   what a second GPU brings, beside
-                                                                   stock torch
+                                                    what a second GPU brings, beside stock torch
 
 The table has samples or, of gpt2, tokens per second of the training steps alone, on made-up
 samples, `--batch` of them on each device: the median over the repeats of all rounds, and half the
@@ -16,12 +15,15 @@ The ratio is that to the strongest loop that is not ours.
 
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
-stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside of DistributedDataParallel
-ours beside bare     `ours eager` and `bare` in turn within one run, on a CPU (scripts/bench_pairs.py)
-bare                 hand-written, eager, float32, images on the device: only the kernels of `ours eager`
+stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside
+                     of DistributedDataParallel
+ours beside bare     `ours eager` and `bare` alternate within one run, on a CPU (bench_pairs.py)
+bare                 hand-written, eager, float32, images on the device: only the kernels of
+                     `ours eager`
 ours eager           train.py with speed=off
 ours auto, ... bf16  train.py without options; with precision=bf16, too
-ours                 train.py with cuda_graph, compile, channels_last and bf16 (on a CPU compile alone, in float32)
+ours                 train.py with cuda_graph, compile, channels_last and bf16 (on a CPU compile
+                     alone, in float32)
 """
 
 import argparse

@@ -2,7 +2,7 @@
 measures ours.
 
 single       torch.compile of the complete model
-ddp          DistributedDataParallel around it; also what the algorithms of `scratch` are compared with
+ddp          DistributedDataParallel around it; what the algorithms of `scratch` are compared with
 fsdp         fully_shard of every compiled block, then of the model
 pipeline     torch.distributed.pipelining, 1F1B with eight micro-batches, compiled stages
 tp           parallelize_module by each block's plan, compiled blocks

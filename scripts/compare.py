@@ -1,21 +1,25 @@
 """Train the same model on the same batches under every strategy that this machine can run, and
 compare them in a report.
 
-python scripts/compare.py                                    LeNet on the digits, on all available GPUs or two CPU ranks
+python scripts/compare.py            LeNet on the digits, on all available GPUs or two CPU ranks
 python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
-python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh strategy.pp=2' -- model=vit
+python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' -- model=vit
 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after --
 are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same
 initial weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets
 report.md, and a run directory per strategy for `tensorboard --logdir OUT`.
 
-speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
-memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
-throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
-difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
-              another order round differently: expected below 1e-6 after 5 steps. Training makes it
-              grow; models with BatchNorm differ by more (docs/strategies.md)
+speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number
+              of devices
+memory        peak memory allocated on one device; without GPUs, peak resident size of one process,
+              PyTorch included
+throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the
+              table (profile=true)
+difference    largest difference of any weight from that of `single` after the first 5 steps, and at
+              the end. Sums of float32 in another order round differently: expected below 1e-6 after
+              5 steps. Training makes it grow; models with BatchNorm differ by more
+              (docs/strategies.md)
 """
 
 import argparse

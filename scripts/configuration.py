@@ -25,10 +25,11 @@ CONF = ROOT / "conf"
 FILE = ROOT / "docs/configuration.md"
 INTRODUCTION = """# Configuration
 
-Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, the docstrings of the constructors and `conf/`.
+Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, the docstrings of the
+constructors and `conf/`.
 
-Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its keys are set as
-`group.key=value`. `null` means none. A list is written as `[a,b]`.
+Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its
+keys are set as `group.key=value`. `null` means none. A list is written as `[a,b]`.
 """
 EXPERIMENTS = (
     "`experiment` sets keys of the run and of several groups at once; see the comments in "

@@ -27,7 +27,8 @@ OFFLINE = "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK
 ENTRY = """
 import json, ddp_lab
 from ddp_lab.launchers import schedulers, short_run
-print(json.dumps([ddp_lab.__file__, short_run.command_of(["epochs=1"], 2)[0][1:], schedulers.SCRIPT.read_text()]))
+command = short_run.command_of(["epochs=1"], 2)[0]
+print(json.dumps([ddp_lab.__file__, command[1:], schedulers.SCRIPT.read_text()]))
 """
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 DEPENDENCIES = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())

@@ -30,7 +30,11 @@ PEAKS = ("torch's peak: planned", "measured")
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><title>What a run needs</title>
-<style>body {{font-family: sans-serif}} pre {{overflow-x: auto}} svg {{max-width: 100%; height: auto}}</style>
+<style>
+body {{font-family: sans-serif}}
+pre {{overflow-x: auto}}
+svg {{max-width: 100%; height: auto}}
+</style>
 <h1>What a run needs</h1>
 <pre>{table}</pre>
 {picture}</html>

@@ -2,8 +2,8 @@
 
 Only the newest and the best are kept.
 
-main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
-writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
+main thread    ... step | copy to host | step  step  step ...     training waits for the copy only
+writer thread                          | write, fsync, hash, rename, link the best, remove old |
 
 There are two formats, and a run can resume from both. One file contains the full state, which rank
 0 collects and writes. A sharded checkpoint is a directory to which every rank writes its shards

@@ -2,7 +2,7 @@
 appear and disappear.
 
 step_00000040.pt, step_00000040.pt.sha256   one file, and its SHA-256 as `sha256sum -c` reads it
-step_00000050.sharded/                      a directory to which every rank writes its shards (safetensors)
+step_00000050.sharded/                      a directory of the ranks' shards (safetensors)
     state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
 best.pt or best.sharded                     a symbolic link to the best checkpoint
 

@@ -1,11 +1,13 @@
 """Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`, from which a launch on an
 empty disk resumes.
 
-writer thread   ... commit a checkpoint | commit the next one ...     training waits for neither thread
-mirror thread                           | upload files, then SHA256SUMS | remove what is no longer on the disk |
+writer thread   ... commit a checkpoint | commit the next one ...
+mirror thread                           | upload files, then SHA256SUMS | remove old checkpoints |
+
+Training waits for neither thread. Old checkpoints are those that are no longer on the disk.
 
 URL/NAME/step_00000040.pt/      the checkpoint's files, and RUN_FILES as they were then
-    SHA256SUMS                  of all of them, uploaded last: without it the directory is no checkpoint
+    SHA256SUMS                  of all of them, uploaded last: without it this is no checkpoint
 URL/NAME/best                   the name of the best checkpoint
 
 Rank 0 uploads both formats: all nodes write the shards of a checkpoint to one directory.

@@ -1,8 +1,10 @@
 """Sharded checkpoints: a directory to which every rank writes its shards, with
 torch.distributed.checkpoint (DCP).
 
-main thread     copy this rank's shards to the host | step  step  step ...
-writer thread                                       | plan, write, fsync, hash | rank 0: state.json, SHA256SUMS, rename
+main thread     copy shards to the host | step  step  step  step  step  step ...
+writer thread                           | plan, write, fsync, hash | rank 0: SHA256SUMS, rename
+
+Each rank copies its own shards. Before SHA256SUMS rank 0 writes state.json: all but the tensors.
 
 The files are safetensors. Other formats of DCP have pickled metadata, which executes code if
 somebody has changed it.

@@ -2,12 +2,13 @@
 of this machine.
 
 ddp-lab exercise list                      the exercises in their order
-ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, in which one function is missing
-ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong; of an all-reduce
-                                           `--speed` then draws its times beside those of the
-                                           project's algorithms
+ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, without one function
+ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong
 ddp-lab exercise hint ring_all_reduce      a hint; `--number 2` the next one
 ddp-lab exercise solution ring_all_reduce  print the reference solution
+
+If the exercise is an all-reduce, `check --speed` then draws its times beside those of the project's
+algorithms.
 """
 
 import argparse

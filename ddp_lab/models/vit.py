@@ -1,10 +1,9 @@
-"""The Vision Transformer (Dosovitskiy et al.
-
-2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) as a chain.
 
     images -> embed: tokens [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits
-    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens)))); drop_path may drop what is added
+    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens))))
 
+`drop_path` may drop what a block adds to the tokens.
 Query, key and value are separate layers, so that each can be divided by heads. A block whose layers
 have a part of their units computes with the heads it has.
 """

@@ -7,7 +7,7 @@ activities in progress:
 | | GPU | CPU |
 |---|---|---|
 | compute | a kernel runs | an operation of ATen runs |
-| communication, waiting | an NCCL kernel, a copy or a barrier between GPUs runs | gloo communicates |
+| communication, waiting | NCCL, or a copy or barrier between GPUs, runs | gloo communicates |
 | data | a copy from the host, or the loader is at work | the loader is at work |
 | idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 

@@ -230,8 +230,12 @@ class Guard(Hook):
                 "not_finite",
             )
         if save_failed and self.on_error == "stop":
+            problem = self.checkpoints.problem
+            if not problem:
+                problem = "a checkpoint could not be written (the reason is in train.log)"
             raise TrainingError(
-                f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. With checkpoint.on_error=continue training continues after such a failure",
+                f"{problem}. With checkpoint.on_error=continue training continues after such a "
+                "failure",
                 "checkpoint",
             )
         return preempted

@@ -3,7 +3,7 @@ later one.
 
 What is computed between the two places hides the communication:
 
-    own --start_sum--> [the gradient of a weight, the next chunk] --finish_sum--> the sum, on every rank
+    own --start_sum--> [gradient of a weight, next chunk] --finish_sum--> the sum, on every rank
 
 The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with
 sequence parallelism, each has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the

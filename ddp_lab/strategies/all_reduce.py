@@ -4,7 +4,7 @@ With W ranks and n bytes of gradients:
 
 | algorithm | bytes that a rank sends, and receives | messages | |
 |---|---|---|---|
-| star | rank 0: (W-1) n; the others: n | two collectives per tensor | the naive way: rank 0 gathers, adds, broadcasts |
+| star | rank 0: (W-1) n; others: n | two collectives per tensor | rank 0 gathers, adds and sends |
 | per_tensor | 2 n (W-1)/W | one collective per tensor | |
 | flat | 2 n (W-1)/W | one collective | |
 | ring | 2 n (W-1)/W | 2 (W-1) per rank | the library's ring, written with send and receive |
@@ -76,8 +76,8 @@ def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     The gradients are cut into W chunks. In every round each rank sends one chunk to its right
     neighbour and receives one from its left neighbour, so all links are busy at once.
 
-        reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own; then each rank has one complete sum
-        all-gather,     W-1 rounds: the complete sums are passed on, until every rank has all of them
+        reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own chunk
+        all-gather,     W-1 rounds: the complete sums, one per rank, are passed on to all ranks
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()

@@ -37,15 +37,15 @@ class Strategy(ABC):
     The methods are called in this order. A strategy must have `setup` and overrides what differs of
     the others:
 
-        strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
-        strategy.partition(model, samples)      decides which rank holds what
+        strategy = SomeStrategy(runtime, ...)   before the data: which local batch this rank reads
+        strategy.partition(model, samples)      which rank holds what
         (the process group opens, unless the strategy runs in one process)
-        strategy.setup(model)                   moves, wraps or cuts the model; sets `module` and `forward`
+        strategy.setup(model)                   moves, wraps, cuts it; sets `module` and `forward`
         optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
-          no_sync                                 context of all gradient-accumulation steps but the last
-            add_gradient                          forward, loss and backward of one accumulation step
+          no_sync                                 of all gradient-accumulation steps but the last:
+            add_gradient                            forward, loss and backward of one of them
           reduce_gradients                        communication after the last one
         strategy.gradient_norm()                for clipping; then the optimizer's step
         strategy.predict(...)                   logits of a batch, in evaluation

@@ -1,10 +1,11 @@
 """BatchNorm under data parallelism.
 
-local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
-sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
-       per layer in the forward pass and two in the backward pass. The padding of a partial last
-       batch is excluded from the statistics (`Strategy.forward_backward`), also on a rank that has
-       nothing else.
+local: each rank normalises by the mean and variance of its local batch, so the result depends on
+       the number of ranks.
+sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This
+       costs two small collectives per layer in the forward pass and two in the backward pass. The
+       padding of a partial last batch is excluded from the statistics
+       (`Strategy.forward_backward`), also on a rank that has nothing else.
 """
 
 import math

@@ -1,9 +1,9 @@
 """FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and
 momentum tensor.
 
-    rank 0:  shard 0 --+                                                     +-- shard 0 of the summed gradients
-                       +-- all_gather -> block -> free ... reduce_scatter <--+
-    rank 1:  shard 1 --+                                                     +-- shard 1 of the summed gradients
+    rank 0:  shard 0 --+                                                   +-> shard 0 of the sum
+                       +-- all_gather -> block -> free ... reduce_scatter -+
+    rank 1:  shard 1 --+                                                   +-> shard 1 of the sum
 
 A block's parameters are gathered from all ranks just before its forward and its backward pass, and
 freed after each. Its gradients are summed and scattered, so that each rank gets the sum of its own

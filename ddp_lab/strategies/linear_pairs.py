@@ -2,7 +2,7 @@
 (row).
 
     forward   tokens -- column: own units -- ... -- row: sum over own units -- all_reduce --> tokens
-    backward  gradient of the tokens <-- all_reduce -- column <-- ... <-- row <-- gradient of the tokens
+    backward  their gradient <-- all_reduce -- column <-- ... <-- row <-- gradient of the tokens
 
 The all_reduce of the backward pass runs while the gradients of the column layer's weights are
 computed, and that of the forward pass while the row layer computes its next chunk. Layers that get

@@ -1,11 +1,17 @@
 r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ranks in one code
 path.
 
-    pp 2 x dp 2 x tp 2        tp 0    tp 1                what the ranks along an axis send to each other
-      pp 0   dp 0           rank 0  rank 1  \             tp: activations, twice for every pair of layers and direction
-             dp 1           rank 2  rank 3  / stage 0     dp: gradients and, if they are sharded, parameters
-      pp 1   dp 0           rank 4  rank 5  \             pp: activations, between consecutive stages
+    pp 2 x dp 2 x tp 2        tp 0    tp 1
+      pp 0   dp 0           rank 0  rank 1  \
+             dp 1           rank 2  rank 3  / stage 0
+      pp 1   dp 0           rank 4  rank 5  \
              dp 1           rank 6  rank 7  / stage 1
+
+The ranks along an axis send each other:
+
+    tp: activations, twice for every pair of layers and direction
+    dp: gradients and, if they are sharded, parameters
+    pp: activations, between consecutive stages
 
 The ranks along tp are neighbours, because they send most; those along pp are farthest apart. Ranks
 with the same dp read the same samples. Along dp, groups of `shard` ranks share one copy of their

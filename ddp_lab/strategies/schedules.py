@@ -1,11 +1,14 @@
 """The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the
 model, and its bubble.
 
-gpipe                  all forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)
-1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
-                       micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
+gpipe                  all forward passes, then all backward passes (Huang et al. 2018,
+                       arXiv:1811.06965)
+1f1b                   begins each backward pass as early as possible, so that a rank keeps the
+                       activations of at most p micro-batches, p being the number of ranks
+                       (Narayanan et al. 2019, PipeDream)
 interleaved1f1b        several stages per rank: a smaller bubble, more messages
-interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
+interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of
+                       the weights in idle time
 """
 
 from collections.abc import Mapping

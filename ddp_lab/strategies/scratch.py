@@ -4,7 +4,7 @@ in every step.
 Every rank holds a complete copy of the model. One step:
 
     rank 0:  local batch -> forward -> backward -> gradients --+
-    rank 1:  local batch -> forward -> backward -> gradients --+-- all_reduce: every rank gets the sum
+    rank 1:  local batch -> forward -> backward -> gradients --+-- all_reduce: the sum, on all ranks
     ...                                                        |
     rank k:  local batch -> forward -> backward -> gradients --+
 

@@ -7,7 +7,8 @@ layer's units, from the complete input. The outputs are concatenated.
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
 
-    backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
+    backward  each rank takes its channels of the output's gradient, and computes from them a
+              gradient of the input; all_reduce sums these
 
 That is two collectives per layer, each of the size of the layer's activations: far more traffic
 than in data parallelism. The ranks therefore need fast links, and it pays only if a single layer is

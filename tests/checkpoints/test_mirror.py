@@ -167,7 +167,8 @@ def test_name_that_another_run_has_used_there_is_refused(mirror):
     (mirror.run_dir / "metrics.jsonl").write_text('{"epoch": 1}\n')
     with pytest.raises(
         ConfigError,
-        match=r"runs/run has checkpoints of another run\. Choose another name, remove .*runs/run, or",
+        match=r"runs/run has checkpoints of another run\. Choose another name, "
+        r"remove .*runs/run, or",
     ):
         mirror.begin("auto")
     shutil.rmtree(mirror.run_dir)

@@ -256,7 +256,9 @@ import sys, torch
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
-options = LoaderOptions(2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1)
+options = LoaderOptions(
+    2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1
+)
 own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)
 batches = iter(own)
 next(batches)

@@ -240,8 +240,8 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
         ),
         (
             "classes",
-            r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got "
-            r"\[2, 2\]",
+            r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), "
+            r"got \[2, 2\]",
         ),
         (
             "only float32",

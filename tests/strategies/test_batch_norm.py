@@ -198,7 +198,8 @@ def test_synchronised_layers_of_torch_are_refused_where_nothing_is_synchronised(
     model = nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(3))
     with pytest.raises(
         ConfigError,
-        match=r"^strategy\.batch_norm=local: does not support the layer 1, SyncBatchNorm\(3, .*=sync",
+        match=r"^strategy\.batch_norm=local: does not support the layer 1, "
+        r"SyncBatchNorm\(3, .*=sync",
     ):
         DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
     DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)

@@ -217,9 +217,10 @@ def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
     """
     found = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
     message = (
-        "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the gradients of out. "
-        "All ranks must sum the gradients of the units in the same order, so the inputs of a unit must need a "
-        "gradient on all ranks or on none. Gather such units together with the module around them: use "
+        "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the "
+        "gradients of out. All ranks must sum the gradients of the units in the same order, so the "
+        "inputs of a unit must need a gradient on all ranks or on none. Gather such units together "
+        "with the module around them: use "
         'strategy.keep_whole=[adapter,out], in a Lab keep_whole=["adapter", "out"]'
     )
     assert found
@@ -243,8 +244,8 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
         r"it the shape \[1\], or .*",
         "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no "
         r"elements\. Let its first .*",
-        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, "
-        "which must .*",
+        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) "
+        "together, which must .*",
         "untried": "strategy=fsdp: a parameter is used outside the forward pass of the module that "
         r"has it \(test_units.py, line \d+\), and is not gathered then\. .* use "
         r"strategy.keep_whole=\[body,table\], in a Lab .*; or, in a Lab, let the model "
