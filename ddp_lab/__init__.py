@@ -42,8 +42,9 @@ MODULES = {"Lab": "ddp_lab.lab.lab", "launch": "ddp_lab.lab.launch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names when it is first used: they import torch, which `ddp-lab --help` does
-    not need.
+    """Import one of the names when it is first used.
+
+    They import torch, which `ddp-lab --help` does not need.
     """
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)

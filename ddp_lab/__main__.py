@@ -1,5 +1,6 @@
-"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`: without a command, the arguments are
-those of `train`.
+"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`.
+
+Without a command, the arguments are those of `train`.
 """
 
 import difflib
@@ -55,9 +56,7 @@ def main() -> None:
 
 
 def is_command(first: list[str]) -> bool:
-    """Whether the first argument, if there is one, is neither an override nor an option of
-    `train`.
-    """
+    """Return whether the first argument is neither an override nor an option of `train`."""
     return bool(first) and (
         first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~")
     )

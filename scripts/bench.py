@@ -64,9 +64,7 @@ NAMES = [*LOOPS, "stock", *OURS, PAIRED]
 
 
 def strategy_overrides(strategy: str) -> list[str]:
-    """Return the overrides of a strategy as `--strategies` has it: "ddp", "scratch-bucketed" or
-    "mesh tp=2".
-    """
+    """Return the overrides of a strategy as in `--strategies`, such as "ddp" or "mesh tp=2"."""
     first, *options = strategy.split()
     name, _, algorithm = first.partition("-")
     chosen = [f"strategy={name}", *(f"strategy.{option}" for option in options)]
@@ -123,8 +121,9 @@ def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> lis
 
 
 def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
-    """Return samples or tokens per second of every repeat of a loop that is not ours, of a quarter
-    of the steps.
+    """Return samples or tokens per second of every repeat of a loop that is not ours.
+
+    It takes a quarter of the steps.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -171,8 +170,7 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
 
 
 def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> None:
-    """Add to the row the ratios of one run whose epochs alternate with bare steps, by time and by
-    CPU time.
+    """Add to the row the ratios of one run whose epochs alternate with bare steps, by (CPU) time.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -274,9 +272,7 @@ def is_same(one: dict, other: dict, *keys: str) -> bool:
 
 
 def parse(gpus: int) -> argparse.Namespace:
-    """Return the command line on a machine with so many GPUs; exit with a message if it cannot be
-    measured.
-    """
+    """Return the command line on a machine with so many GPUs; exit if it cannot be measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -340,9 +336,7 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
 
 
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
-    """Return the rows with what an earlier call has measured of them, and after them its other
-    rows.
-    """
+    """Return the rows with what an earlier call has measured, and after them its other rows."""
     keys = ("model", "devices", "strategy", "loop", "batch")
     found = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
     return [*found, *(old for old in before if old not in found)]

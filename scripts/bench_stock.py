@@ -1,5 +1,6 @@
-"""The loop that an expert writes with torch alone for each strategy, against which scripts/bench.py
-measures ours.
+"""The loop that an expert writes with torch alone for each strategy.
+
+scripts/bench.py measures ours against it.
 
 single       torch.compile of the complete model
 ddp          DistributedDataParallel around it; what the algorithms of `scratch` are compared with
@@ -36,9 +37,7 @@ STYLES = {"column": ColwiseParallel, "heads": ColwiseParallel, "row": RowwisePar
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits of images, [b, classes], or of tokens, [b, n,
-    classes].
-    """
+    """Return the mean cross-entropy for images, [b, classes], or of tokens, [b, n, classes]."""
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 

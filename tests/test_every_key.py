@@ -410,8 +410,9 @@ ROWS |= {(key, kind): row for kind, rows in MORE.items() for key, row in rows.it
 
 
 def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | None]]:
-    """Run train.py with each line of overrides, in this process; return exit codes, errors, and
-    values for a sweeper.
+    """Run train.py with each line of overrides; return exit codes, errors, sweepers' values.
+
+    It runs in this process.
     """
     found = []
     returned = []
@@ -604,9 +605,10 @@ def test_constructor_gets_every_option_of_its_group(group, path):
     """What it does with them is tested where it is."""
     node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     options = node["dataset"] if group == "data.dataset" else node
-    # Hydra's list
     given = {
-        name: f"given {name}" for name in options if not name.startswith("_") and name != "defaults"
+        name: f"given {name}"
+        for name in options
+        if not name.startswith("_") and name != "defaults"  # Hydra's list
     }
     cfg = config(
         f"{group.partition('.')[0]}={path.stem}",

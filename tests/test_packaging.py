@@ -164,9 +164,7 @@ def test_image_of_the_kubernetes_runtime_is_the_one_that_the_dockerfile_builds()
 
 @pytest.mark.slow
 def test_commands_of_the_dockerfile_install_the_package_in_a_clean_directory(tmp_path):
-    """Its COPY and RUN lines, with a copy of what git tracks as the build context and a new
-    environment as the image.
-    """
+    """Its COPY and RUN lines, with a copy of the tree as context and a new environment as image."""
     context = tmp_path / "context"
     root = tmp_path / "image"
     copy_tree(context)

@@ -1,5 +1,6 @@
-"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`, from which a launch on an
-empty disk resumes.
+"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`.
+
+A launch on an empty disk resumes from them.
 
 writer thread   ... commit a checkpoint | commit the next one ...
 mirror thread                           | upload files, then SHA256SUMS | remove old checkpoints |
@@ -184,8 +185,9 @@ class Mirror(Hook):
                 self.fs.rm(path, recursive=True)
 
     def begin(self, resume: str) -> None:
-        """Prepare a launch: download what an empty disk has lost, and check that no other run has
-        checkpoints there.
+        """Prepare a launch.
+
+        Download what an empty disk has lost, and check that no other run has checkpoints there.
 
         Args:
             resume: the config key.

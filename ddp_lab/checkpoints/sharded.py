@@ -1,5 +1,6 @@
-"""Sharded checkpoints: a directory to which every rank writes its shards, with
-torch.distributed.checkpoint (DCP).
+"""Sharded checkpoints: a directory to which every rank writes its shards.
+
+torch.distributed.checkpoint (DCP) writes and reads them.
 
 main thread     copy shards to the host | step  step  step  step  step  step ...
 writer thread                           | plan, write, fsync, hash | rank 0: SHA256SUMS, rename
@@ -162,8 +163,9 @@ class ShardWriter:
 
 
 def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
-    """Complete a directory with the shards of all ranks by what is not a tensor and by its hashes,
-    and rename it.
+    """Complete a directory with the shards of all ranks, and rename it.
+
+    Add what is not a tensor, and the hashes.
 
     On rank 0.
 

@@ -1,5 +1,6 @@
-"""Check the machines and the config before a launch: print one line per finding, or the error that
-would end it.
+"""Check the machines and the config before a launch.
+
+Print one line per finding, or the error that would end the launch.
 
 ddp-lab doctor data=fashion_mnist                                         overrides of train.py
 torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp   launched as train.py

@@ -113,9 +113,7 @@ def as_tree(value: Any, place: str) -> Tree:
 
 
 def is_part(value: Any) -> bool:
-    """Return whether an element of a list is a part of its own, so that the list is not one tensor
-    of numbers.
-    """
+    """Return whether an element of a list is a part of its own and the list is not one tensor."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0
     if isinstance(value, (tuple, list)):

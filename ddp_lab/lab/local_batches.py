@@ -1,5 +1,6 @@
-"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step
-adds again.
+"""This rank's batches of any dataset, as the user's loop sees them.
+
+They have no padding, which a step adds again.
 """
 
 from collections.abc import Iterator
@@ -124,8 +125,9 @@ class LocalBatches:
         self._kept.clear()
 
     def _make_room(self) -> None:
-        """Forget the least recently used datasets until there is room for another one, but none
-        that a loop still reads.
+        """Forget the least recently used datasets until there is room for another one.
+
+        Those that a loop still reads remain.
         """
         for key, kept in list(self._kept.items()):
             if len(self._kept) >= KEPT and not any(
@@ -182,8 +184,9 @@ class LocalBatches:
             self._iterated.remove(loader)
 
     def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
-        """Return a local batch with padding, so that it has the same size on every rank, and which
-        batch of `iterate` it is.
+        """Return a local batch with padding, and which batch of `iterate` it is.
+
+        With padding it has the same size on every rank.
 
         Args:
             inputs, targets: the batch that the loop has now, or another one of batch_size /

@@ -1,5 +1,6 @@
-"""What a model returns: a tensor; or a tuple, a dict or an object of tensors, as models of other
-libraries often do.
+"""What a model returns: a tensor, or a tuple, a dict or an object of tensors.
+
+Models of other libraries often return the latter.
 """
 
 import copy
@@ -130,9 +131,7 @@ def without_padding(outputs: Any, samples: int, real: int) -> Any:
 
 
 def describe_content(outputs: object) -> tuple[str, str]:
-    """Return what outputs that are no tensor contain, and the code that takes the first tensor out
-    of them.
-    """
+    """Return what outputs that are no tensor contain, and code for the first tensor of them."""
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
         found = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)]

@@ -87,9 +87,7 @@ class Guard(Hook):
     run: Run = field(init=False)
 
     def flags(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether it failed to write the last
-        checkpoint.
-        """
+        """Return whether this rank was asked to stop, and whether its last checkpoint failed."""
         return self.requests.preempted, self.checkpoints.problem is not None
 
     def on_start(self, run: Run) -> None:
@@ -128,8 +126,7 @@ class Guard(Hook):
         self.heartbeat.at("evaluating", position.epoch, step + 1)
 
     def on_evaluation_batch(self, position: Progress, number: int) -> None:
-        """Stop the run if it is preempted, which therefore does not wait for the end of a long
-        evaluation.
+        """Stop the run if it is preempted, without waiting for the end of a long evaluation.
 
         Collective.
 

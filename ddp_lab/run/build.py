@@ -1,5 +1,6 @@
-"""The construction of a run from its config: what the config names is built here, and everything
-else gets values.
+"""The construction of a run from its config.
+
+What the config names is built here, and everything else gets values.
 
     cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders
     -> settings
@@ -159,8 +160,9 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
 
 
 def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
-    """Return how images are transformed according to the config group `data`; None if it holds a
-    dataset in memory.
+    """Return how images are transformed according to the config group `data`.
+
+    Return None if it names a dataset in memory.
     """
     if "image_size" not in data:
         return None
@@ -208,8 +210,9 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
 def build_loss(
     node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False
 ) -> LossFunction | None:
-    """Construct the loss that `_target_` names: a class, which is called once, or a function, which
-    is the loss itself.
+    """Construct the loss that `_target_` names: a class or a function.
+
+    A class is called once; a function is the loss itself.
 
     Either is given reduction="none" if it has a parameter of that name.
 
@@ -240,8 +243,7 @@ def build_loss(
 
 
 def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
-    """Construct the shape of a schedule that `_target_` names, and try it over the epochs of the
-    run.
+    """Construct the shape of a schedule that `_target_` names, and try it over the run's epochs.
 
     Args:
         node: the config group `scheduler`.
@@ -374,8 +376,7 @@ def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype)
 def arrange(
     cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task
 ) -> Job:
-    """Let the strategy decide who holds which part of the model, and return the job without
-    loaders.
+    """Let the strategy decide who has which part of the model, and return the job without loaders.
 
     Collective on GPUs.
 
@@ -462,8 +463,9 @@ def what_is_wanted(cfg: DictConfig) -> Wanted:
 
 
 def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
-    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the
-    optimizer's state.
+    """Return the size in bytes of a checkpoint's tensors.
+
+    They are the unsharded model, its averages and the optimizer's state.
 
     Args:
         optimizer: constructs the optimizer of a list of parameters.
@@ -528,8 +530,9 @@ def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
-    """Return the metric of the validation set that chooses the best checkpoint; None: the last
-    weights are the result.
+    """Return the metric of the validation set that chooses the best checkpoint.
+
+    With None the last weights are the result.
     """
     best = cfg.checkpoint.best
     return ("val_loss" if dataset.val is not None else None) if best == "auto" else best

@@ -40,8 +40,7 @@ def find_options(
 
 
 def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
-    """Return why an option is not supported by the strategy, the model or the device, by name; no
-    entry if it is.
+    """Return why options are not supported by strategy, model or device, by name of the option.
 
     Args:
         strategy: after `Strategy.partition`.

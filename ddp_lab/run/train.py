@@ -1,6 +1,4 @@
-"""Execution of a run: create its directory, train under the guard and the watchdog, record the
-outcome.
-"""
+"""Execution of a run: create its directory, train under guard and watchdog, record the outcome."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -209,8 +207,7 @@ def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
-    """Return the step to train with: in eager mode, or compiled and captured as the job's options
-    say.
+    """Return the step to train with: in eager mode, or compiled and captured by the job's options.
 
     Collective.
     """
@@ -263,8 +260,7 @@ def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
 def log_result(
     job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints
 ) -> dict[str, Any]:
-    """Log, and return for the trackers, the epoch whose weights are the result, its metrics, and
-    the checkpoint.
+    """Log and return the epoch whose weights are the result, its metrics, and the checkpoint.
 
     Args:
         job: of the run.

@@ -1,6 +1,4 @@
-"""A trained run: one of its checkpoints, opened in one process without data, or evaluated under any
-strategy.
-"""
+"""A trained run: a checkpoint opened in one process without data, or evaluated under a strategy."""
 
 import sys
 from contextlib import nullcontext

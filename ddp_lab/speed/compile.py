@@ -96,8 +96,9 @@ def count(number: int, noun: str) -> str:
 
 @contextmanager
 def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> Generator[None]:
-    """Let torch.compile compile a step, except its collectives, in the body; shapes that come later
-    run in eager mode.
+    """Let torch.compile compile a step, except its collectives, in the body.
+
+    Shapes that come later run in eager mode.
 
     On a GPU convolutions are padded, and cuDNN times all its kernels for every new convolution and
     uses the fastest. The compilers, processes that this thread starts, do not receive the signals

@@ -103,9 +103,7 @@ class GraphStep:
                 group["lr"] = rate
 
     def batches(self, loader: Loader) -> Iterator[int]:
-        """Yield the number of samples of the remaining batches of the epoch, then draw the next
-        epoch's sample order.
-        """
+        """Yield the sizes of the epoch's remaining batches, then draw the next sample order."""
         loader.start_epoch()
         yield from loader.counts()
         loader.prefetch_epoch()
@@ -157,8 +155,7 @@ def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
-    """Run steps that compile, choose kernels and allocate everything, and restore the state after
-    them.
+    """Run steps that compile, choose kernels and allocate everything, then restore the state.
 
     Collective.
 
@@ -183,8 +180,9 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
 
 @contextmanager
 def unchanged(step: Step) -> Generator[None]:
-    """Restore weights, buffers, their averages, the optimizer's state and the running sums, in
-    place, when the body ends.
+    """Restore the state of the training, in place, when the body ends.
+
+    That is weights, buffers, their averages, the optimizer's state and the running sums.
 
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """

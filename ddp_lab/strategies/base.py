@@ -1,5 +1,6 @@
-"""The base class of all strategies: a training step as one device computes it, of which each
-strategy overrides what differs.
+"""The base class of all strategies: a training step as on one device.
+
+Each strategy overrides what differs.
 
 What of it is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
 """
@@ -167,9 +168,7 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """The value of `strategy=` that selects it; of a class from outside the name of the
-        class.
-        """
+        """The value of `strategy=` that selects it; of a class from outside its name."""
         package, _, file = type(self).__module__.rpartition(".")
         return file if package == __package__ else type(self).__name__
 
@@ -232,8 +231,7 @@ class Strategy(ABC):
             require_no_others(model, self.example)
 
     def _require_constant_buffers(self, model: nn.Module, example: "Tree") -> None:
-        """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch
-        makes one.
+        """Raise a ConfigError if a buffer changes in every forward pass: once per micro-batch.
 
         Those of BatchNorm are the exception: the log says that they are computed from
         micro-batches.
@@ -351,9 +349,7 @@ class Strategy(ABC):
     def _add_gradient(
         self, inputs: "Tree", targets: "Tree", real: int, divisor: float
     ) -> torch.Tensor:
-        """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only
-        padding.
-        """
+        """Call `add_gradient`, without BatchNorm's statistics of a mere padding micro-batch."""
         if self.watched:
             from ddp_lab.strategies.idle import uses_reported
 
@@ -393,16 +389,16 @@ class Strategy(ABC):
             gradient.mul_(scale.to(gradient))
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return the context of all gradient-accumulation steps but the last: gradients accumulate
-        and are not communicated.
+        """Return the context of all gradient-accumulation steps but the last.
+
+        Gradients accumulate and are not communicated.
         """
         return nullcontext()
 
     def add_gradient(
         self, inputs: "Tree", targets: "Tree", real: int, divisor: float
     ) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum,
-        *task.running, weight].
+        """Add the gradient of one micro-batch to `.grad`; return [loss_sum, *task.running, weight].
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
@@ -421,9 +417,7 @@ class Strategy(ABC):
         return results
 
     def reduce_gradients(self) -> None:  # noqa: B027, a single device has nothing to communicate
-        """Communicate the gradients that the last backward pass of the step has not
-        communicated.
-        """
+        """Communicate the gradients that the last backward pass of the step has not."""
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the complete model's gradient, [], the same on every rank.
@@ -440,9 +434,7 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def predict(self, inputs: "Tree") -> Any:
-        """Return the outputs of a local batch, for example logits [b, classes], without a
-        gradient.
-        """
+        """Return the outputs of a local batch, such as logits [b, classes], without a gradient."""
         with self._mixed_precision():
             return self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
 
@@ -486,8 +478,9 @@ class Strategy(ABC):
             )
 
     def _of_samples(self, outputs: Any, samples: int, real: int) -> Any:
-        """Return the outputs of a batch, without padding if they are no tensor, from which the loss
-        could cut it.
+        """Return the outputs of a batch, without padding if they are no tensor.
+
+        The loss could cut it only from a tensor.
 
         Args:
             outputs: of the model.

@@ -1,6 +1,4 @@
-"""torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the
-backward pass.
-"""
+"""torch's DistributedDataParallel: what scratch.py does, overlapped with the backward pass."""
 
 import re
 from contextlib import AbstractContextManager
@@ -80,8 +78,7 @@ class DDP(Strategy):
             self._rebuild_buckets(model)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
-        """Run one backward pass and discard its gradients, so that DDP has the same buckets in
-        every training step.
+        """Run a backward pass and discard its gradients, so that DDP's buckets do not change later.
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients
         arrived. With more than two ranks this changes the order of addition. The first step of a

@@ -1,5 +1,6 @@
-"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and
-momentum tensor.
+"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of the training's state.
+
+That is 1/W of every parameter, gradient and momentum tensor.
 
     rank 0:  shard 0 --+                                                   +-> shard 0 of the sum
                        +-- all_gather -> block -> free ... reduce_scatter -+
@@ -40,8 +41,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(FullyShard):
-    """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the
-    complete model.
+    """Data parallelism by torch.distributed.fsdp.fully_shard, of each block and then the model.
 
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass

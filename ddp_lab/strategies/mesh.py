@@ -1,5 +1,4 @@
-r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ranks in one code
-path.
+r"""Data, tensor and pipeline parallelism and sharding, combined on one mesh of ranks.
 
     pp 2 x dp 2 x tp 2        tp 0    tp 1
       pp 0   dp 0           rank 0  rank 1  \
@@ -226,9 +225,7 @@ class Mesh(FullyShard):
         self.gradients[-1].after_sharding(unit)
 
     def _peers(self) -> list[int]:
-        """Return the numbers of the ranks that read other batches than this one, and hold the same
-        blocks; and its own.
-        """
+        """Return the ranks with this rank's blocks, itself included, each with its own batches."""
         tp = self.axes["tp"]
         first = self.runtime.rank - self.dp_rank * tp
         return [first + tp * replica for replica in range(self.dp_size)]
@@ -280,8 +277,9 @@ class Mesh(FullyShard):
             self.peer_sums.begin()
 
     def _check_tokens(self, inputs: torch.Tensor) -> None:
-        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not
-        cut into stages.
+        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch.
+
+        Called where the model is not cut into stages.
         """
         if self.forms is not None:
             self.forms.of(Form.of(inputs))

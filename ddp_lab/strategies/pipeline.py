@@ -1,5 +1,4 @@
-"""Pipeline parallelism: each rank holds one stage of the model, and micro-batches pass through all
-stages.
+"""Pipeline parallelism: each rank holds one stage of the model; micro-batches pass through all.
 
     rank 0 | f1 f2 f3 f4             b1 b2 b3 b4        activations are sent down,
     rank 1 |    f1 f2 f3 f4       b1 b2 b3 b4           their gradients up,

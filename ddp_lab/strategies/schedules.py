@@ -1,5 +1,7 @@
-"""The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the
-model, and its bubble.
+"""The schedules of a pipeline.
+
+How many stages and micro-batches does each support, where does it cut the model, what is its
+bubble?
 
 gpipe                  all forward passes, then all backward passes (Huang et al. 2018,
                        arXiv:1811.06965)
@@ -100,8 +102,7 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m +
-        p - 1).
+        """The fraction of a step in which a balanced pipeline's ranks idle: (p-1) / (v m + p - 1).
 
         v is the number of stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         """

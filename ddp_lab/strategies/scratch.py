@@ -1,5 +1,4 @@
-"""Data parallelism by hand, with nothing but `torch.distributed`: one broadcast, and an all-reduce
-in every step.
+"""Data parallelism by hand: `torch.distributed` broadcasts once and all-reduces in every step.
 
 Every rank holds a complete copy of the model. One step:
 

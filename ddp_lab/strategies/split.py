@@ -1,5 +1,4 @@
-"""The model cut into stages in one process: stage k on device k, activations copied from device to
-device.
+"""The model cut into stages in one process: stage k on device k, activations copied between them.
 
 With one large batch, only one device works at a time. The batch is therefore divided into
 micro-batches:

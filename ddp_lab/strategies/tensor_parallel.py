@@ -317,8 +317,7 @@ def check_plans(
 
 
 def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
-    """Check that a plan names all modules with parameters, and gives linear layers the words for
-    linear layers.
+    """Check that a plan names all modules with parameters, and linear layers by their words.
 
     Raises:
         ConfigError: it does not.
@@ -347,9 +346,7 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes as torch's linear layer, with weights that are not computed
-    from others.
-    """
+    """Return whether a module is torch's linear layer, with weights not computed from others."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward

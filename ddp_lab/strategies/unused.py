@@ -78,9 +78,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
 
 
 def zeros_like_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return zeros in the layout of a gradient: that of a parameter whose elements lie side by
-    side.
-    """
+    """Return zeros in the layout of a gradient: a parameter's with elements side by side."""
     if in_memory_order(parameter).is_contiguous():
         return torch.zeros_like(parameter)
     return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -158,9 +156,7 @@ def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
 
 
 def empty_error(strategy: Strategy, error: Exception) -> TrainingError:
-    """Return the error about a model that does not train on an empty batch, with the error that it
-    raised.
-    """
+    """Return the error about a model that does not train on an empty batch, with its cause."""
     rank = strategy.runtime.rank
     return TrainingError(
         f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains "

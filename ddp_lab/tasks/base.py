@@ -1,5 +1,6 @@
-"""The interface of a task: unreduced losses with weights, and metrics as sums, for outputs and
-targets of any shape.
+"""The interface of a task: unreduced losses with weights, and metrics as sums.
+
+Outputs and targets may have any shape.
 
 The loss of a step is the mean over the GLOBAL batch,
 
@@ -24,8 +25,9 @@ LossFunction = Callable[[Any, Any], Losses]
 
 
 def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raise a TrainingError unless outputs and targets have the same shape: torch's losses would
-    broadcast one of them.
+    """Raise a TrainingError unless outputs and targets have the same shape.
+
+    torch's losses would broadcast one of them.
     """
     if outputs.shape != targets.shape:
         raise TrainingError(
@@ -280,8 +282,7 @@ def width(task: Task) -> int:
 def measure(
     task: Task, outputs: Any, targets: Any, real: int, divisor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], and the sums [loss_sum, *task.running, weight] in
-    `sum_dtype`.
+    """Return the loss to backpropagate, [], and [loss_sum, *task.running, weight] in `sum_dtype`.
 
     The loss to backpropagate is the sum divided by `divisor`.
 

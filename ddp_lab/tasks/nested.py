@@ -1,6 +1,4 @@
-"""Outputs and targets that are no tensor, but a tuple, a dict or an object of tensors, as a task
-takes them.
-"""
+"""Outputs and targets that are no tensor but a tuple, dict or object of tensors, for a task."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -111,9 +109,7 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
 
 
 def require_tensor_targets(targets: Tree, task: str) -> None:
-    """Raise a ConfigError unless targets are one tensor, as a task needs them; `task` is its
-    name.
-    """
+    """Raise a ConfigError unless targets are one tensor, as `task`, a name, needs them."""
     if isinstance(targets, torch.Tensor):
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""

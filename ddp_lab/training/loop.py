@@ -46,9 +46,7 @@ def fit(run: Run) -> Progress:
 
 
 def train_epoch(run: Run) -> None:
-    """Take the remaining steps of an epoch, from `run.position`, which becomes the position after
-    the last one.
-    """
+    """Take the remaining steps of an epoch from `run.position`, which moves along."""
     loader = run.loaders["train"]
     step = run.step
     before_step = overrides(run.hooks, "before_step")
@@ -147,9 +145,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
 
 
 def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
-    """Return why a run is over, by what has to be raised to continue it; empty if another epoch
-    follows.
-    """
+    """Return why a run is over, by what has to be raised to continue it; "" if it is not."""
     reasons = dict[str, str]()
     name = settings.criterion
     stalled = progress.stalled(name)

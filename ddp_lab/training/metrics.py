@@ -1,5 +1,4 @@
-"""The metrics of training and of an evaluation: sums over samples, kept on the device and divided
-once.
+"""The metrics of training and of an evaluation: sums over samples on the device, divided once.
 
 So the host never waits for the loss of a step, and every sample counts once, whatever the sizes of
 batches and ranks are.
@@ -43,9 +42,7 @@ class Evaluation:
         return bool(self.weight) and all(map(math.isfinite, self.values.values()))
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics under the names that they have in metrics.jsonl, for a set called
-        `name`: val_loss and so on.
-        """
+        """Return the metrics by their names in metrics.jsonl: val_loss etc. for the name "val"."""
         return {f"{name}_{key}": value for key, value in self.values.items()}
 
 
@@ -101,9 +98,7 @@ def evaluate(
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
-    """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running,
-    weight].
-    """
+    """Return the mean loss and running metrics, by name, of [loss_sum, *task.running, weight]."""
     *found, weight = sums
     return {
         name: value / weight if weight else math.nan
@@ -157,8 +152,7 @@ class RunningSums:
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:
-        """Return the number of the first step since the last call whose loss is not finite; inf if
-        there is none.
+        """Return the first step since the last call whose loss is not finite; inf if there is none.
 
         Call it at least every LONGEST steps. It does not wait for the device.
 

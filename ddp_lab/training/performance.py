@@ -1,6 +1,4 @@
-"""How a training step is executed: the performance options of a run, and their choice by plain
-facts.
-"""
+"""How a training step is executed: a run's performance options, and their choice by facts."""
 
 import sys
 from collections.abc import Generator, Mapping
@@ -105,8 +103,7 @@ class PerformanceOptions(NamedTuple):
 
 
 def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
-    """Return the options of a run in which nothing is chosen, and nothing is wanted that may not be
-    supported.
+    """Return the options of a run in which nothing is chosen, and nothing may be unsupported.
 
     Args:
         wanted: what the config says.

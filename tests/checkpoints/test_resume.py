@@ -1,6 +1,4 @@
-"""A run that resumes ends as one without an interruption, or begins, continues or refuses as the
-config says.
-"""
+"""A run that resumes ends as one without an interruption, or begins or refuses by the config."""
 
 from pathlib import Path
 

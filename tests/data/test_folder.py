@@ -1,5 +1,6 @@
-"""`data=folder`: which files it finds, how it reads them, and that any world, workers and resume
-get the same images.
+"""`data=folder`: which files it finds and how it reads them.
+
+Any world, workers and resume get the same images.
 """
 
 import hashlib

@@ -1,6 +1,4 @@
-"""The loaders: the same batches for any number of ranks, either loader, a resume, and the calls of
-a CUDA graph.
-"""
+"""The loaders: the same batches for any ranks, loader, resume and CUDA graph."""
 
 from itertools import chain, product
 
@@ -25,8 +23,9 @@ def numbered(samples: int) -> InMemory:
 
 
 def pictures() -> InMemory:
-    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of
-    0, the border's value.
+    """Return 103 different images of three channels, 5 pixels high and 7 wide.
+
+    No pixel is 0, the border's value.
     """
     images = torch.randint(
         1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -94,8 +93,9 @@ def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
 
 
 def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rest of epoch 3 in the order of the permutation; kind `graph` reads it as a CUDA
-    graph does.
+    """Return the rest of epoch 3 in the order of the permutation.
+
+    Kind `graph` reads it as a CUDA graph does.
     """
     ranks = []
     for rank in range(size):

@@ -15,9 +15,7 @@ from ddp_lab.exercises.catalog import load
 
 
 def check(folder: Path, line: str) -> tuple[int, str]:
-    """Check a solution, in a process that has not used autograd: ranks cannot be forked
-    afterwards.
-    """
+    """Check a solution in a process without autograd, after which ranks cannot be forked."""
     code, text = launch(f"ddp-lab exercise check {line}", cwd=folder)
     assert "Traceback" not in text
     return code, text

@@ -1,5 +1,6 @@
-"""Models of users: `model=own model._target_=...`, their trial before the run, and models of which
-training changes a part.
+"""Models of users: `model=own model._target_=...`, and their trial before the run.
+
+Of some models training changes a part.
 """
 
 from functools import partial

@@ -88,8 +88,9 @@ def refusal(strategy: str, options: dict, model=branching, **more) -> tuple[str,
 
 
 def resumed(folder: str, strategy: str, steps: int | None = None) -> list[float]:
-    """Train from the checkpoint in a folder, of which the steps have not used the branch, or until
-    one is written.
+    """Train from the checkpoint in a folder, or until one is written.
+
+    The steps of that checkpoint have not used the branch.
     """
     inputs, targets = samples().tensors
     inputs[:, 0] = torch.arange(len(inputs)) >= 16  # the first two batches do not use the branch
@@ -184,8 +185,9 @@ def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(fo
 
 
 class BelowHalf(Branch):
-    """Uses the branch for a batch with a number below 0.5, as in padding of zeros, and fails for an
-    empty batch.
+    """Uses the branch for a batch with a number below 0.5; fails for an empty batch.
+
+    Padding of zeros has such numbers.
     """
 
     def is_used(self, inputs):
@@ -193,8 +195,9 @@ class BelowHalf(Branch):
 
 
 def train_with_empty_micro_batches(strategy: str, options: dict) -> dict:
-    """Train with micro-batches of which some have no sample; the last batch has one sample, which
-    does not use the branch.
+    """Train with micro-batches of which some are empty.
+
+    The last batch has one sample, which does not use the branch.
     """
     data = samples(33)
     make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)

@@ -1,5 +1,6 @@
-"""A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own
-directory, on the loopback device.
+"""A Slurm cluster of two nodes on this machine, for the tests.
+
+Real daemons have their own directory, on the loopback device.
 
 The programs are those of Debian's packages slurm-wlm and munge. They need no root privileges,
 systemd or control groups.

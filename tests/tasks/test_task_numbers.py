@@ -169,9 +169,7 @@ def test_multi_label_with_weighted_samples_weighs_the_share_of_right_decisions()
 
 
 def pixels(targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2), so that 2 is
-    predicted.
-    """
+    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2); 2 is predicted."""
     logits = torch.tensor([0.0, 0.0, LN2])[None, :, None, None].expand(2, 3, 1, 2)
     return logits, torch.tensor(targets).view(2, 1, 2)
 

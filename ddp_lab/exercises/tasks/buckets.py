@@ -35,8 +35,7 @@ def fill_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def all_reduce_buckets(gradients: list[torch.Tensor], limit: int) -> None:
-    """Replace each gradient by its sum over all ranks, in place, with one dist.all_reduce for each
-    bucket.
+    """Replace each gradient by its sum over all ranks, in place, one dist.all_reduce per bucket.
 
     Args:
         gradients: tensors of any shape, in the order of the parameters.
