@@ -34,7 +34,7 @@ from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel, ModelSpec
-from ddp_lab.observe.log import telling
+from ddp_lab.observe.log import log_if_slow
 from ddp_lab.run import checks
 from ddp_lab.run.data_record import input_shape_of, read_data
 from ddp_lab.run.job import CheckpointSettings, Job, RunSettings
@@ -119,7 +119,7 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     loaded: list[Dataset] = []
     source = make_source(plain(data), cfg.seed)
     # The log begins with the run directory.
-    slow = telling("preparing the data: downloading or reading", partial(print, flush=True))
+    slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
     with slow if runtime.rank == 0 else nullcontext():
         runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)

@@ -12,7 +12,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, setup_logging, telling
+from ddp_lab.observe.log import log, setup_logging, log_if_slow
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
@@ -220,7 +220,7 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
     steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(
         progress
     )
-    with telling("preparing the training step: capturing or warming it up"):
+    with log_if_slow("preparing the training step: capturing or warming it up"):
         built = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
     # other loader.

@@ -4,7 +4,7 @@ import time
 from contextlib import nullcontext
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.observe.log import log, telling
+from ddp_lab.observe.log import log, log_if_slow
 from ddp_lab.training.hooks import Run, overrides
 from ddp_lab.training.metrics import Evaluation, evaluate, means
 from ddp_lab.training.plan import FitSettings
@@ -32,7 +32,7 @@ def fit(run: Run) -> Progress:
         train_epoch(run)
         require_something_learned(run)
         averages = run.eager.ema.in_use() if run.eager.ema else nullcontext()
-        with averages, telling(f"epoch {run.position.epoch}: evaluating"):
+        with averages, log_if_slow(f"epoch {run.position.epoch}: evaluating"):
             results, following = evaluate_epoch(run)
             log_epoch(run, results)
             for hook in run.hooks:
@@ -60,7 +60,7 @@ def train_epoch(run: Run) -> None:
     with run.logger.bar(label, steps_done, len(loader)) as advance_bar:
         batches = iter(step.batches(loader))
         asked = time.perf_counter()
-        with telling("loading the first batch"):
+        with log_if_slow("loading the first batch"):
             batch = next(batches, None)
         while batch is not None:
             run.waited += time.perf_counter() - asked

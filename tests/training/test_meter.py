@@ -144,9 +144,9 @@ def test_what_takes_time_is_logged_again_until_it_ends(monkeypatch):
     told = []
     monkeypatch.setattr(log, "SLOW", 0.3)
     monkeypatch.setattr(log, "AGAIN", 0.1)
-    with log.telling("short", told.append):
+    with log.log_if_slow("short", told.append):
         pass
-    with log.telling("long", told.append):
+    with log.log_if_slow("long", told.append):
         time.sleep(1)
     assert 2 <= len(told) <= 9
     assert {*told} == {"long ..."}
