@@ -13,7 +13,7 @@ from ddp_lab.observe.log import log
 from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Hook, Run
-from ddp_lab.training.loop import why_over
+from ddp_lab.training.loop import stop_reasons
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Exchanged
 from ddp_lab.world.process import REQUESTS
@@ -139,7 +139,7 @@ class Guard(Hook):
 
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
-        is_last = bool(why_over(position, self.run.settings))
+        is_last = bool(stop_reasons(position, self.run.settings))
         due = is_last or (position.epoch - 1) % self.every_epochs == 0
         if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
             self.save(position)

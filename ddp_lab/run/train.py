@@ -21,7 +21,7 @@ from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, RunSettings
 from ddp_lab.training.hooks import Hook, Run, close_all
-from ddp_lab.training.loop import fit, why_over
+from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.progress import Progress
@@ -125,7 +125,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, kept.best)
-    if reasons := why_over(progress, job.fit_settings):
+    if reasons := stop_reasons(progress, job.fit_settings):
         if runtime.rank == 0:
             why = " and ".join(reasons.values())
             raised = " and ".join(reasons)

@@ -28,7 +28,7 @@ def fit(run: Run) -> Progress:
     run.sync.begin(run.position)
     for hook in run.hooks:
         hook.on_start(run)
-    while not why_over(run.position, settings):
+    while not stop_reasons(run.position, settings):
         train_epoch(run)
         require_something_learned(run)
         averages = run.eager.ema.in_use() if run.eager.ema else nullcontext()
@@ -41,7 +41,7 @@ def fit(run: Run) -> Progress:
         for hook in run.hooks:
             hook.on_epoch_end(run.position)
     if run.position.epoch <= settings.epochs:
-        log.info(f"stopped early: {' and '.join(why_over(run.position, settings).values())}")
+        log.info(f"stopped early: {' and '.join(stop_reasons(run.position, settings).values())}")
     return run.position
 
 
@@ -119,7 +119,7 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
     task = run.task or run.strategy.task
     validation = results["val"].metrics("val") if results else {}
     following = run.position.next_epoch(validation, task.lower_is_better)
-    is_due = run.settings.evaluate_test == "every_epoch" or why_over(following, run.settings)
+    is_due = run.settings.evaluate_test == "every_epoch" or stop_reasons(following, run.settings)
     if "test" in run.loaders and is_due:
         results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react)
     return results, following
@@ -144,7 +144,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     )
 
 
-def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
+def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
     """Return why a run is over, by what has to be raised to continue it; "" if it is not."""
     reasons = dict[str, str]()
     name = settings.criterion
