@@ -409,7 +409,7 @@ def arrange(
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
     strategy.example, _ = dataset.train.example(2, "meta")
     if dataset.train.is_tree:
-        strategy.refusals |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+        strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)

@@ -12,7 +12,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, setup_logging, log_if_slow
+from ddp_lab.observe.log import log, log_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
 from ddp_lab.resilience.guard import Guard, Preempted, Requests

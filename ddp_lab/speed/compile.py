@@ -63,7 +63,7 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
             f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
         )
     if strategy.bucket_sizes:
-        assert isinstance(model, Chain)  # `refusals_of`
+        assert isinstance(model, Chain)  # `unsupported_options`
         pieces = model.pieces(*strategy.bucket_sizes)
         model.execute_in(map(compile_fn, pieces))
         return f"the model in {count(len(pieces), 'piece')}"

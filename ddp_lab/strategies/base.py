@@ -82,7 +82,7 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is
             no pipeline.
-        refusals: why options of the strategy exclude a performance option, by its name. Known after
+        unsupported: why options of the strategy exclude a performance option, by its name. Known after
             `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
@@ -104,7 +104,7 @@ class Strategy(ABC):
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     # the supported ones of ALL_PERFORMANCE_OPTIONS
-    performance_options: ClassVar[frozenset[str]] = frozenset()
+    supported_options: ClassVar[frozenset[str]] = frozenset()
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     bucket_sizes: tuple[float, ...] = ()
@@ -160,7 +160,7 @@ class Strategy(ABC):
         )
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
-        self.refusals: dict[str, str] = {}
+        self.unsupported: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}

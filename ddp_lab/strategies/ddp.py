@@ -37,7 +37,7 @@ class DDP(Strategy):
             others; costs a walk through autograd's graph and a small all-reduce in every step.
     """
 
-    performance_options = ALL_PERFORMANCE_OPTIONS
+    supported_options = ALL_PERFORMANCE_OPTIONS
     wrapper_class = DistributedDataParallel  # another one, if the step is only planned
 
     def __init__(

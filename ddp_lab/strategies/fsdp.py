@@ -91,7 +91,7 @@ class FSDP(FullyShard):
             [*self.units, model], {module: name for name, module in model.named_modules()}
         )
         if not set(self.units) <= set(model.children()):
-            self.refusals["compile"] = (
+            self.unsupported["compile"] = (
                 "fsdp gathers modules within a block, which would divide the compiled block"
             )
 

@@ -36,7 +36,7 @@ class FullyShard(Strategy):
     compiled_by_block = True
     replaces_parameters = True
     copies_weights = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
         self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing
@@ -45,7 +45,7 @@ class FullyShard(Strategy):
         self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
         if checkpoint_activations != "none":
-            self.refusals["cuda_graph"] = (
+            self.unsupported["cuda_graph"] = (
                 f"strategy.checkpoint_activations={checkpoint_activations} keeps the random "
                 "generators' state on the host"
             )

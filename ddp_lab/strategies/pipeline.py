@@ -42,7 +42,7 @@ class Pipeline(Strategy):
     """
 
     needs_chain = compiled_by_block = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
         self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]
@@ -52,7 +52,7 @@ class Pipeline(Strategy):
         self.keys = keys
         self.num_microbatches = keys["num_microbatches"]
         if "zerobubble" in keys["schedule"]:
-            self.refusals["compile"] = (
+            self.unsupported["compile"] = (
                 f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of "
                 "a compiled block is one"
             )

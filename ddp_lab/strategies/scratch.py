@@ -62,7 +62,7 @@ class Scratch(Strategy):
             some of the overlap.
     """
 
-    performance_options = ALL_PERFORMANCE_OPTIONS
+    supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(
         self,

@@ -48,11 +48,11 @@ class Split(Strategy):
     """
 
     one_process = needs_chain = compiled_by_block = True
-    performance_options = frozenset({"compile", "channels_last", "fused"})
+    supported_options = frozenset({"compile", "channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
-        self.refusals["cuda_graph"] = (
+        self.unsupported["cuda_graph"] = (
             "the memory of a CUDA graph belongs to one device, and strategy=split has several in "
             "one process; strategy=pipeline has a process for each device"
         )

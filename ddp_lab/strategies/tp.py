@@ -167,7 +167,7 @@ class TP(Strategy):
     """
 
     replaces_parameters = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
@@ -193,7 +193,7 @@ class TP(Strategy):
 
             refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
-            self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
+            self.unsupported["compile"] = "torch.compile cannot trace sharded convolutions"
 
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""

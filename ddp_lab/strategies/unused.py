@@ -20,7 +20,7 @@ from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.strategies.all_reduce import in_memory_order, trainable
 from ddp_lab.strategies.base import Strategy
 
-# Why steps that may leave parameters unused exclude performance options (`Strategy.refusals`).
+# Why steps that may leave parameters unused exclude performance options (`Strategy.unsupported`).
 SAME_PARAMETERS = {
     "cuda_graph": "a captured step always uses the same parameters, and those of "
     "strategy.find_unused_parameters=true do not",
@@ -41,7 +41,7 @@ def allow_unused(strategy: Strategy) -> None:
             "because ranks that skip a layer would leave the others waiting for its statistics. "
             "Use strategy.batch_norm=local"
         )
-    strategy.refusals |= SAME_PARAMETERS
+    strategy.unsupported |= SAME_PARAMETERS
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from training import Outcome, make_model, make_step, reference_of, run_cases
 from worlds import once, run_world
 
 from ddp_lab.config.build import build as build_config
-from ddp_lab.run.speed import refusals_of
+from ddp_lab.run.speed import unsupported_options
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling, repeats
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
 from ddp_lab.speed.fastest import build
@@ -248,7 +248,7 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
     made.partition(complete, 8)
     assert repeats(complete) == bool(model), "only a chain of equal blocks is compiled by block"
-    assert reason in refusals_of(made, complete)["compile"]
+    assert reason in unsupported_options(made, complete)["compile"]
 
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as

@@ -223,7 +223,7 @@ def test_micro_batches_without_a_sample_train_under_fsdp_as_under_scratch():
 def test_options_that_need_the_same_parameters_in_every_step_are_excluded(make, monkeypatch):
     for expected in (True, False):
         strategy = make(runtime=Runtime("cpu"), batch_norm="local", find_unused_parameters=expected)
-        assert strategy.refusals == (SAME_PARAMETERS if expected else {})
+        assert strategy.unsupported == (SAME_PARAMETERS if expected else {})
 
 
 def layouts() -> list[torch.Tensor]:
