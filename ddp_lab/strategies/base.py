@@ -82,8 +82,8 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is
             no pipeline.
-        unsupported: why options of the strategy exclude a performance option, by its name. Known after
-            `partition`.
+        unsupported: why options of the strategy exclude a performance option, by its name. Known
+            after `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
         idle: names of the parameters that a trial has found to be unused. Set before `setup`.
