@@ -23,7 +23,7 @@ Config = DictConfig
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
     "model": ["in_channels", "image_size", "num_classes", "input_shape", "vocabulary", "context"],
-    "strategy": ["runtime", "inner"],
+    "strategy": ["runtime", "mesh_axes"],
     "task": ["loss"],
     "loss": ["reduction"],
     "optimizer": ["params"],

@@ -53,7 +53,7 @@ class Strategy(ABC):
 
     Args:
         runtime: of this rank.
-        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks.
+        mesh_axes: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks.
             Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and
             1 are replica 0.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank
@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
-            supported by the strategy, or the number of ranks is not divisible by an inner axis.
+            supported by the strategy, or the number of ranks is not divisible by an mesh_axes axis.
     """
 
     # by shards, so that hooks on those of the user's model would be lost
@@ -124,7 +124,7 @@ class Strategy(ABC):
     def __init__(
         self,
         runtime: Runtime,
-        inner: Mapping[str, int] | None = None,
+        mesh_axes: Mapping[str, int] | None = None,
         batch_norm: BatchNorm = "local",
     ):
         if self.one_process and runtime.world_size > 1:
@@ -141,12 +141,12 @@ class Strategy(ABC):
         self.runtime = runtime
         self.device = runtime.device
         self.num_devices = runtime.world_size
-        inner = inner or {}
-        require_division(runtime.world_size, inner)
-        ranks_per_replica = math.prod(inner.values())
+        mesh_axes = mesh_axes or {}
+        require_division(runtime.world_size, mesh_axes)
+        ranks_per_replica = math.prod(mesh_axes.values())
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
-        self.axes = {"dp": self.dp_size, **inner}
+        self.axes = {"dp": self.dp_size, **mesh_axes}
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
@@ -515,24 +515,24 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
     return strategy.runtime.all_reduce(own if strategy.is_metric_rank else own.zero_())
 
 
-def require_division(ranks: int, inner: Mapping[str, int]) -> None:
+def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
     """Check that the axes within a replica divide the ranks.
 
     Args:
         ranks: number of ranks.
-        inner: sizes of the axes by name.
+        mesh_axes: sizes of the axes by name.
 
     Raises:
         ConfigError: the number of ranks is not divisible by the product of the sizes.
     """
-    size = math.prod(inner.values())
+    size = math.prod(mesh_axes.values())
     if ranks % size:
         given = " ".join(
-            f"strategy.{axis}={length}" for axis, length in inner.items() if length > 1
+            f"strategy.{axis}={length}" for axis, length in mesh_axes.items() if length > 1
         )
-        product = "sizes whose product is " if len(inner) > 1 else ""
+        product = "sizes whose product is " if len(mesh_axes) > 1 else ""
         raise ConfigError(
             f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
-            f"{' x '.join(inner)}, because {ranks} is not divisible by {size}; use "
+            f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
             f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )

@@ -45,9 +45,12 @@ class Pipeline(Strategy):
     supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
-        self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]
+        self,
+        runtime: Runtime,
+        mesh_axes: Mapping[str, int] | None = None,
+        **keys: Unpack[PipelineKeys],
     ):
-        super().__init__(runtime, inner or {"pp": runtime.world_size})
+        super().__init__(runtime, mesh_axes or {"pp": runtime.world_size})
         self.pp_rank = runtime.rank % self.axes["pp"]
         self.keys = keys
         self.num_microbatches = keys["num_microbatches"]
