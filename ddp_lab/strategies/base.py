@@ -53,9 +53,9 @@ class Strategy(ABC):
 
     Args:
         runtime: of this rank.
-        mesh_axes: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks.
-            Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and
-            1 are replica 0.
+        mesh_axes: sizes of the mesh axes within a replica, by name; the axis dp has the other
+            ranks. Consecutive ranks share a replica, because they are the closest: with tp=2,
+            ranks 0 and 1 are replica 0.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank
             separately (local), or all ranks that read different local batches together (sync).
 
@@ -94,7 +94,7 @@ class Strategy(ABC):
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
-            supported by the strategy, or the number of ranks is not divisible by an mesh_axes axis.
+            supported by the strategy, or the number of ranks is not divisible by the mesh axes.
     """
 
     # by shards, so that hooks on those of the user's model would be lost
