@@ -173,8 +173,8 @@ class Mix:
 
         Nothing is decided by values on the device, so a CUDA graph can capture it.
         """
-        inputs, targets, count = batch
-        if count < self.batch_size:
+        inputs, targets, global_size = batch
+        if global_size < self.batch_size:
             return batch
         assert isinstance(inputs, torch.Tensor), "images are mixed"
         assert isinstance(targets, torch.Tensor), "they have a class each"
@@ -191,5 +191,7 @@ class Mix:
             tensor.roll(len(tensor) // 2, 0) for tensor in (inputs, wanted)
         )
         return Batch(
-            inputs.lerp(partners, inside * weight), wanted_of_partners.lerp(wanted, own), count
+            inputs.lerp(partners, inside * weight),
+            wanted_of_partners.lerp(wanted, own),
+            global_size,
         )

@@ -5,7 +5,7 @@ epoch's permutation, as torch's `DistributedSampler` does, in local batches of B
 batches of step s on all ranks together are therefore the slice [s * B, (s + 1) * B) of the
 permutation, for any W. If W does not divide the number of samples, a few of them are repeated as
 padding at the end of the last local batch of some ranks, and do not count
-(`Strategy.real_samples`).
+(`Strategy.valid_samples`).
 """
 
 import math
@@ -34,13 +34,13 @@ class Batch(NamedTuple):
         targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their
             probabilities, [b, classes]. Padding is at the end, and repeats samples. Or a tuple or
             dict of tensors; or None, for a loss of the outputs alone.
-        count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known
-            without communication.
+        global_size: samples in the GLOBAL batch, without padding: the divisor of its mean loss.
+            Known without communication.
     """
 
     inputs: "Tree"
     targets: "Tree"
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
+    global_size: int
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         self.start_epoch()
-        for count in self.counts():
-            yield self.next_batch(count)
+        for global_size in self.counts():
+            yield self.next_batch(global_size)
 
     def start_epoch(self) -> None:
         """Go to the beginning of the selected epoch, or to where it was resumed."""
@@ -154,13 +154,13 @@ class Loader(ABC):
             self.data.size, options.crop_padding, options.flip, options.seed, epoch
         )[:, order]
 
-    def next_batch(self, count: int) -> Batch:
+    def next_batch(self, global_size: int) -> Batch:
         """Return the next batch, padded so that every rank has as many samples.
 
         Its number of samples is the next of `counts`.
         """
-        size = -(-count // self.options.dp_size)
-        return Batch(*self._compute(size), count)
+        size = -(-global_size // self.options.dp_size)
+        return Batch(*self._compute(size), global_size)
 
     def first(self, number: int) -> Batch:
         """Return the first samples of this rank, at most `number`, as a batch without augmentation.

@@ -270,15 +270,15 @@ class Strategy(ABC):
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
 
-    def real_samples(self, count: int) -> int:
+    def valid_samples(self, global_size: int) -> int:
         """Return how many samples of this rank's local batch are no padding.
 
-        A rank reads every `dp_size`-th of `count`, those of the GLOBAL batch.
+        A rank reads every `dp_size`-th of `global_size`, those of the GLOBAL batch.
         """
-        return len(range(self.dp_rank, count, self.dp_size))
+        return len(range(self.dp_rank, global_size, self.dp_size))
 
     def forward_backward(
-        self, inputs: "Tree", targets: "Tree", count: int, accumulate: int = 1
+        self, inputs: "Tree", targets: "Tree", global_size: int, accumulate: int = 1
     ) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica.
 
@@ -289,8 +289,8 @@ class Strategy(ABC):
                 model.
             targets: [b, ...], as the task's losses take them; or a tuple or dict of such tensors;
                 or None.
-            count: number of samples in the GLOBAL batch, without padding, which is at the end of
-                the local batch.
+            global_size: number of samples in the GLOBAL batch, without padding, which is at the end
+                of the local batch.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations
                 are in memory at a time.
 
@@ -301,7 +301,7 @@ class Strategy(ABC):
             check = self.check_first
             self.check_first = None
             check(inputs)
-        left = self.real_samples(count)
+        left = self.valid_samples(global_size)
         micro_batches: list[tuple[Tree, Tree, int]] = []
         parts: list[tuple[Tree, Tree]] = [(inputs, targets)]
         if accumulate > 1:
@@ -310,8 +310,8 @@ class Strategy(ABC):
             parts = chunk((inputs, targets), accumulate)
         for part in parts:
             own, _ = part
-            real = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
-            left -= real
+            num_valid = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
+            left -= num_valid
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
             # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
             # because every rank must compute every micro-batch, and many models fail for none.
@@ -321,17 +321,17 @@ class Strategy(ABC):
             if self.find_unused_parameters:
                 # A rank of shards must make the collectives of a pass; it lets a sample that does
                 # not count use nothing.
-                kept = max(real, 1) if self.sharded else real
+                kept = max(num_valid, 1) if self.sharded else num_valid
             elif (
                 self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor)
             ):
-                kept = max(real, 1)
+                kept = max(num_valid, 1)
             if kept is not None:
                 from ddp_lab.data.trees import rows
 
                 part = rows(part, slice(kept))
-            micro_batches.append((*part, real))
-        divisor = float(count)
+            micro_batches.append((*part, num_valid))
+        divisor = float(global_size)
         *early, last = micro_batches
         with self.no_sync():
             results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -339,7 +339,7 @@ class Strategy(ABC):
         self.reduce_gradients()
         sums = reduce(torch.add, results)
         if self.task.weighted:
-            self._divide_by_weight(sums[-1], count)
+            self._divide_by_weight(sums[-1], global_size)
         if self.parameter_hooks:
             from ddp_lab.strategies.parameter_hooks import call_hooks
 
@@ -347,31 +347,31 @@ class Strategy(ABC):
         return sums
 
     def _add_gradient(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
         """Call `add_gradient`, without BatchNorm's statistics of a mere padding micro-batch."""
         if self.watched:
             from ddp_lab.strategies.idle import uses_reported
 
             with uses_reported(self):
-                return self._add_gradient_of(inputs, targets, real, divisor)
-        return self._add_gradient_of(inputs, targets, real, divisor)
+                return self._add_gradient_of(inputs, targets, num_valid, divisor)
+        return self._add_gradient_of(inputs, targets, num_valid, divisor)
 
     def _add_gradient_of(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        if real > 0 or (
+        if num_valid > 0 or (
             self.batch_norm == "local"
             and isinstance(inputs, torch.Tensor)
             and not self.cuts_padding
         ):
-            return self.add_gradient(inputs, targets, real, divisor)
+            return self.add_gradient(inputs, targets, num_valid, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored
 
         with padding_ignored(self.module):
-            return self.add_gradient(inputs, targets, real, divisor)
+            return self.add_gradient(inputs, targets, num_valid, divisor)
 
-    def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
+    def _divide_by_weight(self, weight: torch.Tensor, global_size: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.
 
         The weights are known only after the forward passes: of ignored pixels and padded tokens
@@ -382,7 +382,7 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         # without any weight all gradients are 0
-        scale = torch.where(over_all == 0, 0, count / over_all)
+        scale = torch.where(over_all == 0, 0, global_size / over_all)
         from ddp_lab.strategies.all_reduce import gradients_of
 
         for gradient in map(local, gradients_of(self.module.parameters())):
@@ -396,13 +396,13 @@ class Strategy(ABC):
         return nullcontext()
 
     def add_gradient(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
         """Add the gradient of one micro-batch to `.grad`; return [loss_sum, *task.running, weight].
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
-            real: number of samples without padding, which is at the end.
+            num_valid: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
         with self._mixed_precision():
@@ -411,8 +411,8 @@ class Strategy(ABC):
             )
         size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
         if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
-            outputs = self._of_samples(outputs, self._size(inputs), real)
-        loss, results = self.measure(self.task, outputs, targets, real, divisor)
+            outputs = self._of_samples(outputs, self._size(inputs), num_valid)
+        loss, results = self.measure(self.task, outputs, targets, num_valid, divisor)
         loss.backward()
         return results
 
@@ -477,7 +477,7 @@ class Strategy(ABC):
                 "scratch, dp, ddp, fsdp or tp, or put the inputs into one tensor"
             )
 
-    def _of_samples(self, outputs: Any, samples: int, real: int) -> Any:
+    def _of_samples(self, outputs: Any, samples: int, num_valid: int) -> Any:
         """Return the outputs of a batch, without padding if they are no tensor.
 
         The loss could cut it only from a tensor.
@@ -485,7 +485,7 @@ class Strategy(ABC):
         Args:
             outputs: of the model.
             samples: of its inputs.
-            real: number of samples without padding.
+            num_valid: number of samples without padding.
 
         Raises:
             ConfigError: they are a tensor of other samples, or their padding cannot be cut.
@@ -496,7 +496,7 @@ class Strategy(ABC):
             require_samples(outputs.shape, samples)
             return outputs
         self.cuts_padding = True
-        return without_padding(outputs, samples, real)
+        return without_padding(outputs, samples, num_valid)
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device.

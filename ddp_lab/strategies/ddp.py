@@ -98,9 +98,11 @@ class DDP(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         try:
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
         except Exception as error:
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None

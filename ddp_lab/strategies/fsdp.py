@@ -135,10 +135,12 @@ class FSDP(FullyShard):
         finally:
             self.hooks.is_last = True
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
-        self.hooks.has_samples = real > 0
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
+        self.hooks.has_samples = num_valid > 0
         with self.uses.reported(self.runtime.rank, inputs):
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         with self.uses.reported(self.runtime.rank, inputs):

@@ -250,16 +250,18 @@ class Mesh(FullyShard):
             )
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
         self._begin()
         for gradients in self.gradients:
-            gradients.begin(real > 0)
+            gradients.begin(num_valid > 0)
         if self.executor is None:
             self._check_tokens(inputs)
-            return super().add_gradient(inputs, targets, real, divisor)
-        return self.executor.add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)

@@ -87,10 +87,12 @@ class Pipeline(Strategy):
         )
         return f"{self.name}: {where}, {self.plan.describe()}"
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
-        return self.executor.add_gradient(inputs, targets, real, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)

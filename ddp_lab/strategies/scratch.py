@@ -106,12 +106,14 @@ class Scratch(Strategy):
             if self.buckets is not None:
                 self.buckets.active = True
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         if size(inputs) == 0 and self.batch_norm == "local":
             # A rank without a sample uses no parameter. A model whose steps differ may not support
             # empty batches.
             return torch.zeros(width(self.task), dtype=sum_dtype(self.device), device=self.device)
-        return super().add_gradient(inputs, targets, real, divisor)
+        return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def reduce_gradients(self) -> None:
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is

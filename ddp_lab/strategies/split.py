@@ -110,7 +110,9 @@ class Split(Strategy):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         self.require_inputs(inputs)
@@ -118,8 +120,8 @@ class Split(Strategy):
             (inputs, to(targets, self.devices[-1])), self.num_microbatches
         )
         for micro_batch, expected in batch:
-            own = min(real, len(micro_batch))
-            real -= own
+            own = min(num_valid, len(micro_batch))
+            num_valid -= own
             loss, sums = measure(
                 self.task_on_last, self._through_stages(micro_batch), expected, own, divisor
             )

@@ -176,7 +176,7 @@ class PipelineExecutor:
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
     def add_gradient(
-        self, inputs: torch.Tensor, targets: Tree, real: int, divisor: float
+        self, inputs: torch.Tensor, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
 
@@ -184,7 +184,7 @@ class PipelineExecutor:
         """
         batch = self._prepare(inputs, training=True)
         self._divisor = divisor
-        self._left = real
+        self._left = num_valid
         self._results = []
         expected = None
         # torch divides a tensor only: of other targets the micro-batches get the numbers of their
@@ -205,12 +205,12 @@ class PipelineExecutor:
             outputs: of the micro-batch.
             expected: its targets; or their rows, where the targets are no tensor.
         """
-        real = min(self._left, len(expected))
-        self._left -= real
+        num_valid = min(self._left, len(expected))
+        self._left -= num_valid
         targets = (
             expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
         )
-        loss, results = measure(self.task, outputs, targets, real, self._divisor)
+        loss, results = measure(self.task, outputs, targets, num_valid, self._divisor)
         self._results.append(results)
         return loss
 

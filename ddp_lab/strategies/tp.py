@@ -259,10 +259,12 @@ class TP(Strategy):
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self._begin()
         with explain_direct_use():
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self._begin()

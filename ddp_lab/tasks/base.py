@@ -280,7 +280,7 @@ def width(task: Task) -> int:
 
 
 def measure(
-    task: Task, outputs: Any, targets: Any, real: int, divisor: float
+    task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss to backpropagate, [], and [loss_sum, *task.running, weight] in `sum_dtype`.
 
@@ -289,20 +289,20 @@ def measure(
     Args:
         outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no
             tensor have none, but for a micro-batch that has no sample without padding.
-        real: number of samples without padding.
+        num_valid: number of samples without padding.
         divisor: size of the GLOBAL batch.
     """
     counts = True
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         from ddp_lab.tasks.nested import for_task
 
-        outputs, targets, counts = for_task(task, outputs, targets, real)
+        outputs, targets, counts = for_task(task, outputs, targets, num_valid)
     else:
-        if real < len(outputs):  # a slice of all rows would copy their gradient
-            outputs = outputs[:real]
-            targets = targets[:real]
+        if num_valid < len(outputs):  # a slice of all rows would copy their gradient
+            outputs = outputs[:num_valid]
+            targets = targets[:num_valid]
         outputs = in_float32(outputs)
-    if task.check_first is not None and real:
+    if task.check_first is not None and num_valid:
         check = task.check_first
         task.check_first = None
         check(outputs, targets)

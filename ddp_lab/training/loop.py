@@ -64,11 +64,11 @@ def train_epoch(run: Run) -> None:
             batch = next(batches, None)
         while batch is not None:
             run.waited += time.perf_counter() - asked
-            count = batch if isinstance(batch, int) else batch.count
+            global_size = batch if isinstance(batch, int) else batch.global_size
             for change in before_step:
                 batch = change(batch)
             step(batch)
-            position.samples += count
+            position.samples += global_size
             position.step += 1
             position.lr = run.eager.lr
             for react in on_step_end:

@@ -67,8 +67,8 @@ def evaluate(
     task = task or strategy.task
     samples = 0
     totals = dict[str, torch.Tensor]()
-    for inputs, targets, count in batches:
-        real = strategy.real_samples(count)
+    for inputs, targets, global_size in batches:
+        num_valid = strategy.valid_samples(global_size)
         outputs = found = None
         if (
             isinstance(inputs, torch.Tensor)
@@ -77,18 +77,18 @@ def evaluate(
         ):
             outputs = strategy.predict(inputs)
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
-                own = in_float32(outputs[:real])
-                expected = targets[:real]
+                own = in_float32(outputs[:num_valid])
+                expected = targets[:num_valid]
                 loss, weight = strategy.task.loss_sum(own, expected)
                 found = {"loss": loss, "weight": weight, **task.sums(own, expected)}
         if found is None:
             from ddp_lab.training.nested import sums_of
 
-            found = sums_of(strategy, task, (inputs, targets), real, outputs)
+            found = sums_of(strategy, task, (inputs, targets), num_valid, outputs)
         for name, value in found.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
-        samples += count
+        samples += global_size
         after_batch()
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss = sums.pop("loss").item()

@@ -44,16 +44,16 @@ def loader(
 
 
 def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
-    """Return the numbers of the samples without padding and the count of each batch."""
+    """Return the numbers of the samples without padding and the global size of each batch."""
     own.set_epoch(epoch)
     batches = []
-    for inputs, targets, count in own:
+    for inputs, targets, global_size in own:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
-        real = slice(len(range(own.options.dp_rank, count, own.options.dp_size)))
+        real = slice(len(range(own.options.dp_rank, global_size, own.options.dp_size)))
         assert torch.equal(targets[real], numbers[real] % 10), (
             "a target does not belong to its image"
         )
-        batches.append((numbers[real].tolist(), count))
+        batches.append((numbers[real].tolist(), global_size))
     return batches
 
 
@@ -65,7 +65,7 @@ def read_world(kind: str, size: int, epoch: int, **settings) -> list[list[int]]:
         for parts in zip(*shards, strict=True)
     ]
     assert all(counts == {len(numbers)} for numbers, counts in steps), (
-        "a count is not the size of the global batch"
+        "a global_size is not the size of the global batch"
     )
     return [numbers for numbers, _ in steps]
 

@@ -132,7 +132,7 @@ def gathers() -> dict[str, list[int]]:
                 for _ in range(evaluations):
                     strategy.predict(images)
                 with Counter() as counter:
-                    strategy.forward_backward(images, targets, count=8, accumulate=2)
+                    strategy.forward_backward(images, targets, global_size=8, accumulate=2)
                 found[name].append(
                     sum(
                         calls

@@ -119,7 +119,7 @@ def refuse_all(folder: str) -> dict:
     with Lab("ddp", device="cpu", timeout=30, **KEY) as lab:
         trainer = lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
         with pytest.raises(TrainingError) as error:
-            trainer.strategy.add_gradient(*samples()[:0], real=0, divisor=1)
+            trainer.strategy.add_gradient(*samples()[:0], num_valid=0, divisor=1)
         found["ddp empty"] = str(error.value)
     with Lab("scratch", device="cpu", timeout=30, **KEY) as lab:
         found["scratch empty"] = train(lab, branching(), size=9)
