@@ -18,7 +18,7 @@ tasks       losses with weights, and metrics as sums
 strategies  one file for each way of distributing a training step over devices
 training    the loop, its step and schedule
 speed       how a step is executed: captured, compiled, fused
-checkpoints what a checkpoint holds, how it is written and verified, and which one a launch resumes from
+checkpoints what a checkpoint holds, how it is written and verified, and which one is resumed
 resilience  the watchdog, preemption, the run directory
 lab         the library
 launchers   the start of a run: command line, preflight checks, sweeps, Slurm
@@ -42,8 +42,9 @@ MODULES = {"Lab": "ddp_lab.lab.lab", "launch": "ddp_lab.lab.launch"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import one of the names when it is first used: they import torch, which `ddp-lab --help` does
-    not need.
+    """Import one of the names when it is first used.
+
+    They import torch, which `ddp-lab --help` does not need.
     """
     if name in MODULES:
         return getattr(importlib.import_module(MODULES[name]), name)

@@ -1,5 +1,6 @@
-"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`: without a command, the arguments are
-those of `train`.
+"""`ddp-lab COMMAND ...` and `python -m ddp_lab COMMAND ...`.
+
+Without a command, the arguments are those of `train`.
 """
 
 import difflib
@@ -16,7 +17,7 @@ COMMANDS = {
     "doctor": "check machines and config before a launch",
     "submit": "submit a run to Slurm or Kubernetes, after showing it",
     "runs": "list runs, show the curves of one, or delete empty ones (--clean)",
-    "exercise": "write an all-reduce, a schedule, a sharded optimizer yourself, and have it checked",
+    "exercise": "write an all-reduce, a schedule or a sharded optimizer, and have it checked",
 }
 HELP = ("-h", "--help", "help")
 
@@ -55,9 +56,7 @@ def main() -> None:
 
 
 def is_command(first: list[str]) -> bool:
-    """Whether the first argument, if there is one, is neither an override nor an option of
-    `train`.
-    """
+    """Return whether the first argument is neither an override nor an option of `train`."""
     return bool(first) and (
         first[0] in (*HELP, "--version") or ("=" not in first[0] and first[0][:1] not in "-+~")
     )

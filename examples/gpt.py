@@ -1,5 +1,6 @@
-"""A GPT on the bytes of a text: python examples/gpt.py README.md, torchrun --nproc_per_node=2
-examples/gpt.py README.md fsdp
+"""A GPT on the bytes of a text.
+
+python examples/gpt.py README.md, or torchrun --nproc_per_node=2 examples/gpt.py README.md fsdp.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""A loop of your own with a U-Net: python examples/segment.py, torchrun --nproc_per_node=2
-examples/segment.py ddp
+"""A loop of your own with a U-Net.
+
+python examples/segment.py, or torchrun --nproc_per_node=2 examples/segment.py ddp.
 """
 
 import sys
@@ -28,8 +29,9 @@ class UNet(nn.Module):
 
 
 def discs(samples: int = 250, size: int = 32) -> TensorDataset:
-    """Return noisy images, [1, size, size], and masks, [size, size]: 1 in a disc, 0 outside, 255
-    (ignored) at its edge.
+    """Return noisy images, [1, size, size], and masks, [size, size].
+
+    A mask is 1 in a disc, 0 outside, 255 (ignored) at its edge.
     """
     places = torch.arange(size)
     (x, y, radius) = torch.rand(3, samples, 1, 1) * 8 + 8

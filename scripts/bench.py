@@ -1,10 +1,9 @@
 """Measure training loops side by side: train.py, stock torch, and the kernels alone.
 
-python scripts/bench.py                                            what our loop costs: `ours beside bare`
+python scripts/bench.py                             what our loop costs: `ours beside bare`
 python scripts/bench.py --gpus 1 2 --models vit_l16 gpt2 resnet18 \\
     --strategies ddp fsdp scratch-bucketed pipeline "mesh tp=2" --json runs/bench.json
-                                                                   what a second GPU brings, beside
-                                                                   stock torch
+                                                    what a second GPU brings, beside stock torch
 
 The table has samples or, of gpt2, tokens per second of the training steps alone, on made-up
 samples, `--batch` of them on each device: the median over the repeats of all rounds, and half the
@@ -16,12 +15,15 @@ The ratio is that to the strongest loop that is not ours.
 
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
-stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside of DistributedDataParallel
-ours beside bare     `ours eager` and `bare` in turn within one run, on a CPU (scripts/bench_pairs.py)
-bare                 hand-written, eager, float32, images on the device: only the kernels of `ours eager`
+stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside
+                     of DistributedDataParallel
+ours beside bare     `ours eager` and `bare` alternate within one run, on a CPU (bench_pairs.py)
+bare                 hand-written, eager, float32, images on the device: only the kernels of
+                     `ours eager`
 ours eager           train.py with speed=off
 ours auto, ... bf16  train.py without options; with precision=bf16, too
-ours                 train.py with cuda_graph, compile, channels_last and bf16 (on a CPU compile alone, in float32)
+ours                 train.py with cuda_graph, compile, channels_last and bf16 (on a CPU compile
+                     alone, in float32)
 """
 
 import argparse
@@ -62,9 +64,7 @@ NAMES = [*LOOPS, "stock", *OURS, PAIRED]
 
 
 def strategy_overrides(strategy: str) -> list[str]:
-    """Return the overrides of a strategy as `--strategies` has it: "ddp", "scratch-bucketed" or
-    "mesh tp=2".
-    """
+    """Return the overrides of a strategy as in `--strategies`, such as "ddp" or "mesh tp=2"."""
     first, *options = strategy.split()
     name, _, algorithm = first.partition("-")
     chosen = [f"strategy={name}", *(f"strategy.{option}" for option in options)]
@@ -121,8 +121,9 @@ def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> lis
 
 
 def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
-    """Return samples or tokens per second of every repeat of a loop that is not ours, of a quarter
-    of the steps.
+    """Return samples or tokens per second of every repeat of a loop that is not ours.
+
+    It takes a quarter of the steps.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -169,8 +170,7 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
 
 
 def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> None:
-    """Add to the row the ratios of one run whose epochs alternate with bare steps, by time and by
-    CPU time.
+    """Add to the row the ratios of one run whose epochs alternate with bare steps, by (CPU) time.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -272,9 +272,7 @@ def is_same(one: dict, other: dict, *keys: str) -> bool:
 
 
 def parse(gpus: int) -> argparse.Namespace:
-    """Return the command line on a machine with so many GPUs; exit with a message if it cannot be
-    measured.
-    """
+    """Return the command line on a machine with so many GPUs; exit if it cannot be measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -338,9 +336,7 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
 
 
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
-    """Return the rows with what an earlier call has measured of them, and after them its other
-    rows.
-    """
+    """Return the rows with what an earlier call has measured, and after them its other rows."""
     keys = ("model", "devices", "strategy", "loop", "batch")
     found = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
     return [*found, *(old for old in before if old not in found)]

@@ -1,6 +1,4 @@
-"""The training loops that scripts/bench.py measures train.py against: as an expert writes them with
-torch alone.
-"""
+"""The training loops that scripts/bench.py measures train.py against."""
 
 import itertools
 import json
@@ -40,9 +38,7 @@ def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module
 
 
 def resident(model: Model, device: torch.device, arguments: Namespace) -> Batches:
-    """Yield this rank's batches, gathered on the device from normalised images, in a random
-    order.
-    """
+    """Yield this rank's batches in a random order, gathered on the device and normalised."""
     images, targets = (
         tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model)
     )
@@ -59,8 +55,9 @@ def resident(model: Model, device: torch.device, arguments: Namespace) -> Batche
 
 
 def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | None) -> Step:
-    """Return the step of an expert: images on the device, bf16 and channels_last (float32 on a
-    CPU), fused SGD.
+    """Return the step of an expert.
+
+    Images on the device, bf16 and channels_last (float32 on a CPU), fused SGD.
 
     `mode` is that of torch.compile, for the forward pass and the loss; on several ranks for the
     model inside of DistributedDataParallel. None is eager mode.
@@ -97,8 +94,9 @@ def stock(model: Model, device: torch.device, arguments: Namespace, mode: str | 
 
 
 def bare(model: Model, device: torch.device, arguments: Namespace) -> Step:
-    """Return a step in eager mode and float32 on images on the device: the kernels of `ours eager`
-    and nothing else.
+    """Return a step in eager mode and float32 on images on the device.
+
+    It has the kernels of `ours eager` and nothing else.
     """
     images, targets = (
         tensor.to(device) for tensor in made_up(arguments.batch * min(arguments.steps, 50), model)

@@ -1,5 +1,4 @@
-"""The bare loop inside of a run of train.py: a task that takes bare steps before every epoch, on
-the same ranks.
+"""The bare loop inside of a run of train.py: a task with bare steps before every epoch.
 
 So the two loops alternate every second or so, and drift of the machine meets both. scripts/bench.py
 starts such a run and reads what it writes:
@@ -108,8 +107,9 @@ def is_connected() -> bool:
 
 
 def ratios(rows: list[dict[str, Any]], clock: int) -> list[float]:
-    """Return the speed of each epoch as a share of that of the bare steps around it, of which the
-    first ones do not count.
+    """Return the speed of each epoch as a share of that of the bare steps around it.
+
+    The first steps do not count.
 
     The mean of the bare steps before and after an epoch removes a drift that is linear.
 
@@ -126,8 +126,7 @@ def ratios(rows: list[dict[str, Any]], clock: int) -> list[float]:
 
 
 def lower_bound(values: list[float]) -> float:
-    """Return the lower 95 % bound of the median, by order statistics: it holds for any
-    distribution.
+    """Return the lower 95 % bound of the median, by order statistics for any distribution.
 
     Of n values the k-th smallest is above the median with the probability of at most k - 1 of n
     throws of a coin.

@@ -1,8 +1,9 @@
-"""The loop that an expert writes with torch alone for each strategy, against which scripts/bench.py
-measures ours.
+"""The loop that an expert writes with torch alone for each strategy.
+
+scripts/bench.py measures ours against it.
 
 single       torch.compile of the complete model
-ddp          DistributedDataParallel around it; also what the algorithms of `scratch` are compared with
+ddp          DistributedDataParallel around it; what the algorithms of `scratch` are compared with
 fsdp         fully_shard of every compiled block, then of the model
 pipeline     torch.distributed.pipelining, 1F1B with eight micro-batches, compiled stages
 tp           parallelize_module by each block's plan, compiled blocks
@@ -36,9 +37,7 @@ STYLES = {"column": ColwiseParallel, "heads": ColwiseParallel, "row": RowwisePar
 
 
 def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of logits of images, [b, classes], or of tokens, [b, n,
-    classes].
-    """
+    """Return the mean cross-entropy for images, [b, classes], or of tokens, [b, n, classes]."""
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 

@@ -1,21 +1,26 @@
-"""Train the same model on the same batches under every strategy that this machine can run, and
-compare them in a report.
+"""Train the same model on the same batches under every strategy, and compare them in a report.
 
-python scripts/compare.py                                    LeNet on the digits, on all available GPUs or two CPU ranks
+Only those run that this machine can run.
+
+python scripts/compare.py            LeNet on the digits, on all available GPUs or two CPU ranks
 python scripts/compare.py --ranks 2 4 -- model=resnet18 data=fashion_mnist epochs=3 batch_size=1024
-python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' 'mesh strategy.pp=2' -- model=vit
+python scripts/compare.py --ranks 4 --strategies ddp 'mesh strategy.tp=2' -- model=vit
 
 A value of --strategies is the name of a strategy, with overrides of its options. Arguments after --
 are Hydra overrides of train.py and apply to all strategies. All have the same seed, hence the same
 initial weights, and the same GLOBAL batch, hence the same samples in every step. `--out` gets
 report.md, and a run directory per strategy for `tensorboard --logdir OUT`.
 
-speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number of devices
-memory        peak memory allocated on one device; without GPUs, peak resident size of one process, PyTorch included
-throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the table (profile=true)
-difference    largest difference of any weight from that of `single` after the first 5 steps, and at the end. Sums of float32 in
-              another order round differently: expected below 1e-6 after 5 steps. Training makes it
-              grow; models with BatchNorm differ by more (docs/strategies.md)
+speed-up      throughput divided by that of `single`; efficiency: the speed-up divided by the number
+              of devices
+memory        peak memory allocated on one device; without GPUs, peak resident size of one process,
+              PyTorch included
+throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the
+              table (profile=true)
+difference    largest difference of any weight from that of `single` after the first 5 steps, and at
+              the end. Sums of float32 in another order round differently: expected below 1e-6 after
+              5 steps. Training makes it grow; models with BatchNorm differ by more
+              (docs/strategies.md)
 """
 
 import argparse
@@ -45,8 +50,9 @@ EARLY = 5  # steps after which weights still agree up to rounding
 
 
 class Entry(NamedTuple):
-    """A strategy to run, on so many devices: its name, the overrides that it needs, and further
-    ones that the user named.
+    """A strategy to run, on so many devices: its name and overrides.
+
+    It has the overrides that it needs, and further ones of the user.
 
     `ranks` is the number of processes; None runs train.py without torchrun.
     """
@@ -70,8 +76,7 @@ class Entry(NamedTuple):
 
 
 def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entry]:
-    """Return single and the entries of `--strategies`; those of several processes once for each
-    number of ranks.
+    """Return single and the entries of `--strategies`, those of processes for each number of ranks.
 
     Args:
         values: names of strategies, with overrides of their options after them, for example "mesh
@@ -207,9 +212,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
 
 
 def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
-    """Return the text of report.md: lines above the table, its cells without the header, and lines
-    below it.
-    """
+    """Return the text of report.md: lines above, the table's cells, lines below."""
     padded = [[*row, *[""] * (len(COLUMNS) - len(row))] for row in table]
     cells = [f"| {' | '.join(row)} |" for row in (COLUMNS, *padded)]
     lines = [

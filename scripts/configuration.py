@@ -1,5 +1,4 @@
-"""Write docs/configuration.md from the schema, the constructors' docstrings, and the values and
-comments in conf/.
+"""Write docs/configuration.md from the schema, the constructors' docstrings, and conf/.
 
 python scripts/configuration.py
 """
@@ -25,10 +24,11 @@ CONF = ROOT / "conf"
 FILE = ROOT / "docs/configuration.md"
 INTRODUCTION = """# Configuration
 
-Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, the docstrings of the constructors and `conf/`.
+Written by `python scripts/configuration.py` from `ddp_lab/config/schema.py`, the docstrings of the
+constructors and `conf/`.
 
-Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its keys are set as
-`group.key=value`. `null` means none. A list is written as `[a,b]`.
+Any key can be set on the command line as `key=value`. A group is chosen as `group=option`, and its
+keys are set as `group.key=value`. `null` means none. A list is written as `[a,b]`.
 """
 EXPERIMENTS = (
     "`experiment` sets keys of the run and of several groups at once; see the comments in "
@@ -50,8 +50,9 @@ def load(path: str) -> dict[str, Any]:
 
 
 def comments(path: str) -> dict[str, str]:
-    """Return the comments of a file in conf/ by dotted key: after a value, and continued in lines
-    of their own.
+    """Return the comments of a file in conf/ by dotted key.
+
+    A comment follows a value, and is continued in lines of its own.
     """
     found: dict[str, str] = {}
     section = key = ""
@@ -70,9 +71,7 @@ def comments(path: str) -> dict[str, str]:
 
 
 def meanings() -> dict[str, str]:
-    """Return the comments of all keys: those of the groups' options, by `group.key`, and those of
-    config.yaml.
-    """
+    """Return the comments of all keys: of the groups, by `group.key`, and of config.yaml."""
     found = {
         f"{group}.{key}": text
         for group in ("data", "optimizer")
@@ -83,9 +82,7 @@ def meanings() -> dict[str, str]:
 
 
 def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> Iterator[Row]:
-    """Yield a row for each of `values` that the schema has; the groups within it have tables of
-    their own.
-    """
+    """Yield a row for each of `values` that the schema has; groups in it have their own tables."""
     for name, field in schema.model_fields.items():
         if name in values and field.annotation != dict[str, Any] and not is_model(field.annotation):
             yield Row(
@@ -97,9 +94,7 @@ def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> I
 
 
 def option_rows(group: str, node: dict[str, Any]) -> Iterator[Row]:
-    """Yield a row for each key that an option of a group sets; none if the user chooses the
-    constructor.
-    """
+    """Yield a row for each key that an option of a group sets; none for a user's constructor."""
     if node.get("_target_") == "???":
         return
     if group == "data":

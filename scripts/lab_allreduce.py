@@ -1,5 +1,4 @@
-"""Lab: the cost of an all-reduce by several algorithms, compared with torch.distributed's and with
-the cost model.
+"""Lab: the cost of an all-reduce by several algorithms, by torch.distributed, and by the model.
 
 torchrun --standalone --nproc_per_node=4 scripts/lab_allreduce.py [--out runs/lab_allreduce]
 
@@ -35,8 +34,7 @@ LIBRARY: dict[str, Prepare] = {
 
 
 def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, float]]:
-    """Return the cost model: (bytes, milliseconds), with milliseconds = latency + 2 (k-1)/k bytes /
-    bandwidth.
+    """Return (bytes, milliseconds) of the cost model: latency + 2 (k-1)/k bytes / bandwidth.
 
     Neither the latency of all messages together nor the time per byte is negative, so the time
     never falls with the size.

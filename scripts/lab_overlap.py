@@ -53,8 +53,9 @@ class Run(NamedTuple):
 
 
 class Lane:
-    """A queue of work, which runs in the order of issue and may overlap with that of other lanes: a
-    CUDA stream or a thread.
+    """A queue of work, run in the order of issue: a CUDA stream or a thread.
+
+    It may overlap with the work of other lanes.
 
     Attributes:
         host: when Python issued and waited.
@@ -169,8 +170,9 @@ def once(lanes: list[Lane], variant: Work) -> Run:
 
 
 def median(lanes: list[Lane], variant: Work, repeat: int) -> Run:
-    """Return the run with the median time of `repeat`, after two warm-up runs; its timeline is that
-    of its time.
+    """Return the run with the median time of `repeat`, after two warm-up runs.
+
+    Its timeline is that of this run.
     """
     return sorted(
         [once(lanes, variant) for _ in range(repeat + 2)][2:], key=lambda run: run.seconds

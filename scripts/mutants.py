@@ -170,9 +170,7 @@ def meet(mutant: Mutant, tests: list[Covered], tree: Path) -> dict[str, Any]:
 
 
 def run_mutants(options: argparse.Namespace, tree: Path) -> list[tuple[Mutant, str]]:
-    """Return the mutants of the sample with their statuses, from the results or by running
-    tests.
-    """
+    """Return the mutants of the sample with their statuses, from results or by running tests."""
     tests = cover(options, tree)
     mutants = sample(tree, options.only, options.sample, options.seed)
     record = Record(options.results / "mutants.jsonl")

@@ -105,9 +105,7 @@ def run_tests(
 
 
 def first_failed(lines: list[str]) -> str:
-    """Return the first failed test in the summary of pytest, with its parameters; "" if none is
-    there.
-    """
+    """Return the first failed test in the summary of pytest, with its parameters, or ""."""
     summary = (line.split(" ", 1) for line in lines if line.startswith(("FAILED ", "ERROR tests")))
     return next((rest.split(" - ")[0] for _, rest in summary), "")
 
@@ -166,9 +164,7 @@ def measure(tree: Path, test: str, folder: Path, limit: float) -> Covered:
 
 
 def read_lines(path: Path) -> dict[str, list[int]]:
-    """Return the lines of each file that a process executed; none if it was killed while
-    writing.
-    """
+    """Return the lines of each file that a process executed; none if it was killed in writing."""
     data = coverage.CoverageData(str(path))
     try:
         data.read()
@@ -190,9 +186,7 @@ def has_tests(path: Path) -> bool:
 
 
 def nearness(file: str) -> Callable[[Covered], tuple[bool, bool, float]]:
-    """Return the key that sorts test files for a file: its own, those of its folder, the
-    fastest.
-    """
+    """Return the key that sorts test files for a file: its own, its folder's, the fastest."""
     mutated = Path(file)
 
     def key(test: Covered) -> tuple[bool, bool, float]:

@@ -80,9 +80,7 @@ def operators() -> dict[str, Any]:
 
 
 def stays_in_group(operator: str) -> bool:
-    """Return whether an operator of Cosmic Ray replaces one of Python's by one of its group, or
-    none.
-    """
+    """Return whether an operator of Cosmic Ray stays in a group of Python's, or is none."""
     kind, *names = operator.split("_")
     replaces = kind in ("ReplaceBinaryOperator", "ReplaceComparisonOperator")
     return not replaces or any(group.issuperset(names) for group in GROUPS)

@@ -1,5 +1,6 @@
-"""Plant the errors of planted_errors.toml in copies of this tree, one at a time, and report which
-survive their test.
+"""Plant the errors of planted_errors.toml, one at a time, and report which survive their test.
+
+Each is planted in a copy of this tree.
 
 python scripts/planted_errors.py              all errors
 python scripts/planted_errors.py loop         those whose entry contains this
@@ -48,9 +49,7 @@ def planted(error: dict[str, str], root: Path) -> str:
 
 
 def outcome(test: str, error: dict[str, str] | None = None) -> int | None:
-    """Return the exit code of pytest in a copy of this tree, with an error or without; None if it
-    takes too long.
-    """
+    """Return pytest's exit code in a copy of the tree, with or without an error; None: too slow."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(

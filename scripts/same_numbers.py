@@ -1,5 +1,4 @@
-"""Compare the metrics of every strategy between this working tree and an earlier commit, to the
-last digit.
+"""Compare the metrics of every strategy in this working tree and a commit, to the last digit.
 
 python scripts/same_numbers.py HEAD~1 python scripts/same_numbers.py v1.0 --strategies ddp fsdp --
 model=resnet18 data=synthetic data.dataset.image_size=16

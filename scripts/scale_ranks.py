@@ -1,5 +1,6 @@
-"""Simulated ranks for scale_sim.py: threads that run the control plane of ddp_lab, and sleep where
-a rank would compute.
+"""Simulated ranks for scale_sim.py: threads with the control plane of ddp_lab.
+
+They sleep where a rank would compute.
 
 Start, agreement, watchdog, exchanges, run directory and store are those of ddp_lab. Simulated are
 the steps (sleep), the all-reduce (over pipes to scale_sim.py) and what would end the process of a
@@ -49,8 +50,9 @@ FILE_EVENTS = {
 
 
 class Spec(NamedTuple):
-    """The ranks of one process: their places, the port of the store, the shared directory, and
-    seconds of the simulation.
+    """The ranks of one process and of the simulation.
+
+    It has the ranks' places, the port of the store, the shared directory, and seconds.
     """
 
     places: list[Place]
@@ -61,8 +63,7 @@ class Spec(NamedTuple):
 
 
 class Peers:
-    """The all-reduce of this process's ranks among each other and, through the pipe, with those of
-    other processes.
+    """The all-reduce of this process's ranks among each other and, by the pipe, with other ranks.
 
     A rank waits in a function of torch, as in a real collective: the watchdog recognises it by
     that.
@@ -101,9 +102,7 @@ class Peers:
 
 
 class CountedStore:
-    """One connection to a store: counts the requests to the server, and the bytes of their keys and
-    values.
-    """
+    """A connection to a store that counts its requests, and the bytes of their keys and values."""
 
     def __init__(self, base: Any, prefix: str, connections: list["CountedStore"]):
         self.base = base
@@ -185,8 +184,7 @@ class Looks:
 
 
 class SimulatedWatchdog(Watchdog):
-    """A watchdog that looks in the thread of `looks`, and reports when its rank learns of a
-    failure.
+    """A watchdog that looks in the thread of `looks`, and reports when it learns of a failure.
 
     It is its own thread: `start` lets it look, and `join` look no more.
     """

@@ -1,5 +1,6 @@
-"""Run the control plane of a thousand ranks on one machine, and measure its traffic and how fast it
-notices failures.
+"""Run the control plane of a thousand ranks on one machine.
+
+Measure its traffic and how fast it notices failures.
 
 python scripts/scale_sim.py --ranks 1024 --nodes 128
 python scripts/scale_sim.py --ranks 16 --nodes 4 --seconds 5
@@ -63,8 +64,10 @@ class Counts(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What was measured without a fault: what was done until all ranks train, then, and from a
-    preemption on; and how long the first took, and the ranks to agree to stop.
+    """What was measured without a fault.
+
+    What was done until all ranks train, then, and from a preemption on; how long the first took,
+    and how long the ranks took to agree to stop.
     """
 
     start_seconds: float
@@ -75,8 +78,10 @@ class Training(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What was measured with a fault: seconds until it was reported and until all ranks knew, from
-    the fault or from the watchdog's timeout on; what the other ranks did meanwhile; and the report.
+    """What was measured with a fault.
+
+    Seconds until it was reported and until all ranks knew, from the fault or from the watchdog's
+    timeout on; what the other ranks did meanwhile; and the report.
     """
 
     reported_seconds: float
@@ -86,8 +91,9 @@ class Failure(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault: its `kind` in failure.json, which ranks of a node it happens to, and the signal that
-    their processes receive.
+    """A fault: its `kind` in failure.json, the ranks, and the signal.
+
+    It happens to these ranks of a node, whose processes receive the signal.
 
     Without a signal they hang in their next step. A hang is reported after the watchdog's timeout.
     """
@@ -214,9 +220,7 @@ class Launch:
         return max(self.events[name].values())
 
     def count(self, without: list[Place]) -> Counts:
-        """Return what the ranks have done so far, but for the processes of some ranks, which may be
-        dead.
-        """
+        """Return what the ranks have done so far; those of `without` may be dead."""
         self._counts = []
         counted = [pipe for places, pipe, _ in self.processes if places[0] not in without]
         for pipe in counted:

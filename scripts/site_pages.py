@@ -1,5 +1,6 @@
-"""The files of the site, a hook of mkdocs.yml: the repository's documents, and the code that they
-link to, in the same places.
+"""The files of the site, a hook of mkdocs.yml: documents, and the code that they link to.
+
+They have the same places as in the repository.
 
 So a link that works in the repository works on the site. docs/ alone would not do: its pages link
 to code, and README.md to it.
@@ -15,9 +16,7 @@ FOLDERS = ("conf", "ddp_lab", "docs", "examples", "scripts", "tests")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the documents and code of the repository, and the files of the theme, which `files`
-    has.
-    """
+    """Return the documents and code of the repository, and the files of the theme in `files`."""
     paths = [
         *ROOT.glob("*.md"),
         ROOT / "LICENSE",

@@ -79,9 +79,7 @@ def no_process_group_leaks():
 
 @pytest.fixture(autouse=True)
 def same_signal_handlers():
-    """Undo what a command that runs in this process has set: the processes of later tests would
-    inherit it.
-    """
+    """Undo what a command that runs in this process has set, for later tests' processes."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
@@ -98,9 +96,7 @@ def need_gpus(request):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Return a function that runs a command in this process and returns its exit code, output and
-    errors.
-    """
+    """Return a function that runs a command here and returns its exit code, output and errors."""
     monkeypatch.setattr(sys, "path", list(sys.path))  # commands append to it
     monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 

@@ -252,9 +252,7 @@ def test_damaged_or_older_files_are_reported_in_one_message(
 
 
 def reference(folder: Path) -> tuple[nn.Module, torch.Tensor, torch.Tensor, list[str]]:
-    """Return the trained model, the test images as they are and normalised by the loader, and the
-    classes.
-    """
+    """Return the trained model, the test images, raw and normalised, and the classes."""
     job = build(read_config(folder, ["strategy=single", "batch_size=50"]), Runtime("cpu"))
     return (
         open_run(folder, "last").model,

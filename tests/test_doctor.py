@@ -1,6 +1,4 @@
-"""The preflight checks of train.py before it opens the process group, and the findings of `ddp-lab
-doctor`.
-"""
+"""The preflight checks of train.py, and the findings of `ddp-lab doctor`."""
 
 import contextlib
 import io
@@ -46,8 +44,9 @@ WORKERS = "data=synthetic data.loader=workers model=simple_cnn batch_size=24"
 
 
 def shared_bytes(image: int) -> int:
-    """Return what two ranks of two workers need, to train and to test, in pages: batches of 12
-    images, and their queues.
+    """Return what two ranks of two workers need, to train and to test, in pages.
+
+    They need batches of 12 images, and their queues.
     """
     pages = math.ceil(12 * image / 4096) + 1
     return 2 * 2 * ((2 * 2 + 2) * pages * 4096 + 2**17)
@@ -116,8 +115,9 @@ def run_case(case: Case, function, folder: Path, patch: pytest.MonkeyPatch):
 
 
 def run_cases(cases: dict[str, Case], function, folder: Path) -> dict:
-    """Run cases one after another on this rank, each in a folder of its own; return what `function`
-    returns, by name.
+    """Run cases one after another on this rank, each in a folder of its own.
+
+    Return what `function` returns, by name.
     """
     results = {}
     for name, case in cases.items():

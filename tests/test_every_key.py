@@ -214,7 +214,8 @@ KEYS: dict[str, Row | str] = {
     "cutmix": Row("cutmix=0.9", TRAINED),
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
-    "float32_matmul": "tests/world/test_runtime.py::test_training_and_evaluation_have_the_chosen_precision",
+    "float32_matmul": "tests/world/test_runtime.py::"
+    "test_training_and_evaluation_have_the_chosen_precision",
     "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
     "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
     "compile": Row(
@@ -409,8 +410,9 @@ ROWS |= {(key, kind): row for kind, rows in MORE.items() for key, row in rows.it
 
 
 def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | None]]:
-    """Run train.py with each line of overrides, in this process; return exit codes, errors, and
-    values for a sweeper.
+    """Run train.py with each line of overrides; return exit codes, errors, sweepers' values.
+
+    It runs in this process.
     """
     found = []
     returned = []
@@ -489,9 +491,12 @@ HERE = "tests/test_every_key.py::"
 AFTER = "tests/test_after_training.py::"
 RUNS = "tests/run/test_runs_command.py::"
 SUBMIT = "tests/launchers/test_kubernetes.py::"
+VALIDATION = "tests/test_validation.py::"
+EXERCISE = "tests/exercises/test_command.py::"
+ADVISE = "tests/advise/test_advise.py::"
+MEASURE = "tests/advise/test_measure.py::"
 GIVEN = {
-    "evaluate "
-    "--checkpoint": "tests/test_validation.py::test_commands_use_the_best_weights_and_name_their_file",
+    "evaluate --checkpoint": VALIDATION + "test_commands_use_the_best_weights_and_name_their_file",
     "evaluate --config-dir": HERE + "test_evaluate_reads_yaml_of_the_users_own",
     "evaluate --json": AFTER + "test_evaluate_prints_one_line_and_writes_only_the_json_asked_for",
     "predict --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
@@ -502,19 +507,16 @@ GIVEN = {
     "export --checkpoint --output": HERE + "test_checkpoint_changes_predictions_and_exports",
     "export --force": AFTER
     + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
-    "exercise --folder "
-    "--number": "tests/exercises/test_command.py::test_exercise_from_the_list_to_the_right_solution",
-    "exercise "
-    "--speed": "tests/exercises/test_command.py::test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
+    "exercise --folder --number": EXERCISE + "test_exercise_from_the_list_to_the_right_solution",
+    "exercise --speed": EXERCISE
+    + "test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
     "merge --checkpoint --output --force": AFTER + "test_merge_writes_a_full_checkpoint",
     "train --config-dir": "tests/launchers/test_sweep.py::test_concurrent_jobs_use_different_ports",
     "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
     "advise --gpus --nodes --link --config-dir --json": HERE
     + "test_advise_plans_what_its_flags_say",
-    "advise --picture "
-    "--html": "tests/advise/test_advise.py::test_command_prints_a_table_and_writes_json_and_a_picture",
-    "advise --measure "
-    "--minutes": "tests/advise/test_measure.py::test_command_measures_and_later_offers_the_results",
+    "advise --picture --html": ADVISE + "test_command_prints_a_table_and_writes_json_and_a_picture",
+    "advise --measure --minutes": MEASURE + "test_command_measures_and_later_offers_the_results",
     "runs --runs-dir": RUNS + "test_table_has_state_epoch_best_rate_and_age_of_each_run",
     "runs --clean --yes": RUNS
     + "test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told",
@@ -603,9 +605,10 @@ def test_constructor_gets_every_option_of_its_group(group, path):
     """What it does with them is tested where it is."""
     node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     options = node["dataset"] if group == "data.dataset" else node
-    # Hydra's list
     given = {
-        name: f"given {name}" for name in options if not name.startswith("_") and name != "defaults"
+        name: f"given {name}"
+        for name in options
+        if not name.startswith("_") and name != "defaults"  # Hydra's list
     }
     cfg = config(
         f"{group.partition('.')[0]}={path.stem}",

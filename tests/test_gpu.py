@@ -282,8 +282,9 @@ def alone(*cases: str) -> dict[str, Outcome]:
     ],
 )
 def test_cases_equal_one_gpu(group, strategy, size):
-    """The cases of a strategy share a world: NCCL keeps 0.8 GiB for each group of ranks until the
-    world ends.
+    """The cases of a strategy share a world.
+
+    NCCL keeps 0.8 GiB for each group of ranks until the world ends.
     """
     by_size, run, arguments = GROUPS[group]
     cases = [case for case in by_size[size] if case.split()[0] == strategy]
@@ -351,9 +352,7 @@ def test_python_on_gpus(strategy, tmp_path):
     ],
 )
 def test_run_resumes_with_other_options(first, second, tmp_path):
-    """The run resumes with the weights and the momentum of the file, not with those of the warm-up
-    steps.
-    """
+    """The run resumes with the weights and the momentum of the file, not of the warm-up steps."""
     second = f"{second} resume={tmp_path}/pt/step_00000003.pt"
     for case in (f"{first} save={tmp_path}", second):
         size = 1 if case.split()[0] in ONE_PROCESS else 2

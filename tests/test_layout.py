@@ -30,9 +30,7 @@ def height(module: str) -> int:
 
 
 def imports_of(path: Path) -> list[str]:
-    """Return the modules of ddp_lab that a file imports, at its top or inside a function, without
-    `ddp_lab.`.
-    """
+    """Return the modules of ddp_lab that a file imports, anywhere in it, without `ddp_lab.`."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
@@ -141,9 +139,7 @@ def text_without_code(path: Path) -> str:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Return the anchors of a Markdown file: those that GitHub makes of its headings, and those it
-    sets itself.
-    """
+    """Return the anchors of a Markdown file: GitHub's of its headings, and those it sets."""
     text = text_without_code(path)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     made = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

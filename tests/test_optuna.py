@@ -36,9 +36,7 @@ def table(folder) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
-    """The killed search's running job ends with it: the next search finds no lock on its
-    directory.
-    """
+    """The killed search's running job ends with it: the next search finds no lock."""
     line = [
         "python train.py -m",
         *SEARCH,

@@ -27,7 +27,8 @@ OFFLINE = "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK
 ENTRY = """
 import json, ddp_lab
 from ddp_lab.launchers import schedulers, short_run
-print(json.dumps([ddp_lab.__file__, short_run.command_of(["epochs=1"], 2)[0][1:], schedulers.SCRIPT.read_text()]))
+command = short_run.command_of(["epochs=1"], 2)[0]
+print(json.dumps([ddp_lab.__file__, command[1:], schedulers.SCRIPT.read_text()]))
 """
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 DEPENDENCIES = chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
@@ -163,9 +164,7 @@ def test_image_of_the_kubernetes_runtime_is_the_one_that_the_dockerfile_builds()
 
 @pytest.mark.slow
 def test_commands_of_the_dockerfile_install_the_package_in_a_clean_directory(tmp_path):
-    """Its COPY and RUN lines, with a copy of what git tracks as the build context and a new
-    environment as the image.
-    """
+    """Its COPY and RUN lines, with a copy of the tree as context and a new environment as image."""
     context = tmp_path / "context"
     root = tmp_path / "image"
     copy_tree(context)

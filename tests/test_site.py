@@ -1,5 +1,6 @@
-"""The manual as a site: mkdocs.yml builds strictly, its links lead somewhere, and a browser shows
-it without other hosts.
+"""The manual as a site.
+
+mkdocs.yml builds strictly, its links lead somewhere, and a browser shows it without other hosts.
 """
 
 import functools

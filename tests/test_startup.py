@@ -28,7 +28,8 @@ IMPORT_ALL = f"""
 import importlib, json, pkgutil, sys
 import ddp_lab
 found, loaded = {{}}, set()
-for name in ["train", *(module.name for module in pkgutil.walk_packages(ddp_lab.__path__, "ddp_lab."))]:
+modules = pkgutil.walk_packages(ddp_lab.__path__, "ddp_lab.")
+for name in ["train", *(module.name for module in modules)]:
     importlib.import_module(name)
     if new := [heavy for heavy in {AT_FIRST_USE} if heavy in sys.modules and heavy not in loaded]:
         found[name] = new

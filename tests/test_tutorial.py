@@ -86,9 +86,7 @@ def same_line(shown: str, real: str, timings: bool = False) -> bool:
 
 
 def missing(shown: str, real: str, timings: bool = False) -> str | None:
-    """Return the first shown line that is missing or misplaced in the real output; None if the
-    output matches.
-    """
+    """Return the first shown line that is missing or misplaced in the real output, or None."""
     lines = real.splitlines()
     at = 0
     floating = False

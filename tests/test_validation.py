@@ -130,8 +130,9 @@ def test_commands_use_the_best_weights_and_name_their_file(
 
 
 def test_result_of_the_log_is_that_of_the_commands(chosen, tmp_path):
-    """A launch with nothing to do tells it, too, by the criterion that it was given, which need not
-    be the recorded one.
+    """A launch with nothing to do reports it, too, by its own criterion.
+
+    That need not be the recorded one.
     """
     shutil.copytree(chosen, tmp_path / "mine")
     run_world(

@@ -1,6 +1,4 @@
-"""The strategies that a run can have on some devices, their plans, and which of them is
-recommended.
-"""
+"""The strategies that a run can have on devices, their plans, and which of them is recommended."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -133,8 +131,9 @@ class Advisor:
         return cls(cfg, dataset, model, devices, free, common, own)
 
     def candidates(self) -> list[list[str]]:
-        """Return the overrides of the strategies, simple ones first; the user's own one in its
-        place, or the last.
+        """Return the overrides of the strategies, simple ones first.
+
+        The user's own one is in its place, or the last.
 
         Whether the model allows them, the strategies decide.
         """
@@ -200,9 +199,7 @@ class Advisor:
         )
 
     def bound(self, plans: Iterable[Planned]) -> float | None:
-        """Return the seconds that a step takes at least; None if the peak of the devices is not
-        known.
-        """
+        """Return the seconds that a step takes at least; None if the devices' peak is not known."""
         devices = self.devices
         peak = self.devices.peak(self.cfg.precision)
         if devices.card is None or peak is None:
@@ -241,8 +238,9 @@ class Advisor:
 
     @property
     def ranked(self) -> list[Row]:
-        """The strategies that fit, the recommended one first: the fastest measured, else the
-        simplest that uses all devices.
+        """The strategies that fit, the recommended one first.
+
+        It is the fastest measured, else the simplest that uses all devices.
         """
         fitting = [row for row in self.rows if row.fits]
         return sorted(

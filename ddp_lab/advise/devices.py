@@ -1,6 +1,4 @@
-"""The devices that plans are made for: the numbers of the GPUs' data sheets, and how many there
-are.
-"""
+"""The devices that plans are made for: numbers of GPUs' data sheets, and how many there are."""
 
 import re
 import shlex

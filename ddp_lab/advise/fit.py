@@ -1,5 +1,6 @@
-"""Whether a run fits in the memory of its devices: a state that does not is refused;
-batch_size=auto is the largest one.
+"""Whether a run fits in the memory of its devices.
+
+A state that does not fit is refused. batch_size=auto is the largest batch that fits.
 """
 
 import math
@@ -35,9 +36,8 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.advise.advisor import Advisor
 
-# shares of the memory that the plan of a batch may take, in turn, and its real step
-PLANNED = (0.9, 0.75, 0.6)
-TAKEN = 0.95
+PLANNED = (0.9, 0.75, 0.6)  # shares of the memory that the plan of a batch may take, in turn
+TAKEN = 0.95  # the share that its real step may take
 MULTIPLE = 8  # local batches are multiples of it, where that many samples fit
 # what the first step of a CPU rank loads and starts: gloo, oneDNN, their threads
 LIBRARIES = 0.25 * 2**30
@@ -46,8 +46,7 @@ STEP_TIMEOUT = 120.0
 
 
 def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
-    """Return the bytes of a device, 0 if not known, and those that are free: the least of all
-    ranks.
+    """Return the bytes of a device, 0 if unknown, and those that are free: the least of all ranks.
 
     Collective.
     """
@@ -92,8 +91,9 @@ def advisor_of(
 
 
 def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
-    """Return what to use in place of a strategy that does not fit: the two simplest that fit,
-    activations included.
+    """Return what to use in place of a strategy that does not fit.
+
+    These are the two simplest that fit, activations included.
 
     All GPUs of the machines count, also those for which no rank was started. It takes as long as
     `ddp-lab advise`.
@@ -110,8 +110,9 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
 
 
 def prepare_in_memory(cfg: Config, runtime: Runtime) -> Job:
-    """Construct a run as `run.build.prepare`: its batch is chosen before, and its memory is checked
-    after that.
+    """Construct a run as `run.build.prepare`, in the memory of its devices.
+
+    Its batch is chosen before, and its memory is checked after that.
 
     Collective.
 
@@ -166,8 +167,7 @@ def check_state(cfg: Config, job: Job, memory: int) -> None:
 
 
 def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> str:
-    """Replace batch_size=auto or accumulate=auto by a number, and return a line about it for the
-    log.
+    """Replace batch_size=auto or accumulate=auto by a number; return a line about it for the log.
 
     Collective.
 
@@ -186,9 +186,8 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
     auto = [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]
     if not auto:
         return ""
-    # of accumulation in the run that is resumed
     key = auto[0]
-    steps = 0
+    steps = 0  # of accumulation in the run that is resumed
     if resumed:
         batch_size, steps = runtime.agree("batch before", partial(recorded, resumed))
         cfg.batch_size = batch_size if "batch_size" in auto else cfg.batch_size
@@ -294,8 +293,7 @@ def largest(cfg: Config, dataset: Dataset, runtime: Runtime, values: list[int], 
 
 
 def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
-    """Take a real step on all ranks; return the most bytes that a device needed, and what went
-    wrong or "".
+    """Take a real step on all ranks; return the most bytes of a device, and an error or "".
 
     Collective.
     """
@@ -318,8 +316,9 @@ def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
 
 
 def real_step(config: dict[str, Any], port: int) -> int:
-    """Take two real steps in this process, a rank like the one that started it, and return the
-    bytes of its device in use.
+    """Take two real steps in this process, and return the bytes of its device in use.
+
+    The process is a rank like the one that started it.
     """
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     cfg = as_config(config)
@@ -337,8 +336,9 @@ def real_step(config: dict[str, Any], port: int) -> int:
 
 
 def bytes_in_use(runtime: Runtime) -> int:
-    """Return the bytes of the GPU that are in use, torch's cache included; of a CPU rank the most
-    that this process has had.
+    """Return the bytes of the GPU that are in use, torch's cache included.
+
+    Of a CPU rank, return the most that this process has had.
     """
     if runtime.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(runtime.device)

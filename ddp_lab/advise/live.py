@@ -1,5 +1,6 @@
-"""What the steps of a training allocate, send and compute: every operation passes through a
-dispatch mode that counts.
+"""What the steps of a training allocate, send and compute.
+
+Every operation passes through a dispatch mode that counts.
 
 Storages are counted, not tensors, because views share them. After each operation the sizes of all
 are read again, because `fully_shard` shrinks the storages of parameters that it frees to 0 bytes,
@@ -282,8 +283,9 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def group_of(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the ranks of the group among the arguments of a collective: an object, or the name of
-    a functional one.
+    """Return the ranks of the group among the arguments of a collective.
+
+    A group is an object or, of a functional collective, a name.
     """
     for argument in reversed(args):
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):

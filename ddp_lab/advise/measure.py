@@ -1,5 +1,6 @@
-"""What strategies take on the devices that are here: short runs of train.py, in alternation, and a
-cache of their results.
+"""What strategies take on the devices of this machine: short runs and a cache of results.
+
+The short runs of train.py alternate.
 """
 
 import hashlib
@@ -19,11 +20,10 @@ from ddp_lab.config.change import text_without
 from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.resilience.run_directory import read_json, write_json
 
-# of a run: the first epoch warms up and is profiled, the others count
-STEPS = 16
-EPOCHS = 4
+STEPS = 16  # of an epoch
+EPOCHS = 4  # of a run: the first one warms up and is profiled, the others count
+ROUNDS = 5  # the most runs of a strategy
 # a strategy is measured again until its rates lie within this share of the median
-ROUNDS = 5
 SPREAD = 0.05
 
 
@@ -68,8 +68,9 @@ def measure(advisor: Advisor, minutes: float) -> None:
 
 
 def short_run(advisor: Advisor, row: Row) -> list[str]:
-    """Return the overrides of a run that measures a strategy, with made-up images of the size of
-    the dataset's.
+    """Return the overrides of a run that measures a strategy, with made-up images.
+
+    They have the size of the dataset's images.
     """
     shape = advisor.dataset.train.shape
     sizes = {
@@ -98,8 +99,9 @@ def is_stable(runs: list[ShortRun]) -> bool:
 
 
 def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
-    """Return what the runs of a strategy found, as plain values; on CPUs only the rate, which is
-    all that is known.
+    """Return what the runs of a strategy measured, as plain values.
+
+    On CPUs only the rate is known.
     """
     rate = statistics.median(each for run in runs for each in run.rates)
     found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}

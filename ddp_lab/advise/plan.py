@@ -1,5 +1,6 @@
-"""The plan of a rank: the job that train.py would make takes real steps, on fake tensors, which
-have shapes and no memory.
+"""The plan of a rank: real steps of train.py's job on fake tensors.
+
+Fake tensors have shapes and no memory.
 
 The strategy, the optimizer and the step are those of the run, whatever the model and the strategy.
 Two steps are taken: the first creates the optimizer's state, and at the peak of the second it is
@@ -92,8 +93,9 @@ class CannotPlan(RuntimeError):
 
 
 def ranks_to_plan(strategy: Strategy) -> list[int]:
-    """Return the ranks to plan: one of each stage of a pipeline, else rank 0, which has the largest
-    shards.
+    """Return the ranks to plan: one of each stage of a pipeline, else rank 0.
+
+    Rank 0 has the largest shards.
     """
     names = list(strategy.axes)
     sizes = list(strategy.axes.values())
@@ -104,8 +106,9 @@ def ranks_to_plan(strategy: Strategy) -> list[int]:
 
 
 def dataset_sizes(data: Config) -> Dataset | None:
-    """Return a dataset of which only the sizes are known: it is on the meta device, and needs
-    neither a download nor memory.
+    """Return a dataset of which only the sizes are known.
+
+    It is on the meta device, and needs neither a download nor memory.
 
     Args:
         data: the config group `data`.
@@ -129,8 +132,9 @@ def dataset_sizes(data: Config) -> Dataset | None:
 def model_to_plan(
     node: Config | dict[str, Any], shape: Mapping[str, Any], precision: str, seed: int, trial: Trial
 ) -> nn.Module:
-    """Return the model of a planned run on the meta device, or on the CPU if its constructor or its
-    forward pass needs values.
+    """Return the model of a planned run, on the meta device.
+
+    If its constructor or its forward pass needs values, it is on the CPU.
 
     Args:
         node: the config group `model`.
@@ -225,9 +229,7 @@ def plan_rank(
 
 
 def use_fake_wrapper(strategy: Strategy) -> None:
-    """Let a strategy that wraps the model in DistributedDataParallel use what works on fake
-    tensors.
-    """
+    """Let a strategy that uses DistributedDataParallel use what works on fake tensors."""
     if isinstance(strategy, DDP):
         strategy.wrapper_class = FakeDDP
 
@@ -261,8 +263,9 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
 
 
 def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, str, int]]]:
-    """Return start, length, kind and micro-batch of each pass by rank, if each begins when its rank
-    and its input are ready.
+    """Return start, length, kind and micro-batch of each pass by rank.
+
+    Each pass begins when its rank and its input are ready.
 
     Args:
         order: the actions of each rank by torch's names: "1F0" is the forward pass of stage 1 and

@@ -30,7 +30,11 @@ PEAKS = ("torch's peak: planned", "measured")
 PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 PAGE = """<!doctype html>
 <html lang=en><meta charset=utf-8><title>What a run needs</title>
-<style>body {{font-family: sans-serif}} pre {{overflow-x: auto}} svg {{max-width: 100%; height: auto}}</style>
+<style>
+body {{font-family: sans-serif}}
+pre {{overflow-x: auto}}
+svg {{max-width: 100%; height: auto}}
+</style>
 <h1>What a run needs</h1>
 <pre>{table}</pre>
 {picture}</html>
@@ -54,8 +58,9 @@ def head(advisor: Advisor) -> list[str]:
 
 
 def table(advisor: Advisor) -> str:
-    """Return the plans as lines of text, the memory of each strategy that of its fullest device,
-    and the recommendation.
+    """Return the plans as lines of text, and the recommendation.
+
+    The memory of a strategy is that of its fullest device.
     """
     measured = any(row.measured for row in advisor.rows)
     rows = [
@@ -103,9 +108,7 @@ def gib(size: float) -> str:
 
 
 def as_json(advisor: Advisor) -> dict[str, Any]:
-    """Return the plans as plain values, under the names of the attributes: bytes, seconds and
-    FLOPs.
-    """
+    """Return the plans as plain values by attribute: bytes, seconds and FLOPs."""
     rows: list[dict[str, Any]] = []
     for row in advisor.rows:
         rows.append(vars(row) | {"name": row.name, "plans": []})
@@ -131,8 +134,9 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
 
 
 def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:
-    """Return stacked bars of the memory of each strategy, or of the ranks or devices of one, and a
-    line at that of a device.
+    """Return stacked bars of memory, and a line at that of a device.
+
+    There is a bar for each strategy, or for each rank or device of one.
     """
     if row is None:
         title = "Planned peak memory of a GPU, by strategy"
@@ -151,8 +155,9 @@ def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:
 
 
 def page(advisor: Advisor) -> str:
-    """Return one page of HTML that loads nothing: the table, the memory by rank and part, and the
-    schedules of pipelines.
+    """Return one page of HTML that loads nothing.
+
+    It has the table, the memory by rank and part, and the schedules of pipelines.
     """
     from matplotlib import rc_context
 

@@ -1,5 +1,6 @@
-"""How much faster tensor parallelism can make a step, from the FLOPs of the blocks and the bytes
-that the ranks send.
+"""How much faster tensor parallelism can make a step.
+
+The prediction follows from the FLOPs of the blocks and the bytes that the ranks send.
 
     one GPU    FLOPs of all blocks
     tp         FLOPs of the blocks without a plan + FLOPs of the others / tp + exposed communication
@@ -92,8 +93,9 @@ class Prediction:
 def predict(
     model: nn.Module, strategy: Strategy, samples: int, precision: str, card: str
 ) -> Prediction | None:
-    """Return the prediction for a strategy; None without tensor parallelism, or for a card of
-    unknown FLOP/s.
+    """Return the prediction for a strategy.
+
+    Return None without tensor parallelism, or for a card of unknown FLOP/s.
 
     Args:
         model: The complete model, before `strategy.setup`.
@@ -129,9 +131,7 @@ def predict(
 
 
 def predict_here(job: Job) -> Prediction | None:
-    """Return the prediction for a run on the GPUs of this machine; None on CPUs and unknown
-    cards.
-    """
+    """Return the prediction for a run on this machine's GPUs; None on CPUs and unknown cards."""
     card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if card is None:
         return None

@@ -1,3 +1,1 @@
-"""Checkpoints of a run: what they hold, how they are written and verified, and which one a launch
-resumes from.
-"""
+"""Checkpoints of a run: what they hold, how they are written and verified, which one is resumed."""

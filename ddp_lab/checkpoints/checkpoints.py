@@ -2,8 +2,8 @@
 
 Only the newest and the best are kept.
 
-main thread     ... step | copy to host | step  step  step ...      training waits for the copy only
-writer thread                           | write, fsync, hash, rename, link the best, remove old ones |
+main thread    ... step | copy to host | step  step  step ...     training waits for the copy only
+writer thread                          | write, fsync, hash, rename, link the best, remove old |
 
 There are two formats, and a run can resume from both. One file contains the full state, which rank
 0 collects and writes. A sharded checkpoint is a directory to which every rank writes its shards
@@ -39,8 +39,9 @@ def ignore(path: Path) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run: `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`, and a link to the
-    best of them.
+    """The checkpoints of one run.
+
+    They are named `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`; a link names the best of them.
 
     A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", and "ema" if
     the weights are averaged. Tensors have the model's own names, and one file contains them
@@ -213,8 +214,9 @@ class Checkpoints:
     def _write(
         self, progress: Progress, path: Path, write: Write, after_write: Callable[[Path], None]
     ) -> None:
-        """Write a checkpoint in the writer thread: `write` writes this rank's part of it, and rank
-        0 does the rest.
+        """Write a checkpoint in the writer thread.
+
+        `write` writes this rank's part of it, and rank 0 does the rest.
         """
         try:
             self.folder.mkdir(exist_ok=True)

@@ -1,8 +1,7 @@
-"""The checkpoints in a run's directory `checkpoints`: their names, their hashes, and how they
-appear and disappear.
+"""The checkpoints in a run's directory `checkpoints`: names, hashes, writing and removal.
 
 step_00000040.pt, step_00000040.pt.sha256   one file, and its SHA-256 as `sha256sum -c` reads it
-step_00000050.sharded/                      a directory to which every rank writes its shards (safetensors)
+step_00000050.sharded/                      a directory of the ranks' shards (safetensors)
     state.json, SHA256SUMS                  everything but tensors, and the SHA-256 of each file
 best.pt or best.sharded                     a symbolic link to the best checkpoint
 
@@ -177,9 +176,7 @@ def link_best(path: Path) -> None:
 
 
 def forget_best(folder: Path, but: str = "") -> None:
-    """Remove the link to the best checkpoint, or a copy in its place, unless it is a link named
-    `but`.
-    """
+    """Remove the link to the best checkpoint, or its copy, unless it is a link named `but`."""
     delete(path for path in folder.glob("best.*") if path.name != but or not path.is_symlink())
 
 

@@ -1,6 +1,4 @@
-"""Which checkpoint a launch resumes from and a command uses: one decision, the same on all
-ranks.
-"""
+"""Which checkpoint a launch resumes from and a command uses: the same on all ranks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,9 +34,7 @@ def find_source(
 
 
 def run_of(source: Path) -> Path:
-    """Return the directory of the run that a checkpoint, or a directory of checkpoints, belongs
-    to.
-    """
+    """Return the directory of the run to which a checkpoint, or a directory of them, belongs."""
     return (
         source.parent
         if source.is_dir() and not is_sharded(source)
@@ -67,8 +63,9 @@ def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":
 
 
 def result_in(folder: Path, criterion: Criterion | None) -> tuple[Path, Progress] | None:
-    """Return the best checkpoint by a metric and the position in it; None if there is none: the
-    last weights are the result.
+    """Return the best checkpoint by a metric and the position in it.
+
+    Return None if there is none: the last weights are the result.
 
     One that another metric has chosen, or the test set in older versions, is not the best by this
     one.

@@ -1,11 +1,14 @@
-"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`, from which a launch on an
-empty disk resumes.
+"""Copies of a run's checkpoints at a URL of fsspec, `checkpoint.mirror`.
 
-writer thread   ... commit a checkpoint | commit the next one ...     training waits for neither thread
-mirror thread                           | upload files, then SHA256SUMS | remove what is no longer on the disk |
+A launch on an empty disk resumes from them.
+
+writer thread   ... commit a checkpoint | commit the next one ...
+mirror thread                           | upload files, then SHA256SUMS | remove old checkpoints |
+
+Training waits for neither thread. Old checkpoints are those that are no longer on the disk.
 
 URL/NAME/step_00000040.pt/      the checkpoint's files, and RUN_FILES as they were then
-    SHA256SUMS                  of all of them, uploaded last: without it the directory is no checkpoint
+    SHA256SUMS                  of all of them, uploaded last: without it this is no checkpoint
 URL/NAME/best                   the name of the best checkpoint
 
 Rank 0 uploads both formats: all nodes write the shards of a checkpoint to one directory.
@@ -182,8 +185,9 @@ class Mirror(Hook):
                 self.fs.rm(path, recursive=True)
 
     def begin(self, resume: str) -> None:
-        """Prepare a launch: download what an empty disk has lost, and check that no other run has
-        checkpoints there.
+        """Prepare a launch.
+
+        Download what an empty disk has lost, and check that no other run has checkpoints there.
 
         Args:
             resume: the config key.

@@ -1,5 +1,4 @@
-"""Whether a checkpoint was written with the optimizer of this launch, also by another release of
-torch.
+"""Whether a checkpoint was written with this launch's optimizer, also by another release of torch.
 
 The names of the options do not identify an optimizer: a release of torch may add one or remove one.
 """
@@ -50,9 +49,7 @@ def is_same(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a line about options that only the checkpoint or only this launch has; None if there
-    are none.
-    """
+    """Return a line about options that only the checkpoint or only this launch has, or None."""
     options = options_of(optimizer)
     new = sorted(options - saved.options)
     old = sorted(saved.options - options)
@@ -66,8 +63,9 @@ def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) ->
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
-    """Return the names of what an optimizer keeps for a parameter, by a step of one like it; None
-    if that fails.
+    """Return the names of what an optimizer keeps for a parameter.
+
+    Take a step of an optimizer like it. Return None if that fails.
     """
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - {"params"}

@@ -1,6 +1,4 @@
-"""A checkpoint whose hashes have been checked: whether it fits the model and optimizer of a launch,
-and how it is loaded.
-"""
+"""A checkpoint whose hashes have been checked: does it fit the launch, and how is it loaded."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -140,8 +138,9 @@ class SavedCheckpoint(ABC):
         )
 
     def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Read the weights to evaluate, their averages if there are any, into tensors by their
-        names in the model, in place.
+        """Read the weights to evaluate into tensors by their names in the model, in place.
+
+        These are the averages of the weights, if there are any.
         """
         self.read(
             {

@@ -1,8 +1,11 @@
-"""Sharded checkpoints: a directory to which every rank writes its shards, with
-torch.distributed.checkpoint (DCP).
+"""Sharded checkpoints: a directory to which every rank writes its shards.
 
-main thread     copy this rank's shards to the host | step  step  step ...
-writer thread                                       | plan, write, fsync, hash | rank 0: state.json, SHA256SUMS, rename
+torch.distributed.checkpoint (DCP) writes and reads them.
+
+main thread     copy shards to the host | step  step  step  step  step  step ...
+writer thread                           | plan, write, fsync, hash | rank 0: SHA256SUMS, rename
+
+Each rank copies its own shards. Before SHA256SUMS rank 0 writes state.json: all but the tensors.
 
 The files are safetensors. Other formats of DCP have pickled metadata, which executes code if
 somebody has changed it.
@@ -160,8 +163,9 @@ class ShardWriter:
 
 
 def publish(temporary: Path, path: Path, parts: list[dict[str, Any]]) -> None:
-    """Complete a directory with the shards of all ranks by what is not a tensor and by its hashes,
-    and rename it.
+    """Complete a directory with the shards of all ranks, and rename it.
+
+    Add what is not a tensor, and the hashes.
 
     On rank 0.
 

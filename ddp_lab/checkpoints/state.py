@@ -1,5 +1,4 @@
-"""What a checkpoint holds: this rank's tensors by key, everything else as JSON, and both of all
-ranks together.
+"""What a checkpoint holds: tensors by key, the rest as JSON, and both of all ranks together.
 
 Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the model's own names. One file holds
 the full tensors, which rank 0 collects; to a sharded checkpoint each rank writes its own.
@@ -71,8 +70,9 @@ class State:
         return found | {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
 
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
-        """Return this rank's part of a checkpoint: its tensors by key, which are not copied, and
-        the rest as JSON, under KEYS.
+        """Return this rank's part of a checkpoint: its tensors and the rest.
+
+        The tensors are returned by key and not copied, the rest as JSON under KEYS.
 
         Before the first step an optimizer without a state gets its initial one.
         """
@@ -126,8 +126,7 @@ class State:
 def collect(
     strategy: Strategy, tensors: dict[str, torch.Tensor], rest: str = "{}"
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Return copies of the full tensors of all stages in host memory, and the rest of each rank of
-    a pipeline.
+    """Return copies of all stages' full tensors in host memory, and the rest of each pipeline rank.
 
     Collective.
 
@@ -170,8 +169,7 @@ def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" if the weights are
-    averaged.
+    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" of averages.
 
     Args:
         tensors: full ones by key.
@@ -195,8 +193,7 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
 
 
 def copy_full(state: State, progress: Progress) -> Write | None:
-    """Collect a copy of the full state on rank 0, and return there what writes it as a checkpoint
-    of one file.
+    """Collect a copy of the full state on rank 0; return there what writes it as one file.
 
     Collective.
 

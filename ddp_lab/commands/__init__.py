@@ -1,5 +1,4 @@
-"""The commands of `ddp-lab`, one file each: `main`, which gets the arguments after the command's
-name.
+"""The commands of `ddp-lab`, one file each: `main` gets the arguments after the command's name.
 
 No command imports another one, and none imports torch at the top: --help and most errors do not
 need it.

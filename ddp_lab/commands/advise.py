@@ -1,8 +1,9 @@
-"""Plan, without a GPU, what each strategy needs on some GPUs: memory, communication, FLOPs, and a
-lower bound of a step.
+"""Plan, without a GPU, what each strategy needs on some GPUs.
 
-ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist          overrides of train.py as they are
-ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data precision=bf16
+That is memory, communication, FLOPs, and a lower bound of the time of a step.
+
+ddp-lab advise --gpus 2xH100 model=resnet18 data=fashion_mnist     overrides as of train.py
+ddp-lab advise --gpus 8xA100-40 --nodes 2 --link 25 model=vit_g14 data=folder data.root=/data
 ddp-lab advise --gpus here --json advice.json --picture memory.png --html advice.html
 ddp-lab advise --gpus here --measure model=resnet18 data=fashion_mnist
 

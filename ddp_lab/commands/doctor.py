@@ -1,8 +1,9 @@
-"""Check the machines and the config before a launch: print one line per finding, or the error that
-would end it.
+"""Check the machines and the config before a launch.
 
-ddp-lab doctor data=fashion_mnist                                            same overrides as train.py
-torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp      started like the launch to check
+Print one line per finding, or the error that would end the launch.
+
+ddp-lab doctor data=fashion_mnist                                         overrides of train.py
+torchrun --standalone --nproc_per_node=2 -m ddp_lab doctor strategy=ddp   launched as train.py
 
 The output is what a report of a bug needs: versions, the environment variables that matter, what
 the config changes, the devices. Values of secrets are hidden. It makes the checks of train.py, but

@@ -1,6 +1,6 @@
 """Evaluate a trained run under any strategy: the metrics that training logged, from a checkpoint.
 
-ddp-lab evaluate runs/mine                                     on the test set; without one, on the validation set
+ddp-lab evaluate runs/mine                                     on the test set, if it has one
 ddp-lab evaluate runs/mine split=val                           on the validation set
 ddp-lab evaluate runs/mine strategy=single data.root=/data     any override of the run's config
 ddp-lab evaluate runs/mine --checkpoint best --json best.json

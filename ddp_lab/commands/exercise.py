@@ -1,13 +1,15 @@
-"""Write the mechanisms of distributed training yourself, and have them checked on a few processes
-of this machine.
+"""Write the mechanisms of distributed training yourself.
+
+They are checked on a few processes of this machine.
 
 ddp-lab exercise list                      the exercises in their order
-ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, in which one function is missing
-ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong; of an all-reduce
-                                           `--speed` then draws its times beside those of the
-                                           project's algorithms
+ddp-lab exercise start ring_all_reduce     write exercises/ring_all_reduce.py, without one function
+ddp-lab exercise check ring_all_reduce     run it on 2 to 4 processes, and explain what is wrong
 ddp-lab exercise hint ring_all_reduce      a hint; `--number 2` the next one
 ddp-lab exercise solution ring_all_reduce  print the reference solution
+
+If the exercise is an all-reduce, `check --speed` then draws its times beside those of the project's
+algorithms.
 """
 
 import argparse
@@ -100,8 +102,9 @@ def start(exercise: "Exercise", file: Path) -> None:
 
 
 def check(exercise: "Exercise", file: Path, speed: bool) -> None:
-    """Print whether the learner's file is right, with exit code 1 if it is not; then how fast it
-    is, if asked for.
+    """Print whether the learner's file is right, and on request how fast it is.
+
+    The exit code is 1 if it is not right.
 
     Raises:
         ConfigError: there is no such file, or the exercise has no speed.

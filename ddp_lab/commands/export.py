@@ -1,8 +1,10 @@
 """Export the model of a trained run to a file, under the model's own parameter names.
 
 ddp-lab export runs/mine --output model.safetensors   the weights, for safetensors.torch.load_file
-ddp-lab export runs/mine --output model.onnx          for onnxruntime and others; needs pip install 'ddp_lab[export]'
+ddp-lab export runs/mine --output model.onnx          for onnxruntime and others
 ddp-lab export runs/mine --output model.pt2           for torch.export.load
+
+ONNX needs pip install 'ddp_lab[export]'.
 
 The weights are the best ones if a validation set chose them, else those of the newest checkpoint.
 The input of the last two is `images`, float32 [batch, channels, height, width], normalised; the

@@ -1,6 +1,6 @@
 """Make one file of a sharded checkpoint, for other programs or to move it.
 
-ddp-lab merge runs/mine                               the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
+ddp-lab merge runs/mine              the newest checkpoint, as runs/mine/step_NNNNNNNN.pt
 ddp-lab merge runs/mine --checkpoint best --output best.pt
 
 The file is what rank 0 writes with checkpoint.format=full. resume=FILE and model.weights=FILE

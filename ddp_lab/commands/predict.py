@@ -1,5 +1,4 @@
-"""Predict with a trained run, in one process: the classes of image files, or the text that follows
-a prompt.
+"""Predict with a trained run, in one process: classes of image files, or text after a prompt.
 
 ddp-lab predict runs/mine cat.jpg photos 'more/*.png' --output predictions.csv
 ddp-lab predict runs/mine photos --top 1 --device cpu --checkpoint best

@@ -1,5 +1,6 @@
-"""List the runs in a directory, show one of them, or delete those that have neither a finished
-epoch nor a checkpoint.
+"""List the runs in a directory, show one of them, or delete the empty ones.
+
+An empty run has neither a finished epoch nor a checkpoint.
 
 ddp-lab runs                                  a table, the run that changed last at the end
 ddp-lab runs show mine                        the curves of one run
@@ -30,9 +31,8 @@ from ddp_lab.run.runs import Run, find_runs
 HEAD = ("name", "state", "epoch", "best", "rate", "age")
 MARKS: dict[str, str] = dict(zip(SETS, ".ox", strict=True))
 UNITS = [(86_400, "d"), (3600, "h"), (60, "min"), (1, "s")]  # of an age, in seconds
-# lines of a curve, and characters of a number beside it
-HEIGHT = 12
-LABEL = 10
+HEIGHT = 12  # lines of a curve
+LABEL = 10  # characters of a number beside it
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -151,8 +151,9 @@ def show(run: Run) -> str:
 
 
 def curve(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
-    """Return lines over epochs as text, as wide as the terminal; `lines` has at least one point for
-    each set.
+    """Return lines over epochs as text, as wide as the terminal.
+
+    `lines` has at least one point for each set.
     """
     epochs, values = zip(*(point for line in lines.values() for point in line), strict=True)
     (first, last), (low, high) = ((min(each), max(each)) for each in (epochs, values))

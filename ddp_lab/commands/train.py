@@ -29,9 +29,7 @@ EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in
 
 
 def main(arguments: list[str]) -> None:
-    """Start the ranks of this machine, or train in this process, if it is a rank itself or the only
-    one.
-    """
+    """Start the ranks of this machine, or train in this process if it is a rank or the only one."""
     end_on_requests()
     from ddp_lab.launchers.start_ranks import is_large, read_options, start_ranks
 
@@ -72,8 +70,7 @@ def train_rank(cfg: DictConfig) -> float | None:
 
 
 def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, bool]:
-    """Train; return how the run ended, its directory, and whether low values of the metric
-    `optimize` are good.
+    """Train; return how it ended, its directory, and whether low values of `optimize` are good.
 
     Collective.
     """

@@ -1,6 +1,4 @@
-"""A config group: the construction of the object that its `_target_` names, and the schema of its
-options.
-"""
+"""A config group: construction of the object that `_target_` names, and schema of its options."""
 
 import inspect
 import logging
@@ -25,7 +23,7 @@ Config = DictConfig
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
     "model": ["in_channels", "image_size", "num_classes", "input_shape", "vocabulary", "context"],
-    "strategy": ["runtime", "inner"],
+    "strategy": ["runtime", "mesh_axes"],
     "task": ["loss"],
     "loss": ["reduction"],
     "optimizer": ["params"],
@@ -34,8 +32,7 @@ GROUPS: dict[str, list[str]] = {
 
 
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the class or function that `_target_` names, with hydra.utils.instantiate, and return
-    the result.
+    """Call what `_target_` names with hydra.utils.instantiate; return the result.
 
     `fused: null` is not passed to a constructor without this option: some optimizers do not have
     it, and the overrides of a launch line cannot delete a null. An exception of the constructor is
@@ -82,9 +79,7 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
 
 
 def for_cpu(optimizer: Any) -> Any:
-    """Return an optimizer that is only tried on the CPU, without `capturable`, which CPUs do not
-    have.
-    """
+    """Return an optimizer for a trial on the CPU, without `capturable`, which CPUs lack."""
     for group in optimizer.param_groups:
         group |= {"capturable": False} if "capturable" in group else {}
     return optimizer
@@ -111,9 +106,7 @@ def require_no_closure(optimizer: Any) -> None:
 
 
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
-    """Return whether the constructor has the option `fused` of a config group, if it is null there;
-    else True.
-    """
+    """Return True, or if `fused` is null in the config whether the constructor has that option."""
     return (
         node.get("fused", False) is not None
         or "fused" in inspect.signature(get_object(node["_target_"])).parameters
@@ -181,9 +174,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
 
 
 def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
-    """Yield the keys and values of a nested config, with the keys of groups before them:
-    data.root.
-    """
+    """Yield the keys and values of a nested config, after the keys of groups: data.root."""
     if not isinstance(node, dict):
         yield key, node
         return
@@ -260,8 +251,9 @@ def find_target(key: str, name: Any) -> Any:
 
 
 def descriptions(target: Any) -> dict[str, str]:
-    """Return the texts of the `Args:` section of a docstring, by argument name; a class inherits
-    those of its bases.
+    """Return the texts of the `Args:` section of a docstring, by argument name.
+
+    A class inherits those of its bases.
     """
     found = {}
     for described in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:

@@ -32,9 +32,7 @@ WITHOUT_TRACEBACK = (ConfigError, SampleError, TrainingError)
 
 
 class OtherRankError(Exception):
-    """An exception of another rank, in one line: its rank, type, text, and place in the user's
-    code.
-    """
+    """An exception of another rank, in one line: rank, type, text, and place in the user's code."""
 
 
 class Record(TypedDict):
@@ -80,9 +78,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Return whether an error stands for another rank's, or is one of the connections between
-    ranks.
-    """
+    """Return whether an error stands for another rank's, or is one of connections between ranks."""
     if isinstance(error, OtherRankError):
         return True
     has_type = NETWORK_TYPE in [kind.__name__ for kind in type(error).__mro__]

@@ -1,6 +1,4 @@
-"""Validation of a composed config against its schema, and the one-line messages about what is not
-allowed.
-"""
+"""Validation of a composed config against its schema, with one-line messages about mistakes."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,8 +39,9 @@ PLAIN = {
 
 
 def check(cfg: DictConfig) -> RunConfig:
-    """Validate the config and return it as a frozen object of plain values; the groups with a
-    `_target_` remain dicts.
+    """Validate the config and return it as a frozen object of plain values.
+
+    The groups with a `_target_` remain dicts.
 
     Raises:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of
@@ -155,8 +154,7 @@ def check_optimizer(node: dict[str, Any]) -> None:
 def explain(
     error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: str = ""
 ) -> str:
-    """Return the message for the first missing key or, if no key is missing, for the first wrong
-    value.
+    """Return the message for the first missing key or, if none is missing, the first wrong value.
 
     Args:
         error: The errors of all keys, in the order of the model's fields.

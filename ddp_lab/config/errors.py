@@ -1,6 +1,4 @@
-"""Errors that are shown without a traceback: what is wrong, the value, what is allowed, and what to
-do.
-"""
+"""Errors shown without a traceback: what is wrong, the value, what is allowed, and what to do."""
 
 import sysconfig
 import traceback
@@ -83,9 +81,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of the user's code in which an error was raised, in parentheses; "" if
-    there is none.
-    """
+    """Return where in the user's code an error was raised, as "(file, line)", or ""."""
     others = [
         Path(__file__).parents[1],
         *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
@@ -100,8 +96,7 @@ def place_of(error: BaseException) -> str:
 
 
 def advice(error: str) -> str:
-    """Return a line that says what to do about an error of torch; "" for an error that is not
-    known.
+    """Return a line that says what to do about an error of torch; "" for an unknown error.
 
     Args:
         error: the text of the error and of its causes.

@@ -99,9 +99,7 @@ def explain_unreadable(override: str, reason: str) -> str:
 
 
 def find_groups(config_dir: str | None) -> dict[str, set[str]]:
-    """Return the options of each group of conf/ and of the user's directory, Hydra's own
-    excepted.
-    """
+    """Return the options of each group of conf/ and the user's directory, Hydra's own excepted."""
     groups: dict[str, set[str]] = {}
     for root in (CONF, *([] if config_dir is None else [Path(config_dir)])):
         for path in root.rglob("*.yaml"):
@@ -213,9 +211,7 @@ def compose_choices(
 
 
 def explain_excluded(key: str) -> str:
-    """Return the message for a key of a chosen option, such as an experiment, that another
-    lacks.
-    """
+    """Return the message for a key of a chosen option, such as an experiment that another lacks."""
     group = key.rpartition(".")[0].replace(".", "/")
     return (
         f"{key}: is set, but the chosen {group} has no such key. Remove one of the two; "

@@ -1,6 +1,4 @@
-"""Types of config values: what pydantic checks, and how error messages and docs/configuration.md
-describe it.
-"""
+"""Types of config values: what pydantic checks, and how messages and documents describe it."""
 
 import re
 from dataclasses import dataclass
@@ -45,9 +43,7 @@ def are_trackers(names: list[str]) -> bool:
 
 
 class Every(NamedTuple):
-    """When the metrics of steps are recorded: after every so many steps of the run, or about every
-    so many seconds.
-    """
+    """When the metrics of steps are recorded: every N steps or about every N seconds."""
 
     steps: int | None = None
     seconds: float | None = None

@@ -43,8 +43,7 @@ def draw_offsets(
 def augment(
     images: torch.Tensor, offsets: torch.Tensor, crop_padding: int, fill: int = 0
 ) -> torch.Tensor:
-    """Flip each image left to right where its offset is set, then shift it and fill the uncovered
-    border.
+    """Flip images where their offsets say so, then shift them and fill the uncovered borders.
 
     The shift is a gather from computed rows and columns. Nothing is decided by values on the
     device, so a CUDA graph can capture it.
@@ -67,9 +66,9 @@ def augment(
     sample, channel, y, x = (
         torch.arange(n, device=images.device) for n in (size, channels, height, width)
     )
-    # [b, height], [b, width]: where each pixel comes from
-    rows = y - dy[:, None]
-    columns = x - dx[:, None]
+    # where each pixel comes from
+    rows = y - dy[:, None]  # [b, height]
+    columns = x - dx[:, None]  # [b, width]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[
         :, None, :
     ]
@@ -162,8 +161,9 @@ class Mix:
         return self
 
     def prepare(self, step: int) -> None:
-        """Draw how the batch of the next step is mixed; `step` is its number since the beginning of
-        the run.
+        """Draw how the batch of the next step is mixed.
+
+        `step` is its number since the beginning of the run.
         """
         drawn = draw_mix(self.mixup, self.cutmix, self.image_size, self.seed, step)
         self._drawn.copy_(torch.tensor(drawn), non_blocking=True)
@@ -173,8 +173,8 @@ class Mix:
 
         Nothing is decided by values on the device, so a CUDA graph can capture it.
         """
-        inputs, targets, count = batch
-        if count < self.batch_size:
+        inputs, targets, global_size = batch
+        if global_size < self.batch_size:
             return batch
         assert isinstance(inputs, torch.Tensor), "images are mixed"
         assert isinstance(targets, torch.Tensor), "they have a class each"
@@ -191,5 +191,7 @@ class Mix:
             tensor.roll(len(tensor) // 2, 0) for tensor in (inputs, wanted)
         )
         return Batch(
-            inputs.lerp(partners, inside * weight), wanted_of_partners.lerp(wanted, own), count
+            inputs.lerp(partners, inside * weight),
+            wanted_of_partners.lerp(wanted, own),
+            global_size,
         )

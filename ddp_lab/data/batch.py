@@ -5,7 +5,7 @@ epoch's permutation, as torch's `DistributedSampler` does, in local batches of B
 batches of step s on all ranks together are therefore the slice [s * B, (s + 1) * B) of the
 permutation, for any W. If W does not divide the number of samples, a few of them are repeated as
 padding at the end of the last local batch of some ranks, and do not count
-(`Strategy.real_samples`).
+(`Strategy.valid_samples`).
 """
 
 import math
@@ -34,13 +34,13 @@ class Batch(NamedTuple):
         targets: [b, ...], as the task takes them: classes, int64 [b], of mixed samples their
             probabilities, [b, classes]. Padding is at the end, and repeats samples. Or a tuple or
             dict of tensors; or None, for a loss of the outputs alone.
-        count: samples in the GLOBAL batch, without padding: the divisor of its mean loss. Known
-            without communication.
+        global_size: samples in the GLOBAL batch, without padding: the divisor of its mean loss.
+            Known without communication.
     """
 
     inputs: "Tree"
     targets: "Tree"
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody calls tuple.count of a batch
+    global_size: int
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class LoaderOptions:
 
 
 def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
-    """Return the result for a tensor, or as `trees.apply`, which a run whose batches are tensors
-    does not load.
+    """Return the result for a tensor, or as `trees.apply`.
+
+    A run whose batches are tensors does not load that module.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -91,8 +92,9 @@ def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
 
 
 def local_order(samples: int, rank: int, ranks: int, seed: int | None, epoch: int) -> torch.Tensor:
-    """Return the indices of a rank's samples in an epoch, those of `DistributedSampler`, as int64
-    [ceil(samples / ranks)].
+    """Return the indices of a rank's samples in an epoch, int64 [ceil(samples / ranks)].
+
+    They are those of `DistributedSampler`.
 
     That class makes a Python integer of each index, which takes 5 ms for 60,000 samples: LeNet
     trains on 4,000 meanwhile.

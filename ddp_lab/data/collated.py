@@ -1,6 +1,4 @@
-"""Samples that a function of the user makes a batch of, for example by padding them to the longest
-one.
-"""
+"""Samples that a user's function makes a batch of, for example by padding to the longest one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -41,9 +41,7 @@ class Samples(ABC):
 
     @abstractmethod
     def subset(self, indices: torch.Tensor, augment: bool) -> "Samples":
-        """Return some of the samples, int64 [n], as training samples (`augment`) or to evaluate
-        with.
-        """
+        """Return some samples, int64 [n], as training samples (`augment`) or to evaluate with."""
 
     def number(self, index: int) -> int:
         """Return the number that the user's dataset has for the sample `index`."""
@@ -51,16 +49,15 @@ class Samples(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a sample's input, for example channels, height and width; () if it is no
-        tensor.
-        """
+        """Shape of a sample's input, such as channels, height and width; () if it is no tensor."""
         inputs, _ = self.first
         return tuple(inputs.shape) if isinstance(inputs, torch.Tensor) else ()
 
     @property
     def is_image(self) -> bool:
-        """Whether the inputs are images, which the loader augments and normalises: uint8 [channels,
-        height, width].
+        """Whether the inputs are images: uint8 [channels, height, width].
+
+        The loader augments and normalises images.
         """
         inputs, _ = self.first
         return (
@@ -73,8 +70,9 @@ class Samples(ABC):
         return not all(isinstance(part, torch.Tensor) for part in self.first)
 
     def example(self, samples: int, device: str = "cpu") -> "tuple[Tree, Tree]":
-        """Return inputs and targets of zeros, with the shapes and dtypes of a batch as the loader
-        returns it: no longer uint8.
+        """Return inputs and targets of zeros, as the loader returns a batch.
+
+        They have its shapes and dtypes, which are no longer uint8.
 
         Args:
             samples: of the batch.
@@ -234,8 +232,9 @@ class Dataset:
         return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:
-        """Return the arguments of a model function that follow from the data: those of images, or
-        those of tokens.
+        """Return the arguments of a model function that follow from the data.
+
+        They are those of images, or those of tokens.
         """
         inputs, targets = self.train.example(1, "meta")
         found: dict[str, Any] = {}
@@ -255,8 +254,7 @@ class Dataset:
 
 
 def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
-    """Return the dataset with a validation set of some training samples, which are then not trained
-    on.
+    """Return the dataset with a validation set of some training samples, which are not trained on.
 
     The choice depends on the arguments alone.
 

@@ -1,5 +1,6 @@
-"""The datasets that are held as one uint8 tensor per set, which fits on every device: images, or
-the bytes of a text.
+"""The datasets of one uint8 tensor per set: images, or the bytes of a text.
+
+Such a tensor fits on every device.
 """
 
 import os
@@ -22,8 +23,9 @@ BYTES = 256  # the size of the vocabulary of a text
 
 
 class Digits:
-    """The 1,797 handwritten digits of scikit-learn (8x8 pixels of 0 to 16), enlarged to 28x28:
-    1,437 train, 360 test.
+    """The 1,797 handwritten digits of scikit-learn, enlarged to 28x28: 1,437 train, 360 test.
+
+    They have 8x8 pixels of 0 to 16.
     """
 
     sizes = (1437, 360)
@@ -50,8 +52,9 @@ class Digits:
 
 
 class Synthetic:
-    """A made-up dataset of any shape: each class has a random picture, and each sample is half that
-    picture, half noise.
+    """A made-up dataset of any shape.
+
+    Each class has a random picture, and each sample is half that picture, half noise.
 
     Args:
         train_size: number of training images.
@@ -134,8 +137,9 @@ class Torchvision:
         return self._read()
 
     def _download(self) -> None:
-        """Download to a temporary directory in `root`, and rename the files: an incomplete download
-        is never used.
+        """Download to a temporary directory in `root`, and rename the files.
+
+        An incomplete download is never used.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)

@@ -109,8 +109,7 @@ def find_corrupt(root: Path, names: list[str]) -> None:
 
 
 def find_images(root: Path) -> list[str]:
-    """Return the names SPLIT/CLASS/FILE of all images below `root`, in the order of their code
-    points.
+    """Return the names SPLIT/CLASS/FILE of all images below `root`, in order of code points.
 
     SPLIT is train and, if there are such folders, val and test. FILE may be in subfolders
     (`find_files`).

@@ -1,5 +1,6 @@
-"""`data=hf`: a dataset of the package `datasets`, from disk, as one that `data=own` takes: images
-with classes, or text.
+"""`data=hf`: a dataset of the package `datasets`, from disk: images with classes, or text.
+
+It becomes a dataset that `data=own` takes.
 """
 
 from pathlib import Path
@@ -35,9 +36,7 @@ class Labelled:
 
 
 class Tokens(TensorDataset):
-    """The bytes of a text as tokens, and the tokens that follow them: both uint8 [samples,
-    context].
-    """
+    """The bytes of a text as tokens, and the next tokens: both uint8 [samples, context]."""
 
     classes = range(BYTES)
 

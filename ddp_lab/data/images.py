@@ -1,5 +1,4 @@
-"""Image files: how they are found, decoded, and made samples of one size, with random transforms
-for training.
+"""Image files: found, decoded, and made samples of one size, at random for training.
 
 Pillow decodes: torchvision's decoders are as fast, but deprecated. torchvision resizes: its uint8
 kernels are faster than Pillow's. It is imported at the first use, because that takes 1.5 s.
@@ -28,8 +27,7 @@ class ImageError(ConfigError):
 
 
 def find_files(folder: str, name: str, seen: set[str]) -> Iterator[str]:
-    """Yield the names of the image files in a folder and its subfolders, without those that begin
-    with a dot.
+    """Yield the image files' names in a folder and its subfolders, without hidden files.
 
     Args:
         folder: path of the folder.
@@ -50,8 +48,9 @@ def find_files(folder: str, name: str, seen: set[str]) -> Iterator[str]:
 
 
 def decode(path: str | os.PathLike[str]) -> Image.Image:
-    """Return a JPEG, PNG or WebP image, in the orientation that its EXIF data asks for; of an
-    animation the first frame.
+    """Return a JPEG, PNG or WebP image, in the orientation of its EXIF data.
+
+    Of an animation it is the first frame.
 
     Raises:
         ImageError: the file is missing, truncated or not an image.
@@ -99,8 +98,7 @@ def to_tensor(image: Image.Image, channels: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """How images are transformed: the keys of these names in conf/data/own.yaml, which says what
-    they do.
+    """How images are transformed: the keys in conf/data/own.yaml, which says what they do.
 
     Raises:
         ConfigError: `resize` or `crop_scale` is not allowed.

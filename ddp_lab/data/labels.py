@@ -1,5 +1,4 @@
-"""The range of the labels, which is known on the host before a loss on a device could fail because
-of one.
+"""The range of the labels, known on the host before a loss on a device could fail.
 
 On a GPU, a label that is no class of the model ends the process with an assertion of the device,
 and a look at the labels of each step would make the host wait for it. Therefore a loader adds the
@@ -36,17 +35,14 @@ class LabelRange:
         self.is_complete = False
 
     def expect_loader(self) -> None:
-        """Expect the labels of all batches from a loader, which adds them before it returns a
-        batch.
-        """
+        """Expect the labels of all batches from a loader, to be added before it returns one."""
         self.is_complete = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LabelRange":
         return self  # a copy of a task, for another device, gets the same labels
 
     def measure(self, targets: Any) -> tuple[int, int]:
-        """Return the smallest and the largest of these labels, of any shape, and 0; (0, 0) if they
-        are no integers.
+        """Return the smallest and the largest of labels, and 0; (0, 0) if they are no integers.
 
         Labels are a tensor: targets that are a dict or tuple are none.
         """
@@ -102,8 +98,9 @@ class LabelRange:
 
 
 def is_on_host(tensor: Any) -> bool:
-    """Return whether values can be read at once: of no device, of no plan's fake tensors, and in no
-    compilation.
+    """Return whether values can be read at once.
+
+    They cannot on a device, as fake tensors of a plan, or in a compilation.
     """
     return (
         type(tensor) is torch.Tensor

@@ -1,6 +1,4 @@
-"""The loaders of one rank's local batches: their interface, and the loader that keeps all samples
-on the device.
-"""
+"""The interface of loaders of one rank's local batches, and the loader on the device."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,9 +20,7 @@ Trees = tuple["Tree", "Tree"]
 
 
 def scale_and_offset(mean: Sequence[float], std: Sequence[float], device: torch.device) -> Tensors:
-    """Return the tensors, [channels, 1, 1], with which uint8 images are normalised: images * scale
-    - offset.
-    """
+    """Return the tensors [channels, 1, 1] that normalise uint8 images: images * scale - offset."""
     means, deviations = (
         torch.tensor(list(values), device=device).view(-1, 1, 1) for values in (mean, std)
     )
@@ -123,16 +119,14 @@ class Loader(ABC):
         self.start = math.ceil(samples / replicas)
 
     def counts(self) -> Iterator[int]:
-        """Yield the number of samples in the GLOBAL batch, without padding, of each batch in the
-        rest of the epoch.
-        """
+        """Yield the samples in each GLOBAL batch of the rest of the epoch, without padding."""
         for first in range(self.start, self.samples, self.local_batch_size):
             yield min(self.batch_size, self._size - first * self.options.dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
         self.start_epoch()
-        for count in self.counts():
-            yield self.next_batch(count)
+        for global_size in self.counts():
+            yield self.next_batch(global_size)
 
     def start_epoch(self) -> None:
         """Go to the beginning of the selected epoch, or to where it was resumed."""
@@ -144,8 +138,7 @@ class Loader(ABC):
         self._start(order)
 
     def prefetch_epoch(self) -> None:
-        """Draw the next epoch's order and augmentation offsets while the device still computes this
-        epoch's batches.
+        """Draw the next epoch's order and augmentation offsets while the device still computes.
 
         A permutation of 240,000 samples takes the host 3 to 8 ms. In that time LeNet trains on
         10,000 to 20,000 samples on four GPUs.
@@ -161,16 +154,16 @@ class Loader(ABC):
             self.data.size, options.crop_padding, options.flip, options.seed, epoch
         )[:, order]
 
-    def next_batch(self, count: int) -> Batch:
-        """Return the next batch, whose number of samples is the next of `counts`; every rank has as
-        many, with padding.
+    def next_batch(self, global_size: int) -> Batch:
+        """Return the next batch, padded so that every rank has as many samples.
+
+        Its number of samples is the next of `counts`.
         """
-        size = -(-count // self.options.dp_size)
-        return Batch(*self._compute(size), count)
+        size = -(-global_size // self.options.dp_size)
+        return Batch(*self._compute(size), global_size)
 
     def first(self, number: int) -> Batch:
-        """Return the first samples of this rank, at most `number`, as a batch that is not
-        augmented.
+        """Return the first samples of this rank, at most `number`, as a batch without augmentation.
 
         Nothing else is read.
 
@@ -187,8 +180,9 @@ class Loader(ABC):
     def compile(
         self, compile_fn: Callable[[Callable[[int], Trees]], Callable[[int], Trees]]
     ) -> None:
-        """Compile `next_batch` with `compile_fn`, which is torch.compile with its options, to fuse
-        its kernels.
+        """Compile `next_batch` with `compile_fn` to fuse its kernels.
+
+        `compile_fn` is torch.compile with its options.
         """
         self._compute = compile_fn(self._compute_eagerly)
 
@@ -228,9 +222,7 @@ class Loader(ABC):
 
     @abstractmethod
     def _read(self, places: torch.Tensor) -> Trees:
-        """Return the inputs and targets at these places of the order, the next ones, on the
-        device.
-        """
+        """Return the inputs and targets at these places of the order, on the device."""
 
 
 def check_images(data: Samples, options: LoaderOptions) -> None:
@@ -264,15 +256,14 @@ def describe_inputs(data: Samples) -> str:
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uint8 numbers that are no images, for example tokens, as int64; other tensors as they
-    are.
-    """
+    """Return uint8 numbers such as tokens as int64; other tensors and images as they are."""
     return tensor.long() if tensor.dtype == torch.uint8 else tensor
 
 
 class DeviceLoader(Loader):
-    """Loader that keeps the whole dataset on the device as uint8 and gathers each batch there: no
-    workers, no host copies.
+    """Loader that keeps the whole dataset on the device as uint8 and gathers each batch there.
+
+    It needs no workers and no copies from the host.
 
     A CUDA graph can capture its `next_batch`.
 

@@ -1,5 +1,6 @@
-"""A worker process of a loader that was killed or has exited: what torch says of it as a message
-with what to do.
+"""A worker process of a loader that was killed or has exited.
+
+What torch says of it becomes a message with what to do.
 
 torch raises its error wherever the rank then is, most often while it waits for a batch, but also in
 the middle of a step: a handler of the signal SIGCHLD raises it.
@@ -30,8 +31,9 @@ FEWER = (
 
 
 def find_lost_worker(error: BaseException | None) -> SampleError | None:
-    """Return what stands for an error of torch about a lost worker process; None if the error has
-    another reason.
+    """Return what stands for an error of torch about a lost worker process.
+
+    Return None if the error has another reason.
     """
     seen = set[int]()  # what is raised again while its own effect is handled makes a cycle
     while error is not None and id(error) not in seen:
@@ -44,8 +46,7 @@ def find_lost_worker(error: BaseException | None) -> SampleError | None:
 
 
 def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleError | None:
-    """Return what stands for an error while a batch was received; None if no worker process has
-    ended.
+    """Return what stands for an error while a batch was received; None if no worker has ended.
 
     A worker passes its batches through a connection, which breaks if it is killed meanwhile.
 

@@ -32,8 +32,9 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
     if isinstance(targets, str):
         if not isinstance(item, Mapping) or targets not in item or len(item) < 2:
             raise ConfigError(
-                f'{what} must be a dict with the target "{targets}" and inputs, got {describe_sample(item)}. Use the key or '
-                "the place of the target as targets; None if there is no target"
+                f'{what} must be a dict with the target "{targets}" and inputs, got '
+                f"{describe_sample(item)}. Use the key or the place of the target as targets; None "
+                "if there is no target"
             )
         return {key: part for key, part in item.items() if key != targets}, item[targets]
     is_tuple = isinstance(item, (tuple, list))
@@ -112,9 +113,7 @@ def as_tree(value: Any, place: str) -> Tree:
 
 
 def is_part(value: Any) -> bool:
-    """Return whether an element of a list is a part of its own, so that the list is not one tensor
-    of numbers.
-    """
+    """Return whether an element of a list is a part of its own and the list is not one tensor."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.ndim > 0
     if isinstance(value, (tuple, list)):

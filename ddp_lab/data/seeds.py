@@ -14,8 +14,7 @@ import torch
 
 
 def seed_of(what: str, bits: int = 32, **place: int) -> int:
-    """Return the seed of a generator: the first bits of the SHA-256 of a text such as `augment
-    seed=0 epoch=3`.
+    """Return the seed of a generator: the first bits of the SHA-256 of `augment seed=0 epoch=3`.
 
     torch's CPU generator uses only the lowest 32 bits of its seed. Sums such as seed + epoch
     already seed other generators.
@@ -31,8 +30,9 @@ def seed_of(what: str, bits: int = 32, **place: int) -> int:
 
 @contextmanager
 def seeded(what: str, **place: int) -> Generator[None]:
-    """Seed the global generators of torch, NumPy and Python, from which datasets draw, by
-    `seed_of`; restore them then.
+    """Seed the global generators of torch, NumPy and Python in the body.
+
+    Datasets draw from them. The seed is that of `seed_of`, and their states are restored.
     """
     seed = seed_of(what, **place)
     of_python = random.getstate()

@@ -1,6 +1,4 @@
-"""Where a dataset comes from: a class with a method `load`, or with data=own any map-style
-dataset.
-"""
+"""Where a dataset comes from: a class with `load`, or with data=own any map-style dataset."""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,9 +60,7 @@ class Own:
         return f"data.dataset._target_={self.target}"
 
     def load(self) -> Dataset:
-        """Construct the training set, the validation set and the test set, and check the first
-        sample of each.
-        """
+        """Construct the training, validation and test set, and check the first sample of each."""
         made = self.sets()
         found = (
             range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
@@ -81,9 +77,7 @@ class Own:
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
 
     def sets(self) -> dict[str, Any]:
-        """Construct the training set, the validation set and the test set: map-style datasets by
-        name.
-        """
+        """Construct the training, validation and test set: map-style datasets by name."""
         if "split" in self.parameters:
             return {
                 name: self._construct("split", split)

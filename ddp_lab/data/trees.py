@@ -1,5 +1,6 @@
-"""Nested batches: a tree is a tensor, or a tuple or dict of trees, whose tensors all have one row
-for each sample.
+"""Nested batches: a tree is a tensor, or a tuple or dict of trees.
+
+All of its tensors have one row for each sample.
 
 The only functions that walk over one. A tensor, which most batches are, costs no more than the
 call. None is a tree without tensors: the targets of a loss that depends on the outputs alone.
@@ -114,8 +115,9 @@ def number_of_bytes(tree: Tree) -> int:
 
 
 def form_of(tree: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return what two batches of the same form have in common: names of the tensors, shapes of
-    samples, and dtypes.
+    """Return what two batches of the same form have in common.
+
+    These are the names of the tensors, the shapes of samples, and the dtypes.
     """
     return [(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in leaves(tree)]
 

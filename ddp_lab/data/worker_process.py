@@ -1,5 +1,4 @@
-"""The life of a loader's worker process: it outlives the signals of a scheduler, and ends with its
-rank.
+"""A loader's worker process: it outlives the signals of a scheduler, and ends with its rank.
 
 A scheduler or a terminal sends SIGTERM or SIGINT to all processes of a launch. The rank then saves
 a checkpoint, for which it may still need batches, so its workers ignore these signals. What
@@ -41,8 +40,9 @@ def begin_worker(ended: Flag, worker: int) -> None:
 
 
 def leave_with_rank(ended: Flag, parent: int) -> None:
-    """Wait until the workers are to end or the rank has died, and end this process, also in the
-    middle of a sample.
+    """Wait until the workers are to end or the rank has died, and end this process.
+
+    It ends in the middle of a sample, too.
     """
     while os.getppid() == parent and not ended.value:
         time.sleep(LOOK)

@@ -104,8 +104,9 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
 
 
 def collate(labels: LabelRange | None, is_batch: bool, samples: list[Sample]) -> RawBatch:
-    """Return the batch of some samples, with the range of its labels, which costs the worker less
-    than the rank.
+    """Return the batch of some samples, with the range of its labels.
+
+    That range costs the worker less than the rank.
 
     Args:
         labels: measures the targets; None: nobody needs it.
@@ -124,8 +125,7 @@ def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
 
 
 class WorkerLoader(Loader):
-    """Loader whose worker processes load and transform the samples in host memory, with torch's
-    DataLoader.
+    """Loader whose worker processes load and transform samples on the host, by torch's DataLoader.
 
     Batches cross the bus as uint8. On a GPU they are pinned, and are copied while the device
     computes.
@@ -161,8 +161,10 @@ class WorkerLoader(Loader):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes in shared memory: batches that workers prepare ahead, one in use, one being freed,
-        and the workers' queues.
+        """Bytes in shared memory.
+
+        These are the batches that workers prepare ahead, one in use, one being freed, and the
+        workers' queues.
         """
         if not self.loader.num_workers:
             return 0
@@ -175,8 +177,7 @@ class WorkerLoader(Loader):
     def _start(self, order: torch.Tensor) -> None:
         if self._ended.value:
             raise ConfigError(CLOSED)
-        # tensors would go through shared memory
-        indices = order[self.start :].numpy()
+        indices = order[self.start :].numpy()  # tensors would go through shared memory
         size = self.local_batch_size
         self._batches[:] = [
             (self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)

@@ -1,3 +1,4 @@
-"""Exercises that check themselves: the mechanisms of distributed training, written by the learner,
-run on a few processes.
+"""Exercises that check themselves.
+
+The learner writes the mechanisms of distributed training, which run on a few processes.
 """

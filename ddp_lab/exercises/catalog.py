@@ -81,9 +81,7 @@ class Exercise:
     solution: str
 
     def template(self) -> str:
-        """Return the solution with `raise NotImplementedError` in place of what the learner
-        writes.
-        """
+        """Return the solution with `raise NotImplementedError` for what the learner writes."""
         lines = self.solution.splitlines()
         for name, node in reversed(list(functions(ast.parse(self.solution)))):
             if name in self.check.WRITE:
@@ -98,9 +96,7 @@ class Exercise:
 
 
 def functions(tree: ast.Module | ast.ClassDef) -> list[tuple[str, ast.FunctionDef]]:
-    """Return the functions of a module by name, methods as Class.method, in the order of the
-    file.
-    """
+    """Return the functions of a module by name, methods as Class.method, in the file's order."""
     found = list[tuple[str, ast.FunctionDef]]()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):

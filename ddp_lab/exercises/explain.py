@@ -1,6 +1,4 @@
-"""What a check reports: a wrong result in words, and the ranks' contributions that a sum
-contains.
-"""
+"""What a check reports: a wrong result, and the ranks' contributions that a sum contains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -30,8 +28,9 @@ class Call(NamedTuple):
 
 @cache
 def group_of_the_check() -> dist.ProcessGroup:
-    """Return a group of all ranks whose collectives never meet one of the learner's that another
-    rank has not made.
+    """Return a group of all ranks for the collectives of the check.
+
+    They never meet one of the learner's that another rank has not made.
     """
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -65,8 +64,9 @@ def unchanged(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor of integers, an iterator or a tuple, also nested, as lists, so that only the
-    numbers are compared.
+    """Return a tensor of integers, an iterator or a tuple, also nested, as lists.
+
+    Only the numbers are compared.
     """
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -87,16 +87,15 @@ def expect_only(calls: Sequence[Call], allowed: Sequence[str], instead: str) -> 
 
 
 def contribution(rank: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return a float64 tensor whose sums over ranks show which ranks they contain: each digit
-    counts one rank.
+    """Return a float64 tensor whose sums over ranks show which ranks they contain.
+
+    Each digit counts one rank.
     """
     return torch.full(tuple(shape), 10.0**rank, dtype=torch.float64)
 
 
 def counts(value: float, ranks: int) -> list[int] | None:
-    """Return how often a sum of contributions contains each rank's; None if it is not such a
-    sum.
-    """
+    """Return how often a sum of contributions contains each rank's; None if it is no such sum."""
     digits = list[int]()
     rest = round(value)
     if rest != value or not 0 <= rest < 10**ranks:
@@ -108,9 +107,7 @@ def counts(value: float, ranks: int) -> list[int] | None:
 
 
 def describe_sum(value: float, ranks: int) -> str:
-    """Return what a sum of contributions holds, for example "rank 0 twice and not rank 2", or "the
-    sum of all ranks".
-    """
+    """Return what a sum of contributions holds, such as "rank 0 twice and not rank 2"."""
     if abs(value * ranks - sum(10**rank for rank in range(ranks))) < 1e-6:
         return "the average over the ranks instead of the sum"
     found = counts(value, ranks)

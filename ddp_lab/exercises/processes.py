@@ -1,5 +1,6 @@
-"""Run a learner's file on a few processes with gloo, and say in words how it went; nothing hangs,
-and no traceback is shown.
+"""Run a learner's file on a few processes with gloo, and describe how it went.
+
+Nothing hangs, and no traceback is shown.
 """
 
 import ast
@@ -53,9 +54,7 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
 
 
 def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[Outcome]:
-    """Run the work on this many processes, for at most `limit` seconds, and return how each rank
-    ended.
-    """
+    """Run the work on some processes for at most `limit` seconds; return how each rank ended."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(ranks)]
@@ -77,8 +76,9 @@ def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[
 
 
 def receive(pipes: list[Connection], end: float) -> dict[int, Outcome]:
-    """Return how the ranks have ended, or where they are; a rank is missing if its process has
-    ended without a result.
+    """Return how the ranks have ended, or where they are.
+
+    A rank is missing if its process has ended without a result.
     """
     outcomes = dict[int, Outcome]()
     silent = set(range(len(pipes)))

@@ -1,5 +1,6 @@
-"""What a rank does with a learner's file: it runs it, records its calls, and sends how it ended, or
-where it is when asked.
+"""What a rank does with a learner's file.
+
+It runs the file, records its calls, and sends how it ended, or where it is when asked.
 """
 
 import linecache
@@ -176,9 +177,7 @@ def recorder(file: Path, calls: list[Call]) -> Any:
 
 
 def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
-    """Return in which line of the learner's file a rank is, and the call of torch.distributed in
-    which it waits.
-    """
+    """Return a rank's line in the learner's file, and the torch.distributed call where it waits."""
     name = ""
     while frame and frame.f_code.co_filename != str(file):
         if frame.f_code.co_filename.endswith("distributed_c10d.py"):

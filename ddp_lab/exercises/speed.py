@@ -1,5 +1,4 @@
-"""How long sums over the ranks take, by algorithm and size: the project's five, and a learner's own
-beside them.
+"""How long sums over the ranks take, by algorithm and size: the project's and a learner's.
 
 bucketed works during a backward pass. Here that pass computes nothing and only hands the gradients
 over, so all of the communication is exposed: its times are comparable with the others', and are the
@@ -72,9 +71,7 @@ LEARNERS: dict[str, Sum] = {
 
 
 def milliseconds(function: Callable[[], object], device: torch.device, repeat: int) -> float:
-    """Return the median time of `repeat` calls, which all ranks begin together, after two warm-up
-    calls.
-    """
+    """Return the median time of `repeat` calls begun by all ranks together, after two warm-ups."""
     times = list[float]()
     for _ in range(repeat + 2):
         dist.barrier()

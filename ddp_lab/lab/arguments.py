@@ -123,8 +123,9 @@ def as_task(loss: LossFunction | Task) -> Task:
 
 
 def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> nn.Module:
-    """Return the model, as a Chain of blocks if the strategy cuts it, and let the strategy know the
-    form of its inputs.
+    """Return the model, as a Chain of blocks if the strategy cuts it.
+
+    Let the strategy know the form of its inputs.
 
     Args:
         model: of the user.
@@ -196,8 +197,9 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as real numbers, [..., 2], of which the imaginary ones weigh double;
-    others as they are.
+    """Return a complex tensor as real numbers, [..., 2]; others as they are.
+
+    The imaginary numbers weigh double.
     """
     if not tensor.is_complex():
         return tensor

@@ -205,18 +205,14 @@ class Calls:
                 time.sleep(WAIT_FOR_CAUSE)
 
     def _said(self, store: Store) -> list[Said]:
-        """Return what each of the other ranks has said last; of one that has said nothing
-        NOTHING.
-        """
+        """Return what each other rank has said last; NOTHING of one that has said nothing."""
         keys = [f"said/{rank}" for rank in self._others]
         return [
             Said(*json.loads(store.get(key))) if store.check([key]) else NOTHING for key in keys
         ]
 
     def _find(self, store: Store) -> str:
-        """Return why another rank will not take part in what this one has begun; "" if all of them
-        may.
-        """
+        """Return why another rank will not take part in what this one has begun; "" if all may."""
         found: dict[str, list[int]] = {}
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
@@ -229,17 +225,13 @@ class Calls:
         return f"{theirs}, but rank {self.runtime.rank} {own}. {ADVICE}"
 
     def _is_without(self, said: Said) -> bool:
-        """Return whether this rank has begun a step or a call in which a rank that has said this
-        will not take part.
-        """
+        """Return whether a rank that has said this will not take part in what this one began."""
         if not said.waits and self._calls >= said.calls:
             return True
         return self._calls < said.calls and self._steps > said.steps
 
     def _find_exited(self, store: Store) -> str:
-        """Return which rank of this node has exited without leaving its Lab; "" if none is
-        known.
-        """
+        """Return which rank on this node exited without leaving its Lab; "" if none is known."""
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
                 pid, node = json.loads(store.get(f"process/{rank}"))

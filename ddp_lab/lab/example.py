@@ -98,9 +98,7 @@ def consists_of_tensors(sample: Any) -> bool:
 
 
 def as_loaded(inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:
-    """Return a batch as a loader does, where uint8 images are floats and other uint8 numbers are
-    int64.
-    """
+    """Return a batch as a loader does: uint8 images as floats, other uint8 numbers as int64."""
     if InMemory(inputs, targets).is_image:
         return apply(lambda images: images.to(torch.get_default_dtype()) / 255, inputs), apply(
             as_numbers, targets

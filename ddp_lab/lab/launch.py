@@ -1,6 +1,4 @@
-"""Start ranks from a script or a notebook: a function, forked once for each rank by
-torch.multiprocessing.
-"""
+"""Start ranks from a script or a notebook: torch.multiprocessing forks one function per rank."""
 
 import json
 import logging
@@ -190,8 +188,9 @@ def require_returned(processes: Sequence[Process], folder: Path) -> None:
 
 
 def describe(error: ProcessExitedException | ProcessRaisedException, folder: Path) -> str:
-    """Return what ended a rank: a signal, an exit code, or an exception with its traceback, of a
-    user's mistake without.
+    """Return what ended a rank: a signal, an exit code, or an exception.
+
+    An exception has its traceback, a user's mistake has none.
 
     Args:
         error: of the first rank that has failed.

@@ -1,5 +1,6 @@
-"""This rank's batches of any dataset, as the user's loop sees them: without padding, which a step
-adds again.
+"""This rank's batches of any dataset, as the user's loop sees them.
+
+They have no padding, which a step adds again.
 """
 
 from collections.abc import Iterator
@@ -40,17 +41,17 @@ class Handed:
     Attributes:
         order: number of the order of its epoch.
         samples: samples of the epoch up to its end, over all ranks.
-        real: samples of this rank.
+        num_valid: samples of this rank.
         size: the same with padding, which is equal on all ranks.
-        count: samples over all ranks.
+        global_size: samples over all ranks.
         spare: inputs and targets of one sample, with which a rank is padded that has none.
     """
 
     order: int
     samples: int
-    real: int
+    num_valid: int
     size: int
-    count: int
+    global_size: int
     spare: tuple[Tree, Tree]
 
 
@@ -124,8 +125,9 @@ class LocalBatches:
         self._kept.clear()
 
     def _make_room(self) -> None:
-        """Forget the least recently used datasets until there is room for another one, but none
-        that a loop still reads.
+        """Forget the least recently used datasets until there is room for another one.
+
+        Those that a loop still reads remain.
         """
         for key, kept in list(self._kept.items()):
             if len(self._kept) >= KEPT and not any(
@@ -170,20 +172,26 @@ class LocalBatches:
         loader.set_epoch(order, samples)
         self._iterated.append(loader)
         try:
-            for inputs, targets, count in loader:
-                samples += count
-                real = self.strategy.real_samples(count)
+            for inputs, targets, global_size in loader:
+                samples += global_size
+                num_valid = self.strategy.valid_samples(global_size)
                 self.handed = Handed(
-                    order, samples, real, size(inputs), count, rows((inputs, targets), slice(1))
+                    order,
+                    samples,
+                    num_valid,
+                    size(inputs),
+                    global_size,
+                    rows((inputs, targets), slice(1)),
                 )
-                yield rows(inputs, slice(real)), rows(targets, slice(real))
+                yield rows(inputs, slice(num_valid)), rows(targets, slice(num_valid))
         finally:
             self.handed = None
             self._iterated.remove(loader)
 
     def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
-        """Return a local batch with padding, so that it has the same size on every rank, and which
-        batch of `iterate` it is.
+        """Return a local batch with padding, and which batch of `iterate` it is.
+
+        With padding it has the same size on every rank.
 
         Args:
             inputs, targets: the batch that the loop has now, or another one of batch_size /
@@ -195,14 +203,16 @@ class LocalBatches:
         samples = self._samples_in(inputs, targets)
         handed = self.handed
         full = self.batch_size // self.strategy.dp_size
-        if handed and samples == handed.real:
+        if handed and samples == handed.num_valid:
             if not samples and not isinstance(inputs, torch.Tensor):
                 inputs, targets = self._in_place_of_none(inputs, targets, handed.spare)
-            return Batch(pad(inputs, handed.size), pad(targets, handed.size), handed.count), handed
+            return Batch(
+                pad(inputs, handed.size), pad(targets, handed.size), handed.global_size
+            ), handed
         if samples != full:
             expected = (
-                f"{handed.real}, as the last one from `batches`, or {full}"
-                if handed and handed.real != full
+                f"{handed.num_valid}, as the last one from `batches`, or {full}"
+                if handed and handed.num_valid != full
                 else full
             )
             raise ConfigError(

@@ -53,9 +53,7 @@ class LabLogger(Logger):
         self.last_epoch = dict[str, float]()
 
     def log(self, **metrics: Any) -> None:
-        """Print and record a row, which is that of an epoch or of a step if it has a value of this
-        name.
-        """
+        """Print and record a row: that of an epoch or of a step if it has such a value."""
         if not self.is_main:
             return
         values: dict[str, Any] = {

@@ -1,5 +1,6 @@
-"""Inputs that the model does not support: torch's error in a forward pass becomes one message,
-under every strategy.
+"""Inputs that the model does not support.
+
+torch's error in a forward pass becomes one message, under every strategy.
 
 With an example of a sample the trial finds such mistakes before anything starts.
 """
@@ -86,8 +87,9 @@ def mistakes_reported(strategy: Strategy) -> Generator[None]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Leave out what torch logs about shapes that do not fit, with a traceback, before it raises an
-    error about them.
+    """Leave out what torch logs about shapes that do not fit.
+
+    It logs a traceback before it raises an error about them.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -102,9 +104,7 @@ def quiet() -> Generator[None]:
 
 
 def describe_mistake(error: BaseException, strategy: Strategy) -> str | None:
-    """Return the message about inputs that the model does not support; None if the error has
-    another reason.
-    """
+    """Return the message about inputs that the model does not support; None for other errors."""
     cause: BaseException | None = error
     if problem := describe_arguments(error, strategy.module):
         return f"the model: {problem}"
@@ -133,9 +133,7 @@ def call_of(error: BaseException, strategy: Strategy) -> Call | None:
 
 
 def is_of_torch(error: BaseException) -> bool:
-    """Return whether torch has raised an error, for a reason that is neither another rank nor the
-    size of a batch.
-    """
+    """Return whether an error is torch's own, and not about another rank or the size of a batch."""
     *_, last = steps_of(error.__traceback__)
     code = last.tb_frame.f_code
     if is_secondary(error) or advice(str(error)):
@@ -159,9 +157,7 @@ def steps_of(first: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def describe_problem(call: Call, error: BaseException) -> str | None:
-    """Return what is wrong with the argument of a module, and what to do; None if the error has
-    another reason.
-    """
+    """Return what is wrong with the argument of a module, and what to do; None for other errors."""
     given = call.given
     module = call.module
     if isinstance(given, torch.Tensor):
@@ -190,9 +186,7 @@ def describe_problem(call: Call, error: BaseException) -> str | None:
 
 
 def other_dtype(given: torch.Tensor, module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that a module expects in place of that of its argument; None if it may be
-    the right one.
-    """
+    """Return the dtype that a module expects in place of its argument's; None if that fits."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return torch.int64 if given.is_floating_point() else None
     # others may take integers beside their parameters
@@ -228,9 +222,7 @@ def expected_dimension(module: nn.Module) -> Dimension | None:
 
 
 def describe_layer(call: Call) -> str:
-    """Return the name of a module, its class and its options, for example "0, Linear(in_features=8,
-    out_features=8)".
-    """
+    """Return name, class and options of a module, for example "0, Linear(in_features=8, ...)"."""
     # whose classes a strategy gives to layers
     replaced = ("ddp_lab.strategies", "ddp_lab.speed", "torch.distributed")
     kinds = [

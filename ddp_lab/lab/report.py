@@ -12,8 +12,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 def leave(calls: Calls, error: BaseException | None) -> None:
-    """Let the other ranks know why this one leaves its Lab, or explain an error that their leaving
-    has caused.
+    """Let the other ranks know why this one leaves, or explain an error that their leaving caused.
 
     Args:
         calls: of this rank.
@@ -32,8 +31,7 @@ def leave(calls: Calls, error: BaseException | None) -> None:
 
 
 def wait_for_reporter(error: BaseException | None, runtime: Runtime) -> None:
-    """Wait on a rank of torchrun, or of `launch`, for another rank that reports this error, or its
-    cause.
+    """Wait, under torchrun or `launch`, for another rank that reports this error, or its cause.
 
     Args:
         error: raised in the body of a Lab; None: there is none. After those of the network `leave`

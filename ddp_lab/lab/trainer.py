@@ -460,8 +460,7 @@ class Trainer(training.Trainer):
 
 
 def communicates(strategy: Strategy) -> bool:
-    """Return whether the ranks need each other to predict: for parts of the model, or for its
-    buffers.
+    """Return whether the ranks need each other to predict, for parts of the model or its buffers.
 
     Args:
         strategy: after `setup`.

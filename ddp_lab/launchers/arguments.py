@@ -1,6 +1,4 @@
-"""The command line of the commands that do not train: their arguments, their questions, and the
-file they write.
-"""
+"""The command line of the commands that do not train: arguments, questions, and output."""
 
 import argparse
 import importlib.metadata
@@ -115,8 +113,7 @@ def check_folder(path: Path, option: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield the path of a temporary file, which replaces `path` at the end, or is removed after an
-    error.
+    """Yield the path of a temporary file that replaces `path` at the end; an error removes it.
 
     Raises:
         ConfigError: the file cannot be written, for example because the disk is full.

@@ -1,5 +1,6 @@
-"""How commands begin and end: a user's mistake is one message with exit code 2, any other exception
-one traceback.
+"""How commands begin and end.
+
+A user's mistake is one message with exit code 2, any other exception one traceback.
 """
 
 import faulthandler
@@ -41,8 +42,9 @@ ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"
 
 
 def refuse_tasks(starts_several: bool) -> None:
-    """Check that this process is not one of several tasks of srun or mpirun that would each train a
-    run or start ranks.
+    """Check that this process is not one of several tasks of srun or mpirun.
+
+    Each of them would train a run or start ranks.
 
     It may be a rank, or the only task on its machine of a launch on several.
 
@@ -118,8 +120,7 @@ def end_with_stdin() -> None:
 
 @contextmanager
 def user_errors() -> Generator[None]:
-    """Report a user's mistake as one message with exit code 2, Ctrl-C as one line, and an exception
-    of a rank once.
+    """Report a user's mistake as one message with exit code 2, Ctrl-C and exceptions of ranks once.
 
     Raises:
         SystemExit: instead of these errors. torchrun itself exits with code 1, whatever the exit
@@ -161,8 +162,9 @@ def user_errors() -> Generator[None]:
 
 
 def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> None:
-    """Compose the config of a command line and call `task` with it, or do what an option of Hydra
-    says: --help, --multirun.
+    """Compose the config of a command line and call `task` with it.
+
+    Or do what an option of Hydra says: --help, --multirun.
 
     Args:
         task: gets the config.

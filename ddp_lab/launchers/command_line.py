@@ -19,9 +19,7 @@ def quote_faults(arguments: list[str]) -> list[str]:
 
 
 def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the value of --config-dir, the directory of the user's own yaml, and the other
-    arguments.
-    """
+    """Return the value of --config-dir (directory of the user's yaml) and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir")
     known, others = parser.parse_known_args(arguments)

@@ -1,5 +1,6 @@
-"""Checks of the machines before a run: whether ranks reach each other and share the run directory,
-and the shared memory.
+"""Checks of the machines before a run.
+
+Do the ranks reach each other and share the run directory, and is there enough shared memory?
 
 train.py runs them before it opens the process group. Mistakes in the config are reported by the
 code that reads it: the strategies, Plan, the datasets, RunDir.
@@ -120,9 +121,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
 
 def _try_token(token: Path, rank: int) -> str:
-    """Return what is wrong with the directory of `token` on this node; an empty text if nothing is
-    wrong.
-    """
+    """Return what is wrong with the directory of `token` on this node; "" if nothing is wrong."""
     here = socket.gethostname()
     deadline = time.monotonic() + TOKEN_WAIT
     while not token.exists():
@@ -139,8 +138,9 @@ def _try_token(token: Path, rank: int) -> str:
 
 
 def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
-    """Check that the batches in shared memory fit on the node that calls it; without the check, a
-    worker dies of SIGBUS.
+    """Check that the batches in shared memory fit on the node that calls it.
+
+    Without the check, a worker dies of SIGBUS.
 
     Args:
         loaders: All loaders of a rank, which keep their batches ready at the same time.

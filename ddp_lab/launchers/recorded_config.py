@@ -1,6 +1,4 @@
-"""The config of a run as it is recorded in its directory, and as the commands after training read
-it.
-"""
+"""The config of a run as recorded in its directory, and as the commands after training read it."""
 
 import os
 import re
@@ -58,9 +56,7 @@ def to_record(cfg: DictConfig) -> str:
 
 
 def text_of(config: str, ranks: int) -> str:
-    """Return the content of config.yaml: the number of ranks, which is no key, and a config as from
-    `to_record`.
-    """
+    """Return the content of config.yaml: a config as from `to_record`, and the number of ranks."""
     return f"# {RANKS}: {ranks}\n{config}"
 
 
@@ -77,8 +73,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def without_secrets(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config as trackers may upload it: without their own options, and users and
-    passwords in URLs.
+    """Return a resolved config as trackers may upload it.
+
+    Their own options, and users and passwords in URLs, are left out.
     """
     return {
         key: _without_passwords(value) for key, value in config.items() if key != "tracker_options"
@@ -102,8 +99,7 @@ def _keep_references(raw: Any, resolved: Any) -> Any:
 def read_config(
     folder: Path, overrides: Sequence[str] = (), config_dir: str | None = None
 ) -> DictConfig:
-    """Return the config of a run with overrides: choices of a group replace the whole group, other
-    keys are set.
+    """Return the config of a run with overrides: choices replace the group, other keys are set.
 
     In one process the recorded strategy is laid out on one rank, with the overrides after that.
 

@@ -1,5 +1,6 @@
-"""Runs as processes of their own: the jobs of sweeps, and measurements (`ddp-lab advise --measure`
-and scripts/).
+"""Runs as processes of their own: jobs of sweeps, and measurements.
+
+The latter are those of `ddp-lab advise --measure` and scripts/.
 """
 
 import os
@@ -22,8 +23,9 @@ ENTRY = [str(ROOT / "train.py")] if IS_CLONE else ["-m", "ddp_lab"]
 
 
 def command_of(overrides: Sequence[str], ranks: int | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command that trains with `overrides` on `ranks` ranks, None for one process alone,
-    and its environment.
+    """Return the command that trains with `overrides` on `ranks` ranks, and its environment.
+
+    With None it trains in one process alone.
     """
     train = ENTRY if ranks is None else ["-m", "ddp_lab", "train", "--nproc", str(ranks)]
     search = [*([str(ROOT)] if IS_CLONE else []), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -49,8 +51,9 @@ class ShortRun(NamedTuple):
 
     @property
     def rates(self) -> list[float]:
-        """Samples per second of the epochs; the first, which tunes and is profiled, counts only if
-        it is the only one.
+        """Samples per second of the epochs.
+
+        The first epoch, which tunes and is profiled, counts only if it is the only one.
         """
         return [record["samples_per_second"] for record in self.records[1:] or self.records]
 

@@ -1,5 +1,4 @@
-"""`ddp-lab train --nproc N`: start the ranks by torch's launcher, and report how they ended in one
-message.
+"""`ddp-lab train --nproc N`: start ranks by torch's launcher, and report how they ended.
 
 The options are torchrun's, and the ranks those that `torchrun --nproc_per_node=N train.py` starts.
 What differs is the end: torchrun prints a summary of all ranks and a traceback of its own, whoever
@@ -43,8 +42,7 @@ END = ["", ""]  # after the arguments: the last option takes the first one if it
 
 
 def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
-    """Return the options of the launch, or None if this process is to train alone, and the
-    arguments for Hydra.
+    """Return the options of the launch, or None to train in this process, and Hydra's arguments.
 
     The default of --nproc is the number of GPUs.
 
@@ -114,8 +112,7 @@ def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def choose_rendezvous(options: Namespace) -> None:
-    """Choose how the ranks find each other: without an address the launch is one of this machine
-    alone.
+    """Choose how the ranks find each other: without an address it is this machine alone.
 
     Raises:
         ConfigError: there is no address for several machines, or its host is unknown, which torch
@@ -163,8 +160,7 @@ def count_ranks(strategy: str, device: str) -> int:
 
 
 def start_ranks(options: Namespace, arguments: list[str]) -> int:
-    """Start the ranks of this machine, wait until they have ended, and return the exit code of the
-    command.
+    """Start the ranks of this machine, wait for them, and return the exit code of the command.
 
     Args:
         options: of the launch.

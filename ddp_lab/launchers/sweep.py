@@ -1,6 +1,4 @@
-"""The jobs of a sweep, each with its own run directory in the sweep's directory, and their
-results.
-"""
+"""The jobs of a sweep, each with its own run directory in the sweep's, and their results."""
 
 import csv
 import hashlib
@@ -102,9 +100,7 @@ def lower_is_better(cfg: DictConfig) -> bool:
 
 
 def directory_name(overrides: Sequence[str]) -> str:
-    """Return the overrides as the name of a directory, with a hash if characters had to be replaced
-    or dropped.
-    """
+    """Return the overrides as the name of a directory, with a hash if characters were replaced."""
     plain = ",".join(overrides)
     name = re.sub(r"[^\w.=,+-]", "-", plain).lstrip(".") or "job"
     if name != plain or len(name) > LONGEST:
@@ -113,8 +109,9 @@ def directory_name(overrides: Sequence[str]) -> str:
 
 
 def check_search(config: DictConfig) -> None:
-    """Check that a sweeper that searches learns from the validation set, and proposes the same jobs
-    when it is started again.
+    """Check that a sweeper that searches learns from the validation set.
+
+    It must also propose the same jobs when it is started again.
 
     Args:
         config: The composed config, with Hydra's.
@@ -175,8 +172,9 @@ def is_finished(job: Job) -> bool:
 
 
 def job_return(job: Job, failed: bool = False) -> JobReturn:
-    """Return the result that Hydra expects of every job, with the metric for its sweeper; None if
-    it failed or did not run.
+    """Return the result that Hydra expects of every job, with the metric for its sweeper.
+
+    The metric is None if the job failed or did not run.
     """
     made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
     made.return_value = None if failed else job.result()[1]

@@ -174,8 +174,9 @@ class TorchrunLauncher(Launcher):
         return jobs
 
     def _chosen_keys(self) -> set[str]:
-        """Return the keys whose values the sweep chooses: those that have several, here or in the
-        sweeper's config.
+        """Return the keys whose values the sweep chooses.
+
+        They have several values, here or in the sweeper's config.
         """
         given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
         return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
@@ -183,16 +184,15 @@ class TorchrunLauncher(Launcher):
         )
 
     def _config_dir(self) -> list[str]:
-        """Return the option --config-dir with which the sweep was started; nothing if it has
-        none.
-        """
+        """Return the option --config-dir with which the sweep was started; [] without one."""
         sources = self.config.hydra.runtime.config_sources
         folders = [source.path for source in sources if source.provider == "command-line"]
         return ["--config-dir", *folders] if folders else []
 
     def _slots(self) -> "queue.Queue[str | None]":
-        """Return a queue with a value of CUDA_VISIBLE_DEVICES for each concurrent job; None leaves
-        the variable unchanged.
+        """Return a queue with a value of CUDA_VISIBLE_DEVICES per concurrent job.
+
+        None leaves the variable unchanged.
 
         Raises:
             ConfigError: A launcher option is not a positive integer, or there are too few GPUs.
@@ -224,8 +224,9 @@ class TorchrunLauncher(Launcher):
         return slots
 
     def _run(self, job: Job, slots: "queue.Queue[str | None]") -> int | None:
-        """Run a job and return its exit code: 0 if it is already finished, None if an interrupt
-        prevented its start.
+        """Run a job and return its exit code.
+
+        It is 0 if the job is already finished, None if an interrupt prevented its start.
         """
         if is_finished(job):
             print(f"[{job.name}] already finished", flush=True)
@@ -265,8 +266,9 @@ class TorchrunLauncher(Launcher):
 
     @contextlib.contextmanager
     def _ended_by_signals(self) -> Generator[None, None, None]:
-        """On SIGTERM or Ctrl-C, let the running jobs save and exit, kill those that do not in time,
-        and start no other.
+        """On SIGTERM or Ctrl-C, let the running jobs save and exit, and start no other.
+
+        Kill those that do not exit in time.
         """
 
         def end(number: int, frame: object) -> None:

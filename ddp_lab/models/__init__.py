@@ -1,5 +1,4 @@
-"""Networks as chains of blocks, models of users and of torchvision, weights, and the cut of a chain
-into stages.
+"""Networks as chains of blocks, models of users and torchvision, weights, and cuts into stages.
 
 Nothing here communicates. Arguments of a network that follow from the data: `in_channels` of an
 image, its height and width `image_size` in pixels, the number of logits `num_classes`; of tokens

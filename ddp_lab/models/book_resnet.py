@@ -1,6 +1,4 @@
-"""The ResNet-18 of Dive into Deep Learning, section 13.6 (concise multi-GPU training), as a chain
-of ten blocks.
-"""
+"""The ResNet-18 of Dive into Deep Learning, section 13.6, as a chain of ten blocks."""
 
 from functools import partial
 
@@ -34,8 +32,9 @@ class Residual(nn.Module):
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return [b, out_channels, height / stride, width / stride], rounded up, for [b,
-        in_channels, height, width].
+        """Return [b, out_channels, height / stride, width / stride], rounded up.
+
+        The input is [b, in_channels, height, width].
         """
         outputs = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(inputs)))))
         return F.relu(outputs + self.shortcut(inputs))

@@ -1,6 +1,4 @@
-"""The shapes and dtypes of a chain's activations, for inputs of any shape and dtype, computed
-without values.
-"""
+"""The shapes and dtypes of a chain's activations for any inputs, computed without values."""
 
 import copy
 from typing import NamedTuple
@@ -30,8 +28,9 @@ class Form(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A copy of a block, and the device on which it can run: meta, or the CPU if it reads values,
-    as by `.item()`.
+    """A copy of a block, and the device on which it can run: meta, or the CPU.
+
+    A block that reads values, as by `.item()`, runs on the CPU.
     """
 
     name: str
@@ -64,8 +63,7 @@ class Boundaries:
             self._blocks.append(block)
 
     def of(self, inputs: Form) -> list[Form]:
-        """Return the form of the activation before each block and after the last one, for a batch
-        of inputs.
+        """Return the form of the activation before each block and after the last, for a batch.
 
         Raises:
             ConfigError: a block does not support what it would get.

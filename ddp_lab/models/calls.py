@@ -1,6 +1,4 @@
-"""How a model is called with a batch: a tensor as it is, a tuple as its arguments, a dict as its
-keywords.
-"""
+"""How a model is called with a batch: with a tensor, a tuple's arguments, a dict's keywords."""
 
 import inspect
 import re
@@ -44,8 +42,7 @@ def describe_shapes(inputs: Tree) -> str:
 
 
 def describe_arguments(error: BaseException, model: nn.Module) -> str | None:
-    """Return what is wrong with the arguments of a model, for a message; None if the error is about
-    something else.
+    """Return what is wrong with the arguments of a model, for a message; None for another error.
 
     Args:
         error: raised by a call of the model.

@@ -37,17 +37,13 @@ class Chain(nn.Sequential):
         self._executed: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last block for the images `input`, [b, channels, height,
-        width].
-        """
+        """Return the output of the last block for images, [b, channels, height, width]."""
         for segment in self if self._executed is None else self._executed:
             input = segment(input)
         return input
 
     def initialize(self, initializer: Callable[[nn.Module], None]) -> None:
-        """Let `initializer` draw the initial weights of all blocks, now and where a block is drawn
-        alone.
-        """
+        """Let `initializer` draw the initial weights of all blocks, also of one drawn alone."""
         initializer(self)
         self.initializers.append(initializer)
 
@@ -62,8 +58,7 @@ class Chain(nn.Sequential):
         self._executed = tuple(pieces)
 
     def pieces(self, size: float, last: float = 0) -> list[nn.Sequential]:
-        """Group the blocks so that every group's gradients are about as large as a bucket of an
-        all-reduce.
+        """Group the blocks so that each one's gradients are about as large as a bucket.
 
         Blocks are added to a group in the order of the backward pass, from the last to the first. A
         new group begins as soon as the current one has parameters of at least `size` bytes.
@@ -119,9 +114,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def init_normal(model: nn.Module, std: float, zero_biases: bool = True) -> None:
-    """Draw the weights of convolutions and linear layers from N(0, std^2), and set their biases to
-    zero if asked to.
-    """
+    """Draw the weights of convolutions and linear layers from N(0, std^2), biases 0 on request."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.normal_(module.weight, std=std)

@@ -22,8 +22,9 @@ def to_channels_last(model: nn.Module) -> nn.Module:
 def inputs_to_channels_last(
     layer: nn.Module, inputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of a convolution with the strides of channels last, which
-    `Tensor.contiguous` would not set.
+    """Return the inputs of a convolution with the strides of channels last.
+
+    `Tensor.contiguous` would not set them.
     """
     return tuple(
         images.to(memory_format=torch.channels_last) if images.dim() == 4 else images

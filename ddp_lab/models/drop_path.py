@@ -1,11 +1,10 @@
-"""Stochastic depth: residual branches that are dropped at random in training (Huang et al.
+"""Stochastic depth: residual branches that are dropped at random in training.
 
-2016, arXiv:1603.09382).
-
-As in that paper, a branch is dropped for a complete batch. Which ones depends only on the seed, the
-number of the step and the branch's name. It is therefore the same for any strategy, number of ranks
-and size of micro-batches, and after a resume. To drop it for each sample separately, as timm does,
-a block would have to know which samples of the global batch it gets.
+As in its paper (Huang et al. 2016, arXiv:1603.09382), a branch is dropped for a complete batch.
+Which ones depends only on the seed, the number of the step and the branch's name. It is therefore
+the same for any strategy, number of ranks and size of micro-batches, and after a resume. To drop it
+for each sample separately, as timm does, a block would have to know which samples of the global
+batch it gets.
 """
 
 import hashlib
@@ -17,8 +16,9 @@ from torch import nn
 
 
 class DropPath(nn.Module):
-    """The end of a residual branch: in training the branch is dropped, or scaled so that its mean
-    stays the same.
+    """The end of a residual branch.
+
+    In training the branch is dropped, or scaled so that its mean stays the same.
 
     Args:
         rate: probability of being dropped, below 1.
@@ -56,16 +56,15 @@ class DropPath(nn.Module):
         )
 
     def prepare(self, seed: int, step: int) -> None:
-        """Draw whether a step, which is numbered from the beginning of the run, drops the
-        branch.
-        """
+        """Draw whether a step, numbered from the beginning of the run, drops the branch."""
         if self.scale is not None:
             self.scale.fill_(self.draw(seed, step))  # in place: a CUDA graph reads it
 
 
 def drop_paths_of(modules: Iterable[nn.Module]) -> list[DropPath]:
-    """Return the branches of modules that can be dropped, each with a scale on the device of the
-    module that it belongs to.
+    """Return the branches of modules that can be dropped, each with its scale.
+
+    A scale is on the device of the module that the branch belongs to.
     """
     found: list[DropPath] = []
     for module in modules:

@@ -1,9 +1,7 @@
-"""A GPT (Radford et al.
+"""A GPT (Radford et al. 2019, GPT-2) as a chain: embedding, blocks with causal attention, head.
 
-2019, GPT-2) as a chain: embedding, transformer blocks with causal attention, head.
-
-    tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits [b,
-    n, vocabulary]
+    tokens [b, n] -> embed: [b, n, width] -> block0 -> ... -> block(depth - 1)
+                  -> head: logits [b, n, vocabulary]
 
 The blocks are those of the Vision Transformer (vit.py) with a mask, and have its plan for tensor
 parallelism. The head is not tied to the embedding: strategies that cut the model would train two.
@@ -63,8 +61,9 @@ class CausalBlock(Block):
         self.attn.causal = True
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights as GPT-2: N(0, 0.02^2), and 1 / sqrt(2 depth) of it at the end
-        of a residual branch.
+        """Draw the initial weights as GPT-2: N(0, 0.02^2).
+
+        The deviation is 1 / sqrt(2 depth) of it at the end of a residual branch.
         """
         for norm in (self.norm1, self.norm2):
             norm.reset_parameters()

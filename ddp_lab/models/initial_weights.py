@@ -1,5 +1,6 @@
-"""Initial weights by block name: each block is drawn from a generator of its own, so any rank can
-draw any block alone.
+"""Initial weights by block name.
+
+Each block is drawn from a generator of its own, so any rank can draw any block alone.
 
 The generator of a block is seeded by the run's seed and the block's name. A rank that holds some of
 the blocks, or shards of them, therefore has exactly the weights that one device would have, and no
@@ -22,8 +23,9 @@ KEY = "model.init=by_block"
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module by name, also the buffers that are not
-    persistent and so not saved.
+    """Return the parameters and buffers of a module by name.
+
+    They include the buffers that are not persistent and so not saved.
     """
     return {
         name: tensor.detach()
@@ -51,8 +53,7 @@ class Weights(Protocol):
 
 
 class InitialWeights(Weights):
-    """The initial weights of a chain, one block at a time: drawn by name, or given, for example by
-    a file.
+    """The initial weights of a chain, one block at a time: drawn by name, or from a file.
 
     Args:
         chain: the model on the meta device, a Chain. It may be changed afterwards.
@@ -100,8 +101,7 @@ class InitialWeights(Weights):
                 put(full.pop(key), tensor)
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a block, on the CPU, by their names within the
-        block.
+        """Return the parameters and buffers of a block, on the CPU, by name within it.
 
         Raises:
             ConfigError: `reset_parameters` of one of its modules does not set all of them.
@@ -117,9 +117,7 @@ class InitialWeights(Weights):
             return self._draw(name) | given
 
     def _draw(self, name: str) -> dict[str, torch.Tensor]:
-        """Return newly drawn parameters and buffers of a block, from torch's generator for the
-        CPU.
-        """
+        """Return newly drawn parameters and buffers of a block, from torch's CPU generator."""
         block = copy.deepcopy(self.blocks[name]).to_empty(device="cpu")
         for tensor in tensors_of(block).values():
             tensor.fill_(math.nan if is_real(tensor) else 0)
@@ -144,8 +142,7 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def resettable(module: nn.Module, path: str) -> Iterator[nn.Module]:
-    """Yield the outermost modules with a method `reset_parameters`, which initialises everything in
-    them.
+    """Yield the outermost modules with a method `reset_parameters` that initialises all in them.
 
     Raises:
         ConfigError: neither a module with parameters or buffers of its own nor one that contains it

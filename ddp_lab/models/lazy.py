@@ -31,8 +31,9 @@ def is_waiting(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
-    """Give the lazy layers of a model their parameters, in place, by a forward pass of samples in
-    evaluation mode.
+    """Give the lazy layers of a model their parameters, in place.
+
+    A forward pass of samples in evaluation mode does it.
 
     Dropout then draws nothing, and statistics stay as they are. A second pass, in training mode,
     finds the layers that are only used in training. The weights are drawn from torch's generator,

@@ -1,6 +1,4 @@
-"""The complete model of a run, which may be any module of the user's: built, given weights, and
-tried once.
-"""
+"""The complete model of a run, any module of the user's: built, given weights, tried once."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -193,8 +191,9 @@ def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
 
 
 def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-    """Return a plain nn.Sequential as a Chain of its modules, unless it uses a layer twice; any
-    other module as it is.
+    """Return a plain nn.Sequential as a Chain of its modules, else the module as it is.
+
+    A Sequential that uses a layer twice is also returned as it is.
 
     One with hooks stays as it is, too: they would be lost.
     """
@@ -214,8 +213,7 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
 
 
 def require_chain(model: nn.Module, strategy: str, key: str) -> None:
-    """Check that a strategy can cut the model into blocks, and that the model has no hook of its
-    own.
+    """Check that a strategy can cut the model into blocks, and that the model has no own hooks.
 
     Args:
         strategy: name of the strategy, for the message.

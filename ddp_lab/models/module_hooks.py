@@ -16,9 +16,7 @@ REGISTERED_BY = {
 
 
 def hook_of(module: nn.Module) -> str:
-    """Return the name of a method that has registered a hook on a module itself; "" if it has
-    none.
-    """
+    """Return the name of a method that registered a hook on a module; "" if it has none."""
     private: Any = module
     return next(
         (method for attribute, method in REGISTERED_BY.items() if getattr(private, attribute)), ""

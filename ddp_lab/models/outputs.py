@@ -1,5 +1,6 @@
-"""What a model returns: a tensor; or a tuple, a dict or an object of tensors, as models of other
-libraries often do.
+"""What a model returns: a tensor, or a tuple, a dict or an object of tensors.
+
+Models of other libraries often return the latter.
 """
 
 import copy
@@ -101,38 +102,36 @@ def sum_of(outputs: Any) -> torch.Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 
-def without_padding(outputs: Any, samples: int, real: int) -> Any:
+def without_padding(outputs: Any, samples: int, num_valid: int) -> Any:
     """Return the outputs of the first samples.
 
     Args:
         outputs: of a batch, of which no part is one tensor.
         samples: of the batch.
-        real: number of samples that are no padding; 0: the outputs stay as they are, and must not
-            count.
+        num_valid: number of samples that are no padding; 0: the outputs stay as they are, and must
+            not count.
 
     Raises:
         ConfigError: a tensor has no row for each sample.
     """
-    if real in (0, samples):
+    if num_valid in (0, samples):
         return outputs
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[:1] != (samples,):
             raise ConfigError(
                 f"the model returns {describe_content(outputs)[0]}, of which a tensor is "
-                f"{list(tensor.shape)} and not [{samples}, ...]: {samples - real} of the {samples} "
-                "samples of this first batch are padding, which cannot be cut from it. Use a "
-                "batch_size of at most the size of the dataset"
+                f"{list(tensor.shape)} and not [{samples}, ...]: {samples - num_valid} of the "
+                f"{samples} samples of this first batch are padding, which cannot be cut from it. "
+                "Use a batch_size of at most the size of the dataset"
             )
-        return tensor[:real]
+        return tensor[:num_valid]
 
     return map_outputs(cut, outputs)
 
 
 def describe_content(outputs: object) -> tuple[str, str]:
-    """Return what outputs that are no tensor contain, and the code that takes the first tensor out
-    of them.
-    """
+    """Return what outputs that are no tensor contain, and code for the first tensor of them."""
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
         found = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)]

@@ -69,9 +69,7 @@ class Partition:
         return [sum(self.flops[i] for i in part) / sum(self.flops) for part in self.parts]
 
     def describe(self, places: Sequence[object]) -> str:
-        """Return a line with the blocks of each stage, its place (a device or rank) and its
-        fraction of the FLOPs.
-        """
+        """Return a line with the blocks of each stage, its device or rank, and its FLOPs."""
         return ", ".join(
             f"{' '.join(self.names[i] for i in part)} on {place} ({share:.0%} of the FLOPs)"
             for part, place, share in zip(self.parts, places, self.shares, strict=True)
@@ -115,8 +113,7 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
 
 
 def cut(costs: list[int], stages: int) -> list[range]:
-    """Cut a sequence of blocks into non-empty stages so that the cost of the most expensive stage
-    is as low as possible.
+    """Cut a sequence of blocks into non-empty stages so that the most expensive one costs least.
 
     Of several such cuts, the first stage is the shortest possible, and the stages after it are cut
     likewise.
@@ -131,9 +128,7 @@ def cut(costs: list[int], stages: int) -> list[range]:
 
     @cache
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """Return the lowest possible cost of the most expensive of `left` stages from block `start`
-        on, and their ends.
-        """
+        """Return the ends of `left` stages from `start` on, and the lowest cost of the worst."""
         if left == 1:
             return sum(costs[start:]), (len(costs),)
         ends = range(start + 1, len(costs) - left + 2)

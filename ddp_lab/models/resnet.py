@@ -47,10 +47,7 @@ def resnet18(
 
 
 def draw_convolutions(model: nn.Module) -> None:
-    """Draw the weights of convolutions as torchvision's ResNets do (He et al.
-
-    2015, arXiv:1502.01852).
-    """
+    """Draw convolutions' weights as torchvision's ResNets do (He et al. 2015, arXiv:1502.01852)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,6 +1,4 @@
-"""The smallest convolutional network: one convolution and one linear layer, for quick runs and
-tests.
-"""
+"""The smallest convolutional network: one convolution and one linear layer, for quick tests."""
 
 from torch import nn
 
@@ -8,8 +6,7 @@ from ddp_lab.models.chain import Chain, require_image_size
 
 
 def simple_cnn(in_channels: int, image_size: int, num_classes: int) -> Chain:
-    """Return the network: a 3x3 convolution of 16 channels, ReLU, max-pooling by 2 and a linear
-    layer.
+    """Return the network: a 3x3 convolution of 16 channels, ReLU, max-pooling by 2, a linear layer.
 
     The weights have torch's default initialisation.
 

@@ -16,8 +16,7 @@ from ddp_lab.world.process import default_timeout
 def torchvision_model(
     in_channels: int, image_size: int, num_classes: int, name: str, **options: Any
 ) -> nn.Module:
-    """Return a classification model of torchvision, with its own initial weights and parameter
-    names.
+    """Return a classification model of torchvision, with its own initial weights and names.
 
     For grey images the weights of the first convolution are summed over its three channels: the
     model then computes what it would for three equal channels. GoogLeNet and Inception have no
@@ -65,9 +64,7 @@ def torchvision_model(
 
 
 def defaults(name: str, image_size: int) -> dict[str, Any]:
-    """Return the arguments of a model's constructor that depend on the image size, or that differ
-    from torchvision's.
-    """
+    """Return the arguments of a model's constructor by the image size, or unlike torchvision's."""
     if name.startswith("vit_"):
         return {"image_size": image_size}
     if name.startswith("maxvit"):
@@ -78,8 +75,9 @@ def defaults(name: str, image_size: int) -> dict[str, Any]:
 
 
 def find_weights(name: str, weights: str) -> str:
-    """Return the file that `model.weights` names: a path, or torchvision's weights, which are
-    downloaded if they are missing.
+    """Return the file that `model.weights` names: a path, or torchvision's weights.
+
+    The latter are downloaded if they are missing.
 
     Args:
         name: name of the model.
@@ -137,8 +135,9 @@ def download(url: str, folder: Path, key: str) -> str:
 
 
 def rename(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adapt the names in torchvision's files to its models: those of DenseNet's layers, and
-    auxiliary classifiers, left out.
+    """Adapt the names in torchvision's files to its models.
+
+    These are those of DenseNet's layers; auxiliary classifiers are left out.
     """
     return {
         re.sub(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)", r"\1\2", name): tensor

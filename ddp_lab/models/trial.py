@@ -1,5 +1,6 @@
-"""A trial of the model before the run: two samples pass forward and backward, which finds the
-parameters that are not used.
+"""A trial of the model before the run: a forward and a backward pass.
+
+Its two samples show which parameters are not used.
 """
 
 import copy
@@ -178,8 +179,7 @@ def describe(inputs: Tree) -> str:
 
 
 def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str) -> list[str]:
-    """Run a forward and backward pass; return the names of the trainable parameters that then have
-    no gradient.
+    """Run a forward and backward pass; return the trainable parameters without a gradient.
 
     A forward pass in evaluation mode follows, because a mistake there would otherwise be found
     after the first epoch.
@@ -209,8 +209,9 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
 
 
 def count_flops(model: nn.Module, inputs: Tree) -> float | None:
-    """Return the FLOPs of forward and backward pass for a sample, by torch's formulas; None if the
-    meta device cannot run it.
+    """Return the FLOPs of forward and backward pass for a sample, by torch's formulas.
+
+    Return None if the meta device cannot run it.
 
     Args:
         model: the complete model, which stays as it is.
@@ -223,9 +224,7 @@ def count_flops(model: nn.Module, inputs: Tree) -> float | None:
 
 
 def require_batch(outputs: Any, size: int, when: str) -> None:
-    """Raise a TypeError if a model has returned one tensor, but not [size, ...]: outputs of all
-    samples.
-    """
+    """Raise a TypeError if a model has returned one tensor that is not [size, ...]."""
     if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
         found = list(outputs.shape)
         raise TypeError(
@@ -234,9 +233,7 @@ def require_batch(outputs: Any, size: int, when: str) -> None:
 
 
 def check_logits(outputs: Any, classes: int) -> None:
-    """Raise a ConfigError or a TypeError unless a model has returned logits of shape [b,
-    classes].
-    """
+    """Raise a ConfigError or a TypeError unless a model returned logits of shape [b, classes]."""
     logits = require_tensor(outputs, "it")
     if logits.dim() != 2 or logits.size(1) != classes:
         expected = [len(logits), classes]

@@ -1,5 +1,4 @@
-"""What a forward pass uses of a model: which modules it calls, and within which of them it uses
-each parameter.
+"""What a forward pass uses of a model: the modules it calls, and where it uses each parameter.
 
 A parameter can be used without the forward pass of the module that has it: `encoder.encode(x)`, or
 `F.linear(h, self.embedding.weight)`. A strategy that does something to a module before its forward
@@ -89,8 +88,7 @@ def record(model: nn.Module, inputs: Tree) -> Usage:
 
 
 class Recorder(TorchDispatchMode):
-    """Record which modules are running at each operation on a parameter, or on a tensor that shares
-    its memory.
+    """Record which modules run at each operation on a parameter, or on a tensor of its memory.
 
     Args:
         model: whose parameters are meant.
@@ -160,8 +158,9 @@ def changed_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return an identifier of the memory of a tensor, which its views share, also on the meta
-    device; 0 if it has none.
+    """Return an identifier of the memory of a tensor, which its views share.
+
+    It exists on the meta device, too; it is 0 without memory.
     """
     try:
         return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

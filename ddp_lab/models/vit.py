@@ -1,10 +1,9 @@
-"""The Vision Transformer (Dosovitskiy et al.
-
-2020, arXiv:2010.11929) as a chain: patch embedding, blocks, head.
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) as a chain.
 
     images -> embed: tokens [b, n, width] -> block0 -> ... -> block(depth - 1) -> head: logits
-    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens)))); drop_path may drop what is added
+    a block:  tokens + attention(norm1(tokens)), then tokens + fc2(gelu(fc1(norm2(tokens))))
 
+`drop_path` may drop what a block adds to the tokens.
 Query, key and value are separate layers, so that each can be divided by heads. A block whose layers
 have a part of their units computes with the heads it has.
 """
@@ -25,8 +24,7 @@ EPS = 1e-6  # of the layer normalizations, as in torchvision's models
 
 
 class Patches(nn.Conv2d):
-    """The convolution of patches that do not overlap, as one matrix multiplication with the pixels
-    of every patch.
+    """The convolution of patches that do not overlap, as one matrix multiplication.
 
     cuDNN's outputs would be transposed tokens, and the gradient of its weight took a tenth of
     ViT-S/16's compiled step (H200).
@@ -58,8 +56,7 @@ class Norm(nn.LayerNorm):
 
 
 class Embed(nn.Module):
-    """The patch embedding: one linear map of each of the `patches` of an image, and learned
-    positions.
+    """The patch embedding: one linear map of each patch of an image, and learned positions.
 
     With `class_token`, a learned token precedes those of the patches.
     """
@@ -165,8 +162,7 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial weights as the authors' code does: Xavier's for each layer, biases of
-        the attention at 0.
+        """Draw the initial weights as the authors' code does: Xavier's, attention biases at 0.
 
         The biases of fc1 and fc2 are drawn from N(0, 1e-12)
         (github.com/google-research/vision_transformer, models_vit.py).
@@ -187,8 +183,9 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last normalization, the mean of all tokens or the first one, the class token, and a
-    linear layer for the logits.
+    """The last normalization, a pooling of the tokens, and a linear layer for the logits.
+
+    The pooling is the mean of all tokens or the first one, the class token.
     """
 
     def __init__(self, width: int, num_classes: int, pool: Literal["mean", "token"]):

@@ -1,6 +1,4 @@
-"""Weights from a file, read without executing code and matched by name with those of the model, and
-to a file.
-"""
+"""Weights to a file and from one, read without executing code and matched by name."""
 
 import json
 import pickle
@@ -83,9 +81,7 @@ def match_weights(
 
 
 def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
-    """Return whether two tensors of different shapes can belong to heads of different numbers of
-    classes.
-    """
+    """Return whether two tensors of different shapes can belong to heads of different classes."""
     return (
         own.dim() > 0
         and own.size(0) == num_classes
@@ -178,8 +174,7 @@ def read_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
-    """Return the dict of tensors that a file consists of, or has under one of the names NESTED,
-    without PREFIXES.
+    """Return the dict of tensors that a file consists of, or has under NESTED, without PREFIXES.
 
     Args:
         key: the start of the message.

@@ -1,14 +1,13 @@
-"""Names in scripts that the font of a picture does not have, such as Chinese: matplotlib would draw
-boxes, and warn of each.
+"""Names in scripts that the font of a picture does not have, such as Chinese.
+
+matplotlib would draw boxes, and warn of each.
 """
 
 from collections.abc import Sequence
 
 
 def drawable(names: Sequence[str]) -> list[str]:
-    """Return the names of classes, with its number in place of a name that the font in use cannot
-    draw.
-    """
+    """Return the names of classes, or the number of a class whose name the font cannot draw."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     font = get_font(findfont(FontProperties()))

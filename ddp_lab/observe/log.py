@@ -16,9 +16,8 @@ from typing import TextIO
 from ddp_lab.world.process import discard_output
 
 log = logging.getLogger("ddp_lab")
-# seconds after which what takes time is logged, and from there to the next such line
-SLOW = 3.0
-AGAIN = 20.0
+SLOW = 3.0  # seconds after which what takes time is logged
+AGAIN = 20.0  # seconds from there to the next such line
 # the most ranks that have a log file of their own: not a file of each of a thousand ranks
 LOG_FILES = 8
 
@@ -45,7 +44,7 @@ class LogFile(logging.FileHandler):
 
 
 @contextmanager
-def telling(what: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
+def log_if_slow(what: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
     """Log what the body does if it takes longer than a few seconds, and repeat it until it ends.
 
     `tell` is used before the log is set up.

@@ -1,6 +1,4 @@
-"""The records of a run, which rank 0 writes: a line of the log per epoch, metrics.jsonl, pictures
-and trackers.
-"""
+"""The records of a run, which rank 0 writes: log, metrics.jsonl, pictures and trackers."""
 
 import math
 from collections.abc import Callable, Generator, Mapping
@@ -32,9 +30,8 @@ if TYPE_CHECKING:
     from ddp_lab.observe.trackers.background import Trackers
     from ddp_lab.observe.trackers.base import Status
 
-# seconds from one set of numbers to the next: of a bar, and of lines in a file
-BAR = 1.0
-LINE = 10.0
+BAR = 1.0  # seconds from one set of numbers of a bar to the next
+LINE = 10.0  # seconds from one line in a file to the next
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
 # other names that trackers get
@@ -82,8 +79,9 @@ class Logger:
         return nullcontext()
 
     def steps(self, row: Mapping[str, Any]) -> None:
-        """Write the record of some steps within an epoch, the fields of metrics.jsonl; `step` is
-        the last of them.
+        """Write the record of some steps within an epoch, the fields of metrics.jsonl.
+
+        `step` is the last of these steps.
         """
 
     def show(self, row: Mapping[str, Any]) -> None:
@@ -122,8 +120,9 @@ class Logger:
         """Pass a text to the trackers."""
 
     def close(self, status: "Status", summary: Mapping[str, Any]) -> None:
-        """Draw the pictures, unless the run has failed, and end the trackers, with the arguments of
-        `Tracker.finish`.
+        """Draw the pictures, unless the run has failed, and end the trackers.
+
+        The arguments are those of `Tracker.finish`.
         """
 
 

@@ -1,5 +1,4 @@
-"""metrics.jsonl: one JSON object per line, which its key `kind` describes, and what is read and
-drawn from it.
+"""metrics.jsonl: one JSON object per line of a `kind`, and what is read and drawn from it.
 
 "epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without
 `kind` and `step`. "step": the metrics of a training step.
@@ -89,8 +88,7 @@ def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
 
 
 def drop_rows(metrics: Path, epoch: int, step: int) -> None:
-    """Remove the rows after the position from which a run resumes, which an interrupted launch
-    wrote.
+    """Remove the rows after a run's position, which an interrupted launch wrote.
 
     Args:
         metrics: the file.
@@ -112,8 +110,7 @@ def drop_rows(metrics: Path, epoch: int, step: int) -> None:
 def objective(
     metrics: Path, choice: str, lower_is_better: bool = False
 ) -> tuple[str, float | None]:
-    """Return the result of a run for a sweeper: name and value of a metric, the best val_* or the
-    last test_*.
+    """Return the result of a run for a sweeper: a metric and its value, best val_* or last test_*.
 
     Args:
         metrics: the file.
@@ -137,9 +134,7 @@ def objective(
 
 
 def kinds_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics that any set has in some rows, for example loss and
-    accuracy.
-    """
+    """Return the names of the metrics that any set has in some rows, such as loss and accuracy."""
     parts = (key.partition("_") for row in rows for key in row)
     return [
         kind
@@ -162,9 +157,7 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
 
 
 def describe_steps(row: Mapping[str, Any]) -> str:
-    """Return the metrics of some steps, as "loss 0.1234, accuracy 0.9876, lr 0.05, 1,234 samples/s,
-    ...".
-    """
+    """Return the metrics of some steps, as "loss 0.1234, accuracy 0.9876, lr 0.05, ..."."""
     parts = [
         f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items() if name not in OTHERS
     ]
@@ -183,8 +176,9 @@ def describe_steps(row: Mapping[str, Any]) -> str:
 def describe_result(
     metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str
 ) -> str:
-    """Return the last line of a run: its result, and the median speed of its epochs on the last
-    number of devices.
+    """Return the last line of a run: its result, and the median speed of its epochs.
+
+    Only epochs on the last number of devices count.
 
     Args:
         metrics: the file.

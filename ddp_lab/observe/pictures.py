@@ -14,9 +14,7 @@ SHOWN = 8  # images of a prediction grid
 
 
 def drawable_names(classes: list[str]) -> list[str]:
-    """Return the names of classes that the font can draw, with its number in place of another
-    one.
-    """
+    """Return the names of classes that the font can draw, or the class's number."""
     if all(name.isascii() for name in classes):
         return classes
     from ddp_lab.observe.glyphs import drawable
@@ -68,8 +66,9 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
 def prediction_grid(
     inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str]
 ) -> "Figure":
-    """Draw the first images with the prediction below each: green if correct, else red with the
-    true class below.
+    """Draw the first images with the prediction below each.
+
+    It is green if correct, else red with the true class below.
 
     Args:
         inputs: float [n, channels, height, width], in any range.

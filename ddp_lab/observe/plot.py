@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 STYLE = Path(__file__).with_name("house.mplstyle")
 GREY = "#595959"
-# inches: of a panel, and the height of a row, a bar or a legend entry
-WIDTH = 6.4
+WIDTH = 6.4  # of a panel, in inches
 HEIGHT = 4.0
-ROW = 0.27
-# maximum number of characters of a line of a title, and of a label
-TITLE = 50
-LABEL = 24
+ROW = 0.27  # inches: the height of a row, a bar or a legend entry
+TITLE = 50  # maximum number of characters of a line of a title
+LABEL = 24  # the same of a label
 # of a timeline: start, end, the label that its colour stands for, and the text in it
 Box = tuple[float, float, str, str]
 
@@ -45,8 +43,9 @@ class Curve(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """One panel of a picture: the text above it, the number of its rows or legend entries, and what
-    draws into empty axes.
+    """One panel of a picture.
+
+    It has a text, a number of rows or legend entries, and what draws into empty axes.
     """
 
     title: str
@@ -121,8 +120,9 @@ def curves(
 def stacked(
     title: str, label: str, values: dict[str, dict[str, float]], limit: float = math.inf
 ) -> Plot:
-    """Return a plot of horizontal stacked bars that start at zero, one per name, each with the sum
-    of its parts at the end.
+    """Return a plot of horizontal stacked bars that start at zero, one per name.
+
+    Each has the sum of its parts at its end.
 
     Args:
         title: title of the plot.
@@ -197,9 +197,7 @@ def timeline(title: str, x_label: str, rows: Mapping[str, Sequence[Box]]) -> Plo
 
 
 def label_rows(axes: "Axes", names: Iterable[str], colours: dict[str, str]) -> None:
-    """Label the rows at y = 0, 1, ..., from top to bottom, and add a legend of the colours, by
-    label.
-    """
+    """Label the rows at y = 0, 1, ... from the top, and add a legend of the colours, by label."""
     from matplotlib.patches import Patch
 
     names = [clipped(name) for name in names]
@@ -254,9 +252,7 @@ def pixels(drawn: "Figure") -> NDArray[np.uint8]:
 
 @contextmanager
 def without_glyph_warnings() -> Generator[None]:
-    """Ignore what matplotlib warns of other texts that the font cannot draw, such as the name of a
-    run.
-    """
+    """Ignore warnings of other texts that the font cannot draw, such as the name of a run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield

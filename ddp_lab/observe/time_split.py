@@ -1,5 +1,4 @@
-"""The division of a step's time into compute, exposed communication, waiting for other ranks, data
-and idle.
+"""The division of a step's time into compute, exposed communication, waiting, data and idle.
 
 It is read from the ranks' traces. Each moment of a step counts once, for the first of these
 activities in progress:
@@ -7,7 +6,7 @@ activities in progress:
 | | GPU | CPU |
 |---|---|---|
 | compute | a kernel runs | an operation of ATen runs |
-| communication, waiting | an NCCL kernel, a copy or a barrier between GPUs runs | gloo communicates |
+| communication, waiting | NCCL, or a copy or barrier between GPUs, runs | gloo communicates |
 | data | a copy from the host, or the loader is at work | the loader is at work |
 | idle | nothing runs: Python launches operations, or waits | Python runs between operations |
 
@@ -45,8 +44,9 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    """Return the milliseconds of compute, communication, data and idle in each step, by the name of
-    a device of this rank.
+    """Return the milliseconds of compute, communication, data and idle in each step.
+
+    They are those of each device of this rank, by its name.
 
     Waiting is part of communication here. A step begins when its batch is requested: an evaluation
     between two epochs belongs to no step. A rank that uses GPUs has no row for the CPU.

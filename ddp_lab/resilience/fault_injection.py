@@ -59,8 +59,7 @@ class Fault(Hook):
         return self._inject(batch)
 
     def before_write(self, path: Path) -> None:
-        """Fail as any writing of a checkpoint does on a full disk, if the disk was full when it was
-        saved.
+        """Fail as any writing of a checkpoint does on a full disk, if it was full at the time.
 
         A checkpoint of an earlier step is written, however late its writer thread starts.
         """

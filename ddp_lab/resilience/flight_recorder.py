@@ -82,8 +82,9 @@ def last_calls() -> dict[str, Any]:
 
 
 def describe_last(rank: int, gone: int) -> str:
-    """Return what this rank, `rank`, called last, and where to look if the rank `gone` called
-    something else; "" if unknown.
+    """Return what this rank, `rank`, called last; "" if unknown.
+
+    Return also where to look if the rank `gone` called something else.
     """
     record = dump(stacks=False)
     calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
@@ -108,15 +109,14 @@ def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, An
 
 
 def lacks(beat: dict[str, Any], call: dict[str, Any] | None) -> bool:
-    """Return whether the rank with this heartbeat has not made a call that another rank has
-    made.
-    """
+    """Return whether the rank with this heartbeat lacks a call that another rank has made."""
     return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
 
 
 def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], folder: Path) -> str:
-    """Return the collectives in which ranks wait, one in a line, with the ranks that have called it
-    and those that have not.
+    """Return the collectives in which ranks wait, one per line.
+
+    Each line has the ranks that have called it and those that have not.
 
     Args:
         reporter: the heartbeat of this rank.
@@ -150,9 +150,7 @@ def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], fol
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0-7" or "ranks 0, 4, 8"; of many ranks in no range, the first
-    ones.
-    """
+    """Return "rank 3", "ranks 0-7" or "ranks 0, 4, 8"; of many others, the first ones."""
     ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

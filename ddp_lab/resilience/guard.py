@@ -13,7 +13,7 @@ from ddp_lab.observe.log import log
 from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Hook, Run
-from ddp_lab.training.loop import why_over
+from ddp_lab.training.loop import stop_reasons
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Exchanged
 from ddp_lab.world.process import REQUESTS
@@ -87,9 +87,7 @@ class Guard(Hook):
     run: Run = field(init=False)
 
     def flags(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether it failed to write the last
-        checkpoint.
-        """
+        """Return whether this rank was asked to stop, and whether its last checkpoint failed."""
         return self.requests.preempted, self.checkpoints.problem is not None
 
     def on_start(self, run: Run) -> None:
@@ -128,8 +126,7 @@ class Guard(Hook):
         self.heartbeat.at("evaluating", position.epoch, step + 1)
 
     def on_evaluation_batch(self, position: Progress, number: int) -> None:
-        """Stop the run if it is preempted, which therefore does not wait for the end of a long
-        evaluation.
+        """Stop the run if it is preempted, without waiting for the end of a long evaluation.
 
         Collective.
 
@@ -142,7 +139,7 @@ class Guard(Hook):
 
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
-        is_last = bool(why_over(position, self.run.settings))
+        is_last = bool(stop_reasons(position, self.run.settings))
         due = is_last or (position.epoch - 1) % self.every_epochs == 0
         if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
             self.save(position)
@@ -230,8 +227,12 @@ class Guard(Hook):
                 "not_finite",
             )
         if save_failed and self.on_error == "stop":
+            problem = self.checkpoints.problem
+            if not problem:
+                problem = "a checkpoint could not be written (the reason is in train.log)"
             raise TrainingError(
-                f"{self.checkpoints.problem or 'a checkpoint could not be written (the reason is in train.log)'}. With checkpoint.on_error=continue training continues after such a failure",
+                f"{problem}. With checkpoint.on_error=continue training continues after such a "
+                "failure",
                 "checkpoint",
             )
         return preempted

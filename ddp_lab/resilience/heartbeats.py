@@ -66,8 +66,7 @@ Found = tuple[Heartbeat, FailureKind, str]  # the rank that failed, and what hap
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
-    """Return the sort key of a rank in a hang: the other ranks wait for the rank with the smallest
-    key.
+    """Return the sort key of a rank in a hang: the others wait for that with the smallest key.
 
     That is the rank with the least progress. In the same step, ranks that wait in a collective are
     sorted last: a rank can hang after a collective in which the others still wait for its data.
@@ -95,8 +94,9 @@ class Unchanged(dict[Any, tuple[Any, int]]):
 
 
 def least(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
-    """Return the heartbeats of at most LISTED ranks with the least progress, the least first, and
-    of that with the most.
+    """Return the heartbeats of ranks with the least progress, least first, and the most.
+
+    At most LISTED ranks have the least.
 
     The rank with the most progress may have skipped a collective in which all others wait. This
     overview of ranks has the same size for any number of them.
@@ -166,14 +166,13 @@ class Table:
         return None
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the heartbeats of the node's ranks that have written one, in order of local
-        rank.
-        """
+        """Return the heartbeats of the node's ranks that have one, in order of local rank."""
         return [beat for beat in map(self.read, range(self.size)) if beat]
 
     def everyone(self) -> list[Heartbeat]:
-        """Return those with the `least` progress of all ranks; what ranks of other nodes did is up
-        to two seconds old.
+        """Return those with the `least` progress of all ranks.
+
+        What ranks of other nodes did is up to two seconds old.
         """
         record = self.read("overview")
         return record["ranks"] if record else least(self.heartbeats())
@@ -195,8 +194,7 @@ class OwnHeartbeat:
         self._lock = threading.Lock()
 
     def at(self, doing: str, epoch: int | None = None, step: int | None = None) -> None:
-        """Record progress: the main thread enters the phase `doing`, one of PHASES, at this epoch
-        and step.
+        """Record progress: the main thread enters a phase of PHASES at this epoch and step.
 
         This costs a few microseconds per step. If the rank is killed, the table has its last phase;
         only the phase "loading", with which every step begins, is written up to half a second late,
@@ -223,8 +221,7 @@ def start_of(row: str | int) -> int:
 
 
 class NodeLink(threading.Thread):
-    """A thread that copies rows between this node's table and the store, over a connection of its
-    own.
+    """A thread that copies rows between this node's table and the store, by its own connection.
 
     Attributes:
         vanished: on node 0, the rank with the least progress on a node that has vanished; None if
@@ -241,8 +238,9 @@ class NodeLink(threading.Thread):
         self._last = threading.Event()  # the next exchange is the last one
 
     def stop(self) -> None:
-        """Stop the thread after one more exchange, by which the others learn of a failure, or that
-        this rank is done.
+        """Stop the thread after one more exchange.
+
+        By it the others learn of a failure, or that this rank is done.
         """
         self._last.set()
         self.join(STOP)

@@ -139,8 +139,7 @@ def lock(path: Path, wait: float) -> TextIO:
 
 
 def find_launch(root: Path, launch: str) -> str | None:
-    """Return the name of the run directory that a launch used before a restart; None if there is
-    none.
+    """Return the name of the run directory of a launch before a restart; None if there is none.
 
     Args:
         root: the config's `runs_dir`.
@@ -178,9 +177,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if it does not exist or cannot be parsed (it may just
-    be being written).
-    """
+    """Return the content of a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -194,8 +191,7 @@ def write_status(
     step: int,
     heartbeats: Path | None = None,
 ) -> None:
-    """Write `status.json` for scripts, because torchrun's exit code does not distinguish these
-    outcomes.
+    """Write `status.json` for scripts, as torchrun's exit code does not distinguish outcomes.
 
     Args:
         path: the run directory. The file's key `launch` is torchrun's run id.

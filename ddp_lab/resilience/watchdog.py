@@ -1,5 +1,6 @@
-"""The watchdog: a thread of each rank that finds lost and hanging ranks and nodes, and the report
-of the first failure.
+"""The watchdog: a thread of each rank that finds lost and hanging ranks and nodes.
+
+It also reports the first failure.
 
 It looks at the table of heartbeats (heartbeats.py) twice a second, even while the main thread waits
 in a collective for a rank that never arrives. Only the first failure is reported: on the screen, in
@@ -194,8 +195,7 @@ class Watchdog:
         return None
 
     def _hang(self, leads: bool) -> Found | None:
-        """Return the rank for which the others wait, if none makes progress and this rank has to
-        report it.
+        """Return the rank for which the others wait, if this one has to report a hang.
 
         The time is counted in looks: while this process is suspended, nothing is counted. Reported
         is the rank with the least progress, or one that lacks the collective in which that rank
@@ -245,8 +245,9 @@ class Watchdog:
         return suspect, "hang", what
 
     def failed(self, error: BaseException) -> None:
-        """Report an exception of the main thread if it is the first failure; otherwise append it to
-        this rank's log only.
+        """Report an exception of the main thread if it is the first failure.
+
+        Otherwise append it to this rank's log only.
         """
         from ddp_lab.config.causes import is_secondary
         from ddp_lab.data.lost_worker import find_lost_worker
@@ -309,9 +310,7 @@ class Watchdog:
         return first
 
     def leave(self, grace: float) -> None:
-        """Exit with code 1 unless the main thread, which may hang, stops the watchdog within
-        `grace` seconds.
-        """
+        """Exit with code 1 unless the main thread stops the watchdog within `grace` seconds."""
         if self.own["called"] and (failure := self.table.read("failure")):
             from ddp_lab.resilience import flight_recorder
 

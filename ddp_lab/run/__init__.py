@@ -1,3 +1,4 @@
-"""The construction of a run from its config (build.py), its execution (train.py), and what is done
-with a trained run.
+"""The construction of a run from its config, its execution, and what follows training.
+
+These are build.py, train.py, and the other files.
 """

@@ -1,5 +1,6 @@
-"""The construction of a run from its config: what the config names is built here, and everything
-else gets values.
+"""The construction of a run from its config.
+
+What the config names is built here, and everything else gets values.
 
     cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders
     -> settings
@@ -33,7 +34,7 @@ from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel, ModelSpec
-from ddp_lab.observe.log import telling
+from ddp_lab.observe.log import log_if_slow
 from ddp_lab.run import checks
 from ddp_lab.run.data_record import input_shape_of, read_data
 from ddp_lab.run.job import CheckpointSettings, Job, RunSettings
@@ -118,7 +119,7 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     loaded: list[Dataset] = []
     source = make_source(plain(data), cfg.seed)
     # The log begins with the run directory.
-    slow = telling("preparing the data: downloading or reading", partial(print, flush=True))
+    slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
     with slow if runtime.rank == 0 else nullcontext():
         runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
@@ -159,8 +160,9 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
 
 
 def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
-    """Return how images are transformed according to the config group `data`; None if it holds a
-    dataset in memory.
+    """Return how images are transformed according to the config group `data`.
+
+    Return None if it names a dataset in memory.
     """
     if "image_size" not in data:
         return None
@@ -208,8 +210,9 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
 def build_loss(
     node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False
 ) -> LossFunction | None:
-    """Construct the loss that `_target_` names: a class, which is called once, or a function, which
-    is the loss itself.
+    """Construct the loss that `_target_` names: a class or a function.
+
+    A class is called once; a function is the loss itself.
 
     Either is given reduction="none" if it has a parameter of that name.
 
@@ -240,8 +243,7 @@ def build_loss(
 
 
 def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
-    """Construct the shape of a schedule that `_target_` names, and try it over the epochs of the
-    run.
+    """Construct the shape of a schedule that `_target_` names, and try it over the run's epochs.
 
     Args:
         node: the config group `scheduler`.
@@ -374,8 +376,7 @@ def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype)
 def arrange(
     cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task
 ) -> Job:
-    """Let the strategy decide who holds which part of the model, and return the job without
-    loaders.
+    """Let the strategy decide who has which part of the model, and return the job without loaders.
 
     Collective on GPUs.
 
@@ -408,7 +409,7 @@ def arrange(
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
     strategy.example, _ = dataset.train.example(2, "meta")
     if dataset.train.is_tree:
-        strategy.refusals |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+        strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)
@@ -462,8 +463,9 @@ def what_is_wanted(cfg: DictConfig) -> Wanted:
 
 
 def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
-    """Return the size in bytes of a checkpoint's tensors: the unsharded model, its averages and the
-    optimizer's state.
+    """Return the size in bytes of a checkpoint's tensors.
+
+    They are the unsharded model, its averages and the optimizer's state.
 
     Args:
         optimizer: constructs the optimizer of a list of parameters.
@@ -528,8 +530,9 @@ def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
-    """Return the metric of the validation set that chooses the best checkpoint; None: the last
-    weights are the result.
+    """Return the metric of the validation set that chooses the best checkpoint.
+
+    With None the last weights are the result.
     """
     best = cfg.checkpoint.best
     return ("val_loss" if dataset.val is not None else None) if best == "auto" else best

@@ -1,6 +1,4 @@
-"""The checks of a run before its directory is created: everything that can be refused is refused
-here.
-"""
+"""The checks of a run before its directory is created: what can be refused is refused here."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -77,8 +75,9 @@ def warning(name: str, text: str) -> "Finding":
 
 
 def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> None:
-    """Check that the sets and metrics exist that choose the best checkpoint, the result of a sweep,
-    and the last epoch.
+    """Check that the sets and metrics exist by which a run chooses.
+
+    It chooses the best checkpoint, the result of a sweep, and the last epoch.
 
     Args:
         wanted: the values of the keys SELECTING.

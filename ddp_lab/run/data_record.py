@@ -1,6 +1,4 @@
-"""What a run records of its data, in data.json of the run directory, for launches and commands that
-continue it.
-"""
+"""What a run records of its data, in data.json, for launches and commands that continue it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -127,9 +125,7 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
 
 
 def input_shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of a sample's input, by default that of an image; () if it consists of
-    several tensors.
-    """
+    """Return the shape of a sample's input, or of an image; () if it has several tensors."""
     if "input_shape" not in shape and "in_channels" not in shape:
         return ()
     return tuple(

@@ -1,6 +1,4 @@
-"""The command `ddp-lab doctor`, below its arguments: what a report of a bug needs, and the checks
-of train.py before a run.
-"""
+"""The command `ddp-lab doctor`: what a report of a bug needs, and the checks before a run."""
 
 import os
 import platform
@@ -35,8 +33,9 @@ IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")
 
 
 def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Finding]:
-    """Return what a report of a bug needs before the findings: versions, environment variables and
-    config, without secrets.
+    """Return what a report of a bug needs before the findings.
+
+    It has versions, environment variables and config, without secrets.
 
     Args:
         usual: the default values, by key.
@@ -79,8 +78,9 @@ def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Findin
 
 
 def shown(key: str, value: object) -> str:
-    """Return a value for a report that strangers read: without secrets, by the name of its key or
-    its place in a URL.
+    """Return a value for a report that strangers read, without secrets.
+
+    A secret is known by the name of its key or its place in a URL.
     """
     return "(hidden)" if SECRET.search(key) and value else IN_URL.sub("(hidden)", str(value))
 
@@ -159,9 +159,7 @@ def describe_backend(runtime: Runtime) -> Finding:
 
 
 def describe(job: Job) -> list[Finding]:
-    """Return findings with the sizes of the run's parts; a warning if the batch is larger than the
-    training set.
-    """
+    """Return findings with the run's sizes; a warning if the training set is less than a batch."""
     dataset = job.dataset
     strategy = job.strategy
     plan = job.plan

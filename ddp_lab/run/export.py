@@ -1,6 +1,4 @@
-"""A trained model as a file for other programs: its weights, or its computation with a batch of any
-size.
-"""
+"""A trained model as a file for other programs: weights, or a computation for any batch size."""
 
 import json
 import warnings
@@ -53,9 +51,7 @@ def describe_input(run: TrainedRun) -> str:
 
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
-    """Write parameters and buffers by name; the metadata have the classes and the normalisation as
-    JSON.
-    """
+    """Write parameters and buffers by name; the metadata have classes and normalisation as JSON."""
     values = {"classes": run.data.classes, "mean": run.inputs.mean, "std": run.inputs.std}
     write_weights(
         path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()}
@@ -88,9 +84,7 @@ def write_pt2(run: TrainedRun, path: Path) -> None:
 
 @contextmanager
 def exporting(path: Path) -> Generator[None]:
-    """Report what torch cannot export as a ConfigError, without warnings that are about torch's own
-    code.
-    """
+    """Report what torch cannot export as a ConfigError, without warnings about torch's own code."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -106,8 +100,9 @@ def exporting(path: Path) -> Generator[None]:
 
 
 def example(data: DataRecord) -> torch.Tensor:
-    """Return two inputs in the shape that the model expects: from one, torch.export would conclude
-    that there is always one.
+    """Return two inputs in the shape that the model expects.
+
+    From one, torch.export would conclude that there is always one.
     """
     return torch.zeros(
         2, *input_shape_of(data.shape), dtype=torch.int64 if "vocabulary" in data.shape else None

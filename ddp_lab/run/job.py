@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The values of the config group `checkpoint`; `best` is None if the last weights are the
-    result.
-    """
+    """The values of the config group `checkpoint`; `best` is None if the last weights are it."""
 
     every_epochs: int
     every_steps: int | None
@@ -116,14 +114,11 @@ class Job:
 
     @property
     def options(self) -> PerformanceOptions:
-        """The performance options: of the config, as far as they are supported, and of
-        speed=auto.
-        """
+        """The performance options: of the config, as far as supported, and of speed=auto."""
         return self.recipe.performance
 
     def full_rate(self) -> float | None:
-        """Return the samples per second at which the devices compute with the FLOP/s of their data
-        sheet; None: unknown.
+        """Return the samples per second at the peak of the devices' data sheet; None: unknown.
 
         Call it before `trainer`, which cuts the model.
         """

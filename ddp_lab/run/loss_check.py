@@ -1,6 +1,4 @@
-"""The check of a run's loss before the ranks are connected: whether the run divides a loss over the
-batch.
-"""
+"""The check of a run's loss before the ranks connect: is a loss over the batch divided."""
 
 from functools import partial
 
@@ -18,8 +16,9 @@ from ddp_lab.training.divided_loss import Division, Samples, check_loss, outputs
 def check_divided_loss(
     over_batch: bool, division: Division, dataset: Dataset, model: nn.Module, task: Task, key: str
 ) -> list[str]:
-    """Check that the run does not divide a loss over the batch, unless loss_over_batch=true; return
-    notes for the log.
+    """Check that the run does not divide a loss over the batch; return notes for the log.
+
+    loss_over_batch=true allows it.
 
     Args:
         over_batch: whether loss_over_batch=true allows it.
@@ -41,9 +40,7 @@ def check_divided_loss(
 
 
 def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:
-    """Return outputs of the model for random inputs, and the targets of the first samples of the
-    training set.
-    """
+    """Return outputs of the model for random inputs, and targets of the first training samples."""
     train = dataset.train
     inputs, _ = train.example(2)
     targets = [train.sample(0, index)[1] for index in range(min(SAMPLES, train.size))]

@@ -19,9 +19,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 class Prediction(NamedTuple):
-    """The most probable classes of an image, with their probabilities, the most probable one
-    first.
-    """
+    """The most probable classes of an image, with their probabilities, in descending order."""
 
     path: str
     classes: list[str]
@@ -29,8 +27,7 @@ class Prediction(NamedTuple):
 
 
 def find_images(names: Sequence[str]) -> list[str]:
-    """Return the image files that files, folders (with subfolders) and globs stand for, without
-    duplicates.
+    """Return the image files that files, folders and globs stand for, without duplicates.
 
     Raises:
         ConfigError: a name stands for no image.

@@ -62,8 +62,9 @@ class Run:
         self.over = self.state != "running" and (here or time.time() - self.changed > DAY)
 
     def best(self) -> tuple[str, float | None]:
-        """Return name and value of the metric that chose the best checkpoint, in its epoch; without
-        one, as `objective`.
+        """Return name and value of the metric that chose the best checkpoint, in its epoch.
+
+        Without one, return the same as `objective`.
         """
         criterion = (read_json(self.path / "data.json") or {}).get("criterion")
         links = (
@@ -79,9 +80,7 @@ class Run:
         return objective(self.path / "metrics.jsonl", "auto")
 
     def is_removable(self) -> bool:
-        """Return whether it is over, is in `root` itself, and has neither a finished epoch nor a
-        checkpoint now.
-        """
+        """Return whether it is over, in `root` itself, and has neither epoch nor checkpoint."""
         linked = self.path.is_symlink() or (self.path.parent.is_symlink() and "/" in self.name)
         results = read_epochs(self.path / "metrics.jsonl") or any(self.path.glob("checkpoints/*"))
         return self.over and not linked and not results
@@ -107,8 +106,7 @@ class Run:
 
 
 def find_runs(root: Path) -> list[Run]:
-    """Return the runs in runs_dir and in the directories of sweeps there, the one that changed last
-    at the end.
+    """Return the runs in runs_dir and in directories of sweeps there, the last changed one last.
 
     Raises:
         ConfigError: it is no directory, or it is not readable. If nothing is there, there are no

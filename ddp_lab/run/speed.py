@@ -20,7 +20,7 @@ def find_options(
         dataset: in host memory.
         model: the complete model.
     """
-    reasons = refusals_of(strategy, model)
+    reasons = unsupported_options(strategy, model)
     if wanted.speed != AUTO or strategy.device.type != "cuda":
         options = dict(wanted.options)
         if options["loader"] == AUTO and bytes_of(dataset) is None:
@@ -39,16 +39,15 @@ def find_options(
     return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
 
 
-def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
-    """Return why an option is not supported by the strategy, the model or the device, by name; no
-    entry if it is.
+def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
+    """Return why options are not supported by strategy, model or device, by name of the option.
 
     Args:
         strategy: after `Strategy.partition`.
         model: the complete model.
     """
     device = strategy.device.type
-    reasons = dict(strategy.refusals)
+    reasons = dict(strategy.unsupported)
     if (strategy.compiled_by_block or strategy.bucket_sizes) and not isinstance(model, Chain):
         reasons["compile"] = (
             f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
@@ -68,10 +67,10 @@ def refusals_of(strategy: Strategy, model: nn.Module) -> dict[str, str]:
         reasons["cuda_graph"] = (
             "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
         )
-    unsupported = f"not supported by strategy={strategy.name}"
+    by_strategy = f"not supported by strategy={strategy.name}"
     for name in KEYS:
-        if name != "loader" and name not in strategy.performance_options:
-            reasons[name] = strategy.refusals.get(name, unsupported)
+        if name != "loader" and name not in strategy.supported_options:
+            reasons[name] = strategy.unsupported.get(name, by_strategy)
     return reasons
 
 

@@ -1,6 +1,4 @@
-"""Execution of a run: create its directory, train under the guard and the watchdog, record the
-outcome.
-"""
+"""Execution of a run: create its directory, train under guard and watchdog, record the outcome."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, setup_logging, telling
+from ddp_lab.observe.log import log, log_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
@@ -23,7 +21,7 @@ from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, RunSettings
 from ddp_lab.training.hooks import Hook, Run, close_all
-from ddp_lab.training.loop import fit, why_over
+from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.progress import Progress
@@ -127,7 +125,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     progress = checkpoints.resume(source, job.plan.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, kept.best)
-    if reasons := why_over(progress, job.fit_settings):
+    if reasons := stop_reasons(progress, job.fit_settings):
         if runtime.rank == 0:
             why = " and ".join(reasons.values())
             raised = " and ".join(reasons)
@@ -209,8 +207,7 @@ def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
-    """Return the step to train with: in eager mode, or compiled and captured as the job's options
-    say.
+    """Return the step to train with: in eager mode, or compiled and captured by the job's options.
 
     Collective.
     """
@@ -223,7 +220,7 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
     steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(
         progress
     )
-    with telling("preparing the training step: capturing or warming it up"):
+    with log_if_slow("preparing the training step: capturing or warming it up"):
         built = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
     # other loader.
@@ -263,8 +260,7 @@ def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
 def log_result(
     job: Job, run_dir: RunDir, progress: Progress, checkpoints: Checkpoints
 ) -> dict[str, Any]:
-    """Log, and return for the trackers, the epoch whose weights are the result, its metrics, and
-    the checkpoint.
+    """Log and return the epoch whose weights are the result, its metrics, and the checkpoint.
 
     Args:
         job: of the run.

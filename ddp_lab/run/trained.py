@@ -1,6 +1,4 @@
-"""A trained run: one of its checkpoints, opened in one process without data, or evaluated under any
-strategy.
-"""
+"""A trained run: a checkpoint opened in one process without data, or evaluated under a strategy."""
 
 import sys
 from contextlib import nullcontext
@@ -13,7 +11,7 @@ from torch import nn
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.images import ImageOptions
-from ddp_lab.observe.log import log, telling
+from ddp_lab.observe.log import log, log_if_slow
 from ddp_lab.run.data_record import DataRecord, compare_data, find_data
 from ddp_lab.run.job import Job
 from ddp_lab.tasks.base import Task
@@ -130,7 +128,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     place(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
     slow = (
-        telling("evaluating", partial(print, file=sys.stderr))
+        log_if_slow("evaluating", partial(print, file=sys.stderr))
         if runtime.rank == 0
         else nullcontext()
     )

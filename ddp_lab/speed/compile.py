@@ -63,7 +63,7 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
             f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
         )
     if strategy.bucket_sizes:
-        assert isinstance(model, Chain)  # `refusals_of`
+        assert isinstance(model, Chain)  # `unsupported_options`
         pieces = model.pieces(*strategy.bucket_sizes)
         model.execute_in(map(compile_fn, pieces))
         return f"the model in {count(len(pieces), 'piece')}"
@@ -96,8 +96,9 @@ def count(number: int, noun: str) -> str:
 
 @contextmanager
 def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> Generator[None]:
-    """Let torch.compile compile a step, except its collectives, in the body; shapes that come later
-    run in eager mode.
+    """Let torch.compile compile a step, except its collectives, in the body.
+
+    Shapes that come later run in eager mode.
 
     On a GPU convolutions are padded, and cuDNN times all its kernels for every new convolution and
     uses the fastest. The compilers, processes that this thread starts, do not receive the signals

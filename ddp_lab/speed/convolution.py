@@ -1,5 +1,6 @@
-"""What makes convolutions fast on GPUs: channels padded to multiples of 8 (channels_last.py has the
-memory format).
+"""What makes convolutions fast on GPUs: channels padded to multiples of 8.
+
+channels_last.py has the memory format.
 
 Tensor cores need such multiples. Without explicit padding, cuDNN pads in separate kernels, before
 and after each of a convolution's three matrix multiplications (outputs, gradient of the inputs,
@@ -16,8 +17,7 @@ from torch import nn
 
 
 class PaddedConv2d(nn.Conv2d):
-    """A convolution that pads its channels to multiples of 8 when compiled; in eager mode it is an
-    nn.Conv2d.
+    """A convolution that pads its channels to multiples of 8 when compiled; else an nn.Conv2d.
 
     Only for convolutions for which `can_be_rewritten` returns True.
     """
@@ -49,8 +49,7 @@ def pad_convolutions(model: nn.Module) -> None:
 
 
 def can_be_rewritten(conv: nn.Conv2d) -> bool:
-    """Return whether PaddedConv2d supports `conv`: groups=1, padding_mode="zeros", and padding
-    given as numbers.
+    """Return whether PaddedConv2d supports `conv`: groups=1, zeros as padding, by numbers.
 
     Shards are not supported, because fully_shard gathers them into the module that it was applied
     to.
@@ -67,8 +66,7 @@ def can_be_rewritten(conv: nn.Conv2d) -> bool:
 def as_product(
     images: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]
 ) -> torch.Tensor:
-    """Compute a convolution as one matrix multiplication, with one row for the inputs of each
-    output pixel (im2col).
+    """Compute a convolution as one matrix multiplication of a row per output pixel (im2col).
 
     The method is that of Chellapilla et al. 2006, "High performance convolutional neural networks
     for document processing".

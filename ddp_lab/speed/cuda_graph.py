@@ -61,13 +61,14 @@ class GraphStep:
         with self._rate_on_device(), torch.autograd.set_multithreading_enabled(False):
             with first_steps:
                 warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
-            for count in others:
-                warm_up(self.step, partial(self._first_batch, count), WARM_UP)
+            for global_size in others:
+                warm_up(self.step, partial(self._first_batch, global_size), WARM_UP)
             self._require_no_wait(self._first_batch(largest))
             pool = torch.cuda.graph_pool_handle()
-            for count in (largest, *others):
-                self.graphs[count] = captured(
-                    lambda count=count: self.step.compute(self.gather(count)), pool
+            for global_size in (largest, *others):
+                self.graphs[global_size] = captured(
+                    lambda global_size=global_size: self.step.compute(self.gather(global_size)),
+                    pool,
                 )
 
     def _require_no_wait(self, batch: Batch) -> None:
@@ -103,9 +104,7 @@ class GraphStep:
                 group["lr"] = rate
 
     def batches(self, loader: Loader) -> Iterator[int]:
-        """Yield the number of samples of the remaining batches of the epoch, then draw the next
-        epoch's sample order.
-        """
+        """Yield the sizes of the epoch's remaining batches, then draw the next sample order."""
         loader.start_epoch()
         yield from loader.counts()
         loader.prefetch_epoch()
@@ -126,17 +125,17 @@ class GraphStep:
         else:
             self.step(self.gather(batch))
 
-    def compute(self, count: int) -> None:
+    def compute(self, global_size: int) -> None:
         """Queue the work of a step on the next batch, which has this number of samples."""
-        self.graphs[count].replay()
+        self.graphs[global_size].replay()
 
     def gather(self, batch: int) -> Batch:
         """Return the next batch, which has this number of samples in the GLOBAL batch."""
         return self.loader.next_batch(batch)
 
-    def _first_batch(self, count: int) -> Batch:
+    def _first_batch(self, global_size: int) -> Batch:
         self.loader.start_epoch()
-        return self.gather(count)
+        return self.gather(global_size)
 
 
 def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
@@ -157,8 +156,7 @@ def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
-    """Run steps that compile, choose kernels and allocate everything, and restore the state after
-    them.
+    """Run steps that compile, choose kernels and allocate everything, then restore the state.
 
     Collective.
 
@@ -169,13 +167,13 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
     with unchanged(step):
         # Kernels are timed in one micro-batch without collectives, which would occupy a part of the
         # GPU meanwhile.
-        inputs, targets, count = step.mixed(batch())
+        inputs, targets, global_size = step.mixed(batch())
         accumulate = step.options.accumulate
         with step.strategy.no_sync():
             first = chunk((inputs, targets), accumulate)[0]
-            real = min(step.strategy.real_samples(count), size(first))
+            num_valid = min(step.strategy.valid_samples(global_size), size(first))
             # another divisor would compile the loss again
-            step.strategy.add_gradient(*first, real, float(count))
+            step.strategy.add_gradient(*first, num_valid, float(global_size))
         step.optimizer.zero_grad()
         for _ in range(times):
             step.compute(batch())
@@ -183,8 +181,9 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
 
 @contextmanager
 def unchanged(step: Step) -> Generator[None]:
-    """Restore weights, buffers, their averages, the optimizer's state and the running sums, in
-    place, when the body ends.
+    """Restore the state of the training, in place, when the body ends.
+
+    That is weights, buffers, their averages, the optimizer's state and the running sums.
 
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """

@@ -1,5 +1,6 @@
-"""The fastest step that works: the options that speed=auto has chosen are tried and measured, and
-what fails is given up.
+"""The fastest step that works.
+
+The options that speed=auto has chosen are tried and measured, and what fails is given up.
 """
 
 import gc
@@ -33,8 +34,7 @@ WORTH_EACH = 1.0
 def build_step(
     options: PerformanceOptions, step: Step, loader: Loader, steps_left: int
 ) -> Step | GraphStep:
-    """Return the step to train with, compiled and captured according to the options, and log what
-    was chosen.
+    """Return the step to train with, compiled and captured by the options, and log what was chosen.
 
     Collective.
 
@@ -81,8 +81,7 @@ def build_what_works(
 
 
 def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | GraphStep:
-    """Return the step, compiled and captured according to the options, of which `compile` is not
-    "auto".
+    """Return the step, compiled and captured by options of which `compile` is not "auto".
 
     Collective.
     """
@@ -103,8 +102,7 @@ def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | Gra
 
 
 def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `build` returns; or None and the first line of an error, if it failed on any
-    rank.
+    """Return what `build` returns; or None and the first line of an error if it failed on any rank.
 
     Collective.
     """
@@ -136,8 +134,7 @@ def reset(step: Step, options: PerformanceOptions) -> None:
 
 
 def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool, str]:
-    """Return whether the rest of the run is long enough to earn the time that compiling takes, and
-    why.
+    """Return whether the rest of the run is long enough to repay the time of compiling, and why.
 
     Collective.
 
@@ -157,9 +154,7 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
 
 
 def layers_to_compile(strategy: Strategy) -> int:
-    """Return the number of layers with parameters for which code is generated: of equal blocks
-    those of one.
-    """
+    """Return how many layers with parameters get code of their own: equal blocks count once."""
     blocks = [strategy.module]
     if strategy.compiled_by_block or repeats(strategy.module):
         blocks = list({kind(block): block for block in strategy.module.children()}.values())

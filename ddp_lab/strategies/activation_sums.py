@@ -1,9 +1,8 @@
-"""Sums of activations over the ranks along tp, which begin at one place of the program and end at a
-later one.
+"""Sums of activations over the ranks along tp, begun at one place and ended later.
 
 What is computed between the two places hides the communication:
 
-    own --start_sum--> [the gradient of a weight, the next chunk] --finish_sum--> the sum, on every rank
+    own --start_sum--> [gradient of a weight, next chunk] --finish_sum--> the sum, on every rank
 
 The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with
 sequence parallelism, each has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the
@@ -58,8 +57,7 @@ def make_group(
 
 
 def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
-    """Return all tokens, [b, n, width], for those that this rank has, [b, n / ranks, width] or
-    already all.
+    """Return all tokens, [b, n, width], for those of this rank, [b, n / ranks, width] or all.
 
     Collective.
     """
@@ -86,8 +84,7 @@ def start_sum(own: torch.Tensor, group: TokenGroup) -> torch.Tensor:
 def finish_sum(
     own: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup
 ) -> torch.Tensor:
-    """Return the sums of chunks of a batch, of those tokens that the rank has between two pairs, as
-    one tensor.
+    """Return the sums of a batch's chunks, of the rank's tokens between two pairs, as one tensor.
 
     Args:
         own: what this rank has added, by chunk along the first dimension.

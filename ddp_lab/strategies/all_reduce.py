@@ -4,7 +4,7 @@ With W ranks and n bytes of gradients:
 
 | algorithm | bytes that a rank sends, and receives | messages | |
 |---|---|---|---|
-| star | rank 0: (W-1) n; the others: n | two collectives per tensor | the naive way: rank 0 gathers, adds, broadcasts |
+| star | rank 0: (W-1) n; others: n | two collectives per tensor | rank 0 gathers, adds and sends |
 | per_tensor | 2 n (W-1)/W | one collective per tensor | |
 | flat | 2 n (W-1)/W | one collective | |
 | ring | 2 n (W-1)/W | 2 (W-1) per rank | the library's ring, written with send and receive |
@@ -76,8 +76,8 @@ def ring(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     The gradients are cut into W chunks. In every round each rank sends one chunk to its right
     neighbour and receives one from its left neighbour, so all links are busy at once.
 
-        reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own; then each rank has one complete sum
-        all-gather,     W-1 rounds: the complete sums are passed on, until every rank has all of them
+        reduce-scatter, W-1 rounds: each rank adds the chunk it receives to its own chunk
+        all-gather,     W-1 rounds: the complete sums, one per rank, are passed on to all ranks
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -115,8 +115,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return an algorithm of ALGORITHMS, or the function that a dotted name such as mine.tree
-    names.
+    """Return an algorithm of ALGORITHMS, or the function of a dotted name such as mine.tree.
 
     Raises:
         ConfigError: there is no such function.
@@ -146,8 +145,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> N
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors into one, [n], with the elements of each in the order of
-    `in_memory_order`.
+    """Concatenate the tensors into one, [n], each in the order of `in_memory_order`.
 
     The tensors are split into chunks first, because torch.cat launches as many thread blocks for
     every input as for the largest: ResNet-18's 62 gradients took 160 us on an H200 without
@@ -188,9 +186,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions from that with the largest steps in memory to that with the smallest
-    ones.
-    """
+    """Return the dimensions from the largest steps in memory to the smallest ones."""
     dims = range(tensor.dim())
     return [*dims] if tensor.is_contiguous() else sorted(dims, key=lambda dim: -tensor.stride(dim))
 
@@ -214,8 +210,9 @@ def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
 
 
 def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their type, in order: flattening would convert the gradients of one group
-    to one type.
+    """Group parameters by their type, in order.
+
+    Flattening would convert the gradients of one group to one type.
     """
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -232,8 +229,9 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that are not frozen, each of which has one
-    (`unused.every_gradient`).
+    """Return the gradients of the parameters that are not frozen.
+
+    Each of them has one (`unused.every_gradient`).
     """
     return [gradient_of(parameter) for parameter in trainable(parameters)]
 

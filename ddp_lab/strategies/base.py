@@ -1,5 +1,6 @@
-"""The base class of all strategies: a training step as one device computes it, of which each
-strategy overrides what differs.
+"""The base class of all strategies: a training step as on one device.
+
+Each strategy overrides what differs.
 
 What of it is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
 """
@@ -37,24 +38,24 @@ class Strategy(ABC):
     The methods are called in this order. A strategy must have `setup` and overrides what differs of
     the others:
 
-        strategy = SomeStrategy(runtime, ...)   decides which local batch this rank reads, so it comes before the data
-        strategy.partition(model, samples)      decides which rank holds what
+        strategy = SomeStrategy(runtime, ...)   before the data: which local batch this rank reads
+        strategy.partition(model, samples)      which rank holds what
         (the process group opens, unless the strategy runs in one process)
-        strategy.setup(model)                   moves, wraps or cuts the model; sets `module` and `forward`
+        strategy.setup(model)                   moves, wraps, cuts it; sets `module` and `forward`
         optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
-          no_sync                                 context of all gradient-accumulation steps but the last
-            add_gradient                          forward, loss and backward of one accumulation step
+          no_sync                                 of all gradient-accumulation steps but the last:
+            add_gradient                            forward, loss and backward of one of them
           reduce_gradients                        communication after the last one
         strategy.gradient_norm()                for clipping; then the optimizer's step
         strategy.predict(...)                   logits of a batch, in evaluation
 
     Args:
         runtime: of this rank.
-        inner: sizes of the mesh axes within a replica, by name; the axis dp has the other ranks.
-            Consecutive ranks share a replica, because they are the closest: with tp=2, ranks 0 and
-            1 are replica 0.
+        mesh_axes: sizes of the mesh axes within a replica, by name; the axis dp has the other
+            ranks. Consecutive ranks share a replica, because they are the closest: with tp=2,
+            ranks 0 and 1 are replica 0.
         batch_norm: ranks over which BatchNorm computes its statistics in training: each rank
             separately (local), or all ranks that read different local batches together (sync).
 
@@ -81,8 +82,8 @@ class Strategy(ABC):
         parameter_hooks: of the user, found before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is
             no pipeline.
-        refusals: why options of the strategy exclude a performance option, by its name. Known after
-            `partition`.
+        unsupported: why options of the strategy exclude a performance option, by its name. Known
+            after `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
         watches_writes: whether the model has code that may change a parameter in a later forward
@@ -95,7 +96,7 @@ class Strategy(ABC):
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
-            supported by the strategy, or the number of ranks is not divisible by an inner axis.
+            supported by the strategy, or the number of ranks is not divisible by the mesh axes.
     """
 
     # by shards, so that hooks on those of the user's model would be lost
@@ -105,7 +106,7 @@ class Strategy(ABC):
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     # the supported ones of ALL_PERFORMANCE_OPTIONS
-    performance_options: ClassVar[frozenset[str]] = frozenset()
+    supported_options: ClassVar[frozenset[str]] = frozenset()
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
     # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     bucket_sizes: tuple[float, ...] = ()
@@ -125,7 +126,7 @@ class Strategy(ABC):
     def __init__(
         self,
         runtime: Runtime,
-        inner: Mapping[str, int] | None = None,
+        mesh_axes: Mapping[str, int] | None = None,
         batch_norm: BatchNorm = "local",
     ):
         if self.one_process and runtime.world_size > 1:
@@ -142,12 +143,12 @@ class Strategy(ABC):
         self.runtime = runtime
         self.device = runtime.device
         self.num_devices = runtime.world_size
-        inner = inner or {}
-        require_division(runtime.world_size, inner)
-        ranks_per_replica = math.prod(inner.values())
+        mesh_axes = mesh_axes or {}
+        require_division(runtime.world_size, mesh_axes)
+        ranks_per_replica = math.prod(mesh_axes.values())
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
-        self.axes = {"dp": self.dp_size, **inner}
+        self.axes = {"dp": self.dp_size, **mesh_axes}
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
@@ -161,7 +162,7 @@ class Strategy(ABC):
         )
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
-        self.refusals: dict[str, str] = {}
+        self.unsupported: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
         self.watches_writes = False
         self.idle: frozenset[str] = frozenset()
@@ -170,9 +171,7 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """The value of `strategy=` that selects it; of a class from outside the name of the
-        class.
-        """
+        """The value of `strategy=` that selects it; of a class from outside its name."""
         package, _, file = type(self).__module__.rpartition(".")
         return file if package == __package__ else type(self).__name__
 
@@ -235,8 +234,7 @@ class Strategy(ABC):
             require_no_others(model, self.example)
 
     def _require_constant_buffers(self, model: nn.Module, example: "Tree") -> None:
-        """Raise a ConfigError if a buffer changes in every forward pass, of which each micro-batch
-        makes one.
+        """Raise a ConfigError if a buffer changes in every forward pass: once per micro-batch.
 
         Those of BatchNorm are the exception: the log says that they are computed from
         micro-batches.
@@ -275,15 +273,15 @@ class Strategy(ABC):
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
 
-    def real_samples(self, count: int) -> int:
+    def valid_samples(self, global_size: int) -> int:
         """Return how many samples of this rank's local batch are no padding.
 
-        A rank reads every `dp_size`-th of `count`, those of the GLOBAL batch.
+        A rank reads every `dp_size`-th of `global_size`, those of the GLOBAL batch.
         """
-        return len(range(self.dp_rank, count, self.dp_size))
+        return len(range(self.dp_rank, global_size, self.dp_size))
 
     def forward_backward(
-        self, inputs: "Tree", targets: "Tree", count: int, accumulate: int = 1
+        self, inputs: "Tree", targets: "Tree", global_size: int, accumulate: int = 1
     ) -> torch.Tensor:
         """Compute `.grad` of the mean loss over the GLOBAL batch, the same on every replica.
 
@@ -294,8 +292,8 @@ class Strategy(ABC):
                 model.
             targets: [b, ...], as the task's losses take them; or a tuple or dict of such tensors;
                 or None.
-            count: number of samples in the GLOBAL batch, without padding, which is at the end of
-                the local batch.
+            global_size: number of samples in the GLOBAL batch, without padding, which is at the end
+                of the local batch.
             accumulate: number of gradient-accumulation steps. Only one micro-batch's activations
                 are in memory at a time.
 
@@ -306,7 +304,7 @@ class Strategy(ABC):
             check = self.check_first
             self.check_first = None
             check(inputs)
-        left = self.real_samples(count)
+        left = self.valid_samples(global_size)
         micro_batches: list[tuple[Tree, Tree, int]] = []
         parts: list[tuple[Tree, Tree]] = [(inputs, targets)]
         if accumulate > 1:
@@ -315,8 +313,8 @@ class Strategy(ABC):
             parts = chunk((inputs, targets), accumulate)
         for part in parts:
             own, _ = part
-            real = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
-            left -= real
+            num_valid = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
+            left -= num_valid
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
             # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
             # because every rank must compute every micro-batch, and many models fail for none.
@@ -326,17 +324,17 @@ class Strategy(ABC):
             if self.find_unused_parameters:
                 # A rank of shards must make the collectives of a pass; it lets a sample that does
                 # not count use nothing.
-                kept = max(real, 1) if self.sharded else real
+                kept = max(num_valid, 1) if self.sharded else num_valid
             elif (
                 self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor)
             ):
-                kept = max(real, 1)
+                kept = max(num_valid, 1)
             if kept is not None:
                 from ddp_lab.data.trees import rows
 
                 part = rows(part, slice(kept))
-            micro_batches.append((*part, real))
-        divisor = float(count)
+            micro_batches.append((*part, num_valid))
+        divisor = float(global_size)
         *early, last = micro_batches
         with self.no_sync():
             results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -344,7 +342,7 @@ class Strategy(ABC):
         self.reduce_gradients()
         sums = reduce(torch.add, results)
         if self.task.weighted:
-            self._divide_by_weight(sums[-1], count)
+            self._divide_by_weight(sums[-1], global_size)
         if self.parameter_hooks:
             from ddp_lab.strategies.parameter_hooks import call_hooks
 
@@ -352,33 +350,31 @@ class Strategy(ABC):
         return sums
 
     def _add_gradient(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Call `add_gradient`, without BatchNorm's statistics of a micro-batch that is only
-        padding.
-        """
+        """Call `add_gradient`, without BatchNorm's statistics of a mere padding micro-batch."""
         if self.watched:
             from ddp_lab.strategies.idle import uses_reported
 
             with uses_reported(self):
-                return self._add_gradient_of(inputs, targets, real, divisor)
-        return self._add_gradient_of(inputs, targets, real, divisor)
+                return self._add_gradient_of(inputs, targets, num_valid, divisor)
+        return self._add_gradient_of(inputs, targets, num_valid, divisor)
 
     def _add_gradient_of(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        if real > 0 or (
+        if num_valid > 0 or (
             self.batch_norm == "local"
             and isinstance(inputs, torch.Tensor)
             and not self.cuts_padding
         ):
-            return self.add_gradient(inputs, targets, real, divisor)
+            return self.add_gradient(inputs, targets, num_valid, divisor)
         from ddp_lab.strategies.batch_norm import padding_ignored
 
         with padding_ignored(self.module):
-            return self.add_gradient(inputs, targets, real, divisor)
+            return self.add_gradient(inputs, targets, num_valid, divisor)
 
-    def _divide_by_weight(self, weight: torch.Tensor, count: int) -> None:
+    def _divide_by_weight(self, weight: torch.Tensor, global_size: int) -> None:
         """Divide the gradients by the weight of the GLOBAL batch in place of its size. Collective.
 
         The weights are known only after the forward passes: of ignored pixels and padded tokens
@@ -389,27 +385,27 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         # without any weight all gradients are 0
-        scale = torch.where(over_all == 0, 0, count / over_all)
+        scale = torch.where(over_all == 0, 0, global_size / over_all)
         from ddp_lab.strategies.all_reduce import gradients_of
 
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
     def no_sync(self) -> AbstractContextManager[object]:
-        """Return the context of all gradient-accumulation steps but the last: gradients accumulate
-        and are not communicated.
+        """Return the context of all gradient-accumulation steps but the last.
+
+        Gradients accumulate and are not communicated.
         """
         return nullcontext()
 
     def add_gradient(
-        self, inputs: "Tree", targets: "Tree", real: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad` and return the micro-batch's [loss_sum,
-        *task.running, weight].
+        """Add the gradient of one micro-batch to `.grad`; return [loss_sum, *task.running, weight].
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
-            real: number of samples without padding, which is at the end.
+            num_valid: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
         """
         with self._mixed_precision():
@@ -418,15 +414,13 @@ class Strategy(ABC):
             )
         size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
         if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
-            outputs = self._of_samples(outputs, self._size(inputs), real)
-        loss, results = self.measure(self.task, outputs, targets, real, divisor)
+            outputs = self._of_samples(outputs, self._size(inputs), num_valid)
+        loss, results = self.measure(self.task, outputs, targets, num_valid, divisor)
         loss.backward()
         return results
 
     def reduce_gradients(self) -> None:  # noqa: B027, a single device has nothing to communicate
-        """Communicate the gradients that the last backward pass of the step has not
-        communicated.
-        """
+        """Communicate the gradients that the last backward pass of the step has not."""
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the complete model's gradient, [], the same on every rank.
@@ -443,9 +437,7 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def predict(self, inputs: "Tree") -> Any:
-        """Return the outputs of a local batch, for example logits [b, classes], without a
-        gradient.
-        """
+        """Return the outputs of a local batch, such as logits [b, classes], without a gradient."""
         with self._mixed_precision():
             return self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
 
@@ -488,14 +480,15 @@ class Strategy(ABC):
                 "scratch, dp, ddp, fsdp or tp, or put the inputs into one tensor"
             )
 
-    def _of_samples(self, outputs: Any, samples: int, real: int) -> Any:
-        """Return the outputs of a batch, without padding if they are no tensor, from which the loss
-        could cut it.
+    def _of_samples(self, outputs: Any, samples: int, num_valid: int) -> Any:
+        """Return the outputs of a batch, without padding if they are no tensor.
+
+        The loss could cut it only from a tensor.
 
         Args:
             outputs: of the model.
             samples: of its inputs.
-            real: number of samples without padding.
+            num_valid: number of samples without padding.
 
         Raises:
             ConfigError: they are a tensor of other samples, or their padding cannot be cut.
@@ -506,7 +499,7 @@ class Strategy(ABC):
             require_samples(outputs.shape, samples)
             return outputs
         self.cuts_padding = True
-        return without_padding(outputs, samples, real)
+        return without_padding(outputs, samples, num_valid)
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device.
@@ -525,24 +518,24 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
     return strategy.runtime.all_reduce(own if strategy.is_metric_rank else own.zero_())
 
 
-def require_division(ranks: int, inner: Mapping[str, int]) -> None:
+def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
     """Check that the axes within a replica divide the ranks.
 
     Args:
         ranks: number of ranks.
-        inner: sizes of the axes by name.
+        mesh_axes: sizes of the axes by name.
 
     Raises:
         ConfigError: the number of ranks is not divisible by the product of the sizes.
     """
-    size = math.prod(inner.values())
+    size = math.prod(mesh_axes.values())
     if ranks % size:
         given = " ".join(
-            f"strategy.{axis}={length}" for axis, length in inner.items() if length > 1
+            f"strategy.{axis}={length}" for axis, length in mesh_axes.items() if length > 1
         )
-        product = "sizes whose product is " if len(inner) > 1 else ""
+        product = "sizes whose product is " if len(mesh_axes) > 1 else ""
         raise ConfigError(
             f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
-            f"{' x '.join(inner)}, because {ranks} is not divisible by {size}; use "
+            f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
             f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )

@@ -1,10 +1,11 @@
 """BatchNorm under data parallelism.
 
-local: each rank normalises by the mean and variance of its local batch, so the result depends on the number of ranks.
-sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This costs two small collectives
-       per layer in the forward pass and two in the backward pass. The padding of a partial last
-       batch is excluded from the statistics (`Strategy.forward_backward`), also on a rank that has
-       nothing else.
+local: each rank normalises by the mean and variance of its local batch, so the result depends on
+       the number of ranks.
+sync:  all ranks normalise by the mean and variance of the global batch, as one device would. This
+       costs two small collectives per layer in the forward pass and two in the backward pass. The
+       padding of a partial last batch is excluded from the statistics
+       (`Strategy.forward_backward`), also on a rank that has nothing else.
 """
 
 import math
@@ -35,8 +36,9 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' tensors, from which each rank computes its own loss; None as the group
-    means all ranks.
+    """The sum of all ranks' tensors, from which each rank computes its own loss.
+
+    None as the group means all ranks.
 
     The gradient is therefore the sum of all ranks' gradients. torch's own function is deprecated
     since torch 2.15.
@@ -89,8 +91,8 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         assert self.running_mean is not None
-        # sums in bf16 are too coarse for statistics
         dtype = input.dtype
+        # sums in bf16 are too coarse for statistics
         inputs = input.to(self.running_mean.dtype)
         counted = 0 if self.is_padding else len(input)
         local_count = counted * math.prod(input.shape[2:])
@@ -120,8 +122,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalised
 
     def _without_variance(self, input: torch.Tensor, count: int) -> torch.Tensor:
-        """Return outputs for a global batch that is only padding, or raise torch's error for one
-        value per channel.
+        """Return outputs for mere padding, or raise torch's error about one value per channel.
 
         Args:
             input: the local batch, [b, channels, ...].
@@ -215,8 +216,7 @@ def padding_ignored(module: nn.Module) -> Generator[None]:
 
 
 def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> None:
-    """Check that every layer that keeps statistics of its batch can keep those that the mode
-    demands.
+    """Check that every layer that keeps statistics of its batch can keep those that the mode needs.
 
     Args:
         model: complete, or a part of it; on any device.
@@ -247,8 +247,7 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
 
 
 def require_no_others(model: nn.Module, example: Tree) -> None:
-    """Check by a trial that a model computes no statistics of its batch outside of its BatchNorm
-    layers.
+    """Check by a trial that a model computes no statistics of its batch outside BatchNorm layers.
 
     Args:
         model: complete.

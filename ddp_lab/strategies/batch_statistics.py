@@ -24,8 +24,9 @@ ALLOWED = (
 
 
 def why_unsupported(layer: nn.Module) -> str:
-    """Return why a layer's statistics cannot be those of the global batch; empty if they can, or if
-    it keeps none.
+    """Return why a layer's statistics cannot be those of the global batch.
+
+    Return "" if they can, or if it keeps none.
     """
     if isinstance(layer, _InstanceNorm):
         return (
@@ -53,9 +54,7 @@ def why_unsupported(layer: nn.Module) -> str:
 
 @torch.no_grad()
 def is_followed_by_children(layer: _BatchNorm) -> bool:
-    """Return whether a layer computes what torch's BatchNorm does, and then calls its child modules
-    in order.
-    """
+    """Return whether a layer computes torch's BatchNorm, then calls its child modules in order."""
     with torch.random.fork_rng(devices=[]):
         accepted = [
             inputs for inputs in inputs_of(layer, layer.num_features) if accepts(layer, inputs)
@@ -77,9 +76,7 @@ def accepts(layer: _BatchNorm, inputs: torch.Tensor) -> bool:
 
 
 def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool:
-    """Return whether these inputs show no difference to torch's BatchNorm followed by the child
-    modules.
-    """
+    """Return whether these inputs show no difference to torch's BatchNorm before the children."""
     with suppress(Exception):
         own = cast(_BatchNorm, trial_copy(layer).train(training))
         plain = copy.deepcopy(own)
@@ -128,9 +125,7 @@ class Operations(TorchDispatchMode):
 
 @torch.no_grad()
 def changes_buffers(layer: nn.Module, channels: int) -> bool:
-    """Return whether a forward pass in training changes a layer's buffers, or whether this cannot
-    be found out.
-    """
+    """Return whether a forward pass in training changes, or may change, a layer's buffers."""
     changed: list[bool] = []
     with torch.random.fork_rng(devices=[]):
         for inputs in inputs_of(layer, channels):
@@ -163,8 +158,9 @@ def trial_copy(layer: nn.Module) -> nn.Module:
 
 
 def inputs_of(layer: nn.Module, channels: int) -> Iterator[torch.Tensor]:
-    """Yield random inputs of a layer, [b, channels, ...], with two to five dimensions, in the dtype
-    of its statistics.
+    """Yield random inputs of a layer, [b, channels, ...], in the dtype of its statistics.
+
+    They have two to five dimensions.
     """
     dtypes = [buffer.dtype for buffer in layer.buffers() if buffer.is_floating_point()]
     dtype = dtypes[0] if dtypes else torch.get_default_dtype()

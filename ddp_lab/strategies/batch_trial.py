@@ -25,8 +25,7 @@ Buffers = dict[str, torch.Tensor]
 
 
 class Functional(TorchFunctionMode):
-    """Records the modules outside of BatchNorm layers that normalise by the statistics of the
-    batch.
+    """Records the modules outside BatchNorm layers that normalise by the statistics of the batch.
 
     Attributes:
         running: names of the modules whose `forward` is running, the innermost one last.
@@ -55,8 +54,7 @@ class Functional(TorchFunctionMode):
 
 
 def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
-    """Return the name of a module with statistics of the local batch, and the reason; None if none
-    is found.
+    """Return the name of a module with statistics of the local batch, and the reason; or None.
 
     Its state stays as it is. None is found in a model that cannot run.
 
@@ -85,8 +83,7 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
 
 
 def changing_buffer(model: nn.Module, example: Tree) -> str | None:
-    """Return the name of a buffer outside of BatchNorm layers that every forward pass in training
-    changes.
+    """Return the name of a buffer outside BatchNorm layers that every training pass changes.
 
     None is returned if there is none, or if the model cannot run. A buffer that a pass sets again
     to the same values, as a cache, does not count. The model's state stays as it is.
@@ -112,9 +109,7 @@ def changing_buffer(model: nn.Module, example: Tree) -> str | None:
 
 
 def samples(model: nn.Module, example: Tree, draw: int) -> Tree:
-    """Return samples on the model's device: random numbers, or one number if they have no
-    fraction.
-    """
+    """Return samples on the model's device: random numbers, or one number if no fractions."""
     generator = torch.Generator().manual_seed(draw)
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:

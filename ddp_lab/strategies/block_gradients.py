@@ -1,5 +1,4 @@
-"""Gradients of the blocks of a mesh: parameters that some ranks do not use, and the order of the
-sums.
+"""Gradients of the blocks of a mesh: parameters unused on some ranks, and the order of the sums.
 
 A mesh calls all of its blocks. Parameters within a block may be left out (unit_gradients.py). The
 gradients of the blocks must then be summed in the same order on all ranks nevertheless.
@@ -41,8 +40,7 @@ class BlockGradients(UnitGradients):
 
 
 def need_gradient(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Return the output of a block so that it needs a gradient, also if the block has used none of
-    its parameters.
+    """Return a block's output so that it needs a gradient, also if no parameter was used.
 
     torch sums the gradients of a block after those of its inputs, but at the end of the backward
     pass if they need none. The ranks would sum in different orders if the blocks before it use

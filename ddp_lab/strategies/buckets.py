@@ -1,5 +1,6 @@
-"""Buckets of gradients, each of which is summed over the ranks in one collective while the backward
-pass computes the next.
+"""Buckets of gradients, each summed while the backward pass computes the next.
+
+The sum of a bucket over the ranks is one collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,8 +37,7 @@ class Bucket:
 
 
 class Buckets:
-    """Buckets of gradients that are summed while the backward pass still computes the gradients of
-    earlier layers.
+    """Buckets of gradients summed while the backward pass still computes those of earlier layers.
 
     A hook on each parameter runs when its gradient is complete. The last gradient of a bucket
     launches the bucket's all-reduce. The backward pass goes from the last layer to the first, so
@@ -102,8 +102,9 @@ class Buckets:
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[nn.Parameter]]:
-    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes; the
-    last one may be smaller.
+    """Divide the parameters, from the last to the first, into buckets of at least `size` bytes.
+
+    The last bucket may be smaller.
     """
     buckets: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):

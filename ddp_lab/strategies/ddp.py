@@ -1,6 +1,4 @@
-"""torch's DistributedDataParallel: what scratch.py does, with the all-reduce overlapped with the
-backward pass.
-"""
+"""torch's DistributedDataParallel: what scratch.py does, overlapped with the backward pass."""
 
 import re
 from contextlib import AbstractContextManager
@@ -39,7 +37,7 @@ class DDP(Strategy):
             others; costs a walk through autograd's graph and a small all-reduce in every step.
     """
 
-    performance_options = ALL_PERFORMANCE_OPTIONS
+    supported_options = ALL_PERFORMANCE_OPTIONS
     wrapper_class = DistributedDataParallel  # another one, if the step is only planned
 
     def __init__(
@@ -80,8 +78,7 @@ class DDP(Strategy):
             self._rebuild_buckets(model)
 
     def _rebuild_buckets(self, model: nn.Module) -> None:
-        """Run one backward pass and discard its gradients, so that DDP has the same buckets in
-        every training step.
+        """Run a backward pass and discard its gradients, so that DDP's buckets do not change later.
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients
         arrived. With more than two ranks this changes the order of addition. The first step of a
@@ -101,9 +98,11 @@ class DDP(Strategy):
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         try:
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
         except Exception as error:
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None

@@ -1,9 +1,11 @@
 """Data and pipeline parallelism: several pipelines run concurrently, each with its own local batch.
 
-    dp 0: rank 0 -> rank 1        a (dp, pp) mesh of 2 x 2: activations and their gradients are sent along pp,
-    dp 1: rank 2 -> rank 3        the parameters' gradients are summed along dp (ranks 0 and 2, ranks 1 and 3)
+    dp 0: rank 0 -> rank 1        a (dp, pp) mesh of 2 x 2
+    dp 1: rank 2 -> rank 3
 
-The gradients of a stage are summed in one collective after the last micro-batch.
+Activations and their gradients are sent along pp. The parameters' gradients are summed along dp,
+here over ranks 0 and 2 and over ranks 1 and 3: those of a stage in one collective after the last
+micro-batch.
 """
 
 from functools import partial

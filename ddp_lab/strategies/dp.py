@@ -22,7 +22,7 @@ class DP(Strategy):
     """
 
     one_process = True
-    performance_options = frozenset({"channels_last", "fused"})
+    supported_options = frozenset({"channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):
         super().__init__(runtime)

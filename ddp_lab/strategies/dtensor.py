@@ -1,5 +1,4 @@
-"""DTensors: this rank's shard of a tensor, full tensors of shards, and what torch remembers of
-them.
+"""DTensors: this rank's shard of a tensor, full tensors, and what torch remembers of them.
 
 fully_shard.py shards a model, and training/optimizer.py lets an optimizer update the shards.
 DTensor is imported where it is used, because that loads 500 modules.
@@ -19,8 +18,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_as(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a DTensor of the layout of `tensor`, without a copy; if `tensor` is none,
-    return the shard as it is.
+    """Return a shard as a DTensor of the layout of `tensor`, without a copy.
+
+    If `tensor` is no DTensor, return the shard as it is.
     """
     if not hasattr(tensor, "to_local"):
         return shard
@@ -55,8 +55,7 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
 
 
 def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-    """Return a copy of the full tensor of shards, or of a tensor that is no DTensor, in host
-    memory.
+    """Return a copy in host memory of a tensor, of shards the full tensor.
 
     Collective.
 

@@ -1,9 +1,10 @@
-"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of every parameter, gradient and
-momentum tensor.
+"""FSDP2, fully sharded data parallelism: each of W ranks keeps 1/W of the training's state.
 
-    rank 0:  shard 0 --+                                                     +-- shard 0 of the summed gradients
-                       +-- all_gather -> block -> free ... reduce_scatter <--+
-    rank 1:  shard 1 --+                                                     +-- shard 1 of the summed gradients
+That is 1/W of every parameter, gradient and momentum tensor.
+
+    rank 0:  shard 0 --+                                                   +-> shard 0 of the sum
+                       +-- all_gather -> block -> free ... reduce_scatter -+
+    rank 1:  shard 1 --+                                                   +-> shard 1 of the sum
 
 A block's parameters are gathered from all ranks just before its forward and its backward pass, and
 freed after each. Its gradients are summed and scattered, so that each rank gets the sum of its own
@@ -40,8 +41,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 class FSDP(FullyShard):
-    """Data parallelism by torch.distributed.fsdp.fully_shard, applied to each block and then to the
-    complete model.
+    """Data parallelism by torch.distributed.fsdp.fully_shard, of each block and then the model.
 
     Args:
         reshard_after_forward: whether to free a block's gathered parameters after its forward pass
@@ -91,7 +91,7 @@ class FSDP(FullyShard):
             [*self.units, model], {module: name for name, module in model.named_modules()}
         )
         if not set(self.units) <= set(model.children()):
-            self.refusals["compile"] = (
+            self.unsupported["compile"] = (
                 "fsdp gathers modules within a block, which would divide the compiled block"
             )
 
@@ -135,10 +135,12 @@ class FSDP(FullyShard):
         finally:
             self.hooks.is_last = True
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
-        self.hooks.has_samples = real > 0
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
+        self.hooks.has_samples = num_valid > 0
         with self.uses.reported(self.runtime.rank, inputs):
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         with self.uses.reported(self.runtime.rank, inputs):

@@ -1,6 +1,4 @@
-"""What `fsdp` and `mesh` have in common: torch's `fully_shard`, applied to parts of a model, and
-activation checkpointing.
-"""
+"""What `fsdp` and `mesh` share: torch's `fully_shard` of parts, and activation checkpointing."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +37,7 @@ class FullyShard(Strategy):
     compiled_by_block = True
     replaces_parameters = True
     copies_weights = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
         self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing
@@ -48,7 +46,7 @@ class FullyShard(Strategy):
         self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
         if checkpoint_activations != "none":
-            self.refusals["cuda_graph"] = (
+            self.unsupported["cuda_graph"] = (
                 f"strategy.checkpoint_activations={checkpoint_activations} keeps the random "
                 "generators' state on the host"
             )
@@ -138,9 +136,7 @@ class FullyShard(Strategy):
         super().train(mode)
 
     def checkpoint_blocks(self, chain: Chain) -> None:
-        """Let the backward pass compute the forward pass of each block again, if the option says
-        so.
-        """
+        """Let the backward pass compute the forward pass of each block again, if so chosen."""
         if self.checkpointing != "none":
             chain.execute_in([partial(checkpoint, block, use_reentrant=False) for block in chain])
 
@@ -162,8 +158,9 @@ class FullyShard(Strategy):
 
 
 def forget_order(module: nn.Module) -> None:
-    """Let torch forget in which order the parts of `module` ran forward; called after a forward
-    pass without a backward pass.
+    """Let torch forget in which order the parts of `module` ran forward.
+
+    Called after a forward pass without a backward pass.
 
     A backward pass gathers parts in advance, in the reverse order of all forward passes since the
     last one. With those of an evaluation before it, it gathers one part too many, whose buffer

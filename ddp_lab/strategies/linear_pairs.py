@@ -1,8 +1,7 @@
-"""The linear layers of a pair: the first one is divided by units (column), the second one by inputs
-(row).
+"""The linear layers of a pair: the first is divided by units (column), the second by inputs (row).
 
     forward   tokens -- column: own units -- ... -- row: sum over own units -- all_reduce --> tokens
-    backward  gradient of the tokens <-- all_reduce -- column <-- ... <-- row <-- gradient of the tokens
+    backward  their gradient <-- all_reduce -- column <-- ... <-- row <-- gradient of the tokens
 
 The all_reduce of the backward pass runs while the gradients of the column layer's weights are
 computed, and that of the forward pass while the row layer computes its next chunk. Layers that get
@@ -24,8 +23,9 @@ CHUNKS = 2  # of a batch, of which the sum of one is under way while a row layer
 
 
 def own_part(parameter: torch.Tensor, partial: bool = False) -> torch.Tensor:
-    """Return this rank's part of a parameter of a divided layer. torch.compile traces this method
-    only if it is called so.
+    """Return this rank's part of a parameter of a divided layer.
+
+    torch.compile traces this method only if it is called so.
 
     Args:
         partial: whether the gradient is one part of a sum over the ranks, of a parameter that is
@@ -51,9 +51,7 @@ def as_computed(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Enter(torch.autograd.Function):
-    """All tokens for those that the rank has; in the backward pass the sum of the ranks'
-    gradients.
-    """
+    """All tokens for those of the rank; in the backward pass the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
@@ -137,9 +135,7 @@ class Row(torch.autograd.Function):
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer of which this rank computes some units: a layer of torch after
-    `divide_linear`.
-    """
+    """A linear layer with some units on this rank: a layer of torch after `divide_linear`."""
 
     together: "Together"
 
@@ -149,15 +145,12 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of which this rank has the weights of some inputs: a layer of torch after
-    `divide_linear`.
-    """
+    """A linear layer with weights of some inputs on this rank: torch's after `divide_linear`."""
 
     group: TokenGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that the rank has, [b, n, width], for the inputs of this rank, [b, n,
-        units].
+        """Return the rank's tokens, [b, n, width], for the inputs of this rank, [b, n, units].
 
         Collective.
         """
@@ -170,8 +163,7 @@ class RowLinear(nn.Linear):
 
 
 class Together:
-    """Column layers that get the same tokens: those below a module that gathers them, or a single
-    one.
+    """Column layers that get the same tokens: those below a module that gathers them, or one.
 
     Args:
         group: the ranks that share the layers.
@@ -206,8 +198,9 @@ class Together:
         self._outputs = []
 
     def compute(self, layer: ColumnLinear, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of a layer, and compute those of the others at once if the module's
-        tokens are its inputs.
+        """Return the outputs of a layer.
+
+        Compute those of the others at once if the module's tokens are its inputs.
         """
         if self._tokens is None or self._complete is None:
             return self._columns([layer], inputs, gather(inputs.detach(), self.group))[0]

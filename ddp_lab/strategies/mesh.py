@@ -1,11 +1,16 @@
-r"""Data, tensor and pipeline parallelism and sharding, combined on a mesh of ranks in one code
-path.
+r"""Data, tensor and pipeline parallelism and sharding, combined on one mesh of ranks.
 
-    pp 2 x dp 2 x tp 2        tp 0    tp 1                what the ranks along an axis send to each other
-      pp 0   dp 0           rank 0  rank 1  \             tp: activations, twice for every pair of layers and direction
-             dp 1           rank 2  rank 3  / stage 0     dp: gradients and, if they are sharded, parameters
-      pp 1   dp 0           rank 4  rank 5  \             pp: activations, between consecutive stages
+    pp 2 x dp 2 x tp 2        tp 0    tp 1
+      pp 0   dp 0           rank 0  rank 1  \
+             dp 1           rank 2  rank 3  / stage 0
+      pp 1   dp 0           rank 4  rank 5  \
              dp 1           rank 6  rank 7  / stage 1
+
+The ranks along an axis send each other:
+
+    tp: activations, twice for every pair of layers and direction
+    dp: gradients and, if they are sharded, parameters
+    pp: activations, between consecutive stages
 
 The ranks along tp are neighbours, because they send most; those along pp are farthest apart. Ranks
 with the same dp read the same samples. Along dp, groups of `shard` ranks share one copy of their
@@ -220,9 +225,7 @@ class Mesh(FullyShard):
         self.gradients[-1].after_sharding(unit)
 
     def _peers(self) -> list[int]:
-        """Return the numbers of the ranks that read other batches than this one, and hold the same
-        blocks; and its own.
-        """
+        """Return the ranks with this rank's blocks, itself included, each with its own batches."""
         tp = self.axes["tp"]
         first = self.runtime.rank - self.dp_rank * tp
         return [first + tp * replica for replica in range(self.dp_size)]
@@ -247,16 +250,18 @@ class Mesh(FullyShard):
             )
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
         self._begin()
         for gradients in self.gradients:
-            gradients.begin(real > 0)
+            gradients.begin(num_valid > 0)
         if self.executor is None:
             self._check_tokens(inputs)
-            return super().add_gradient(inputs, targets, real, divisor)
-        return self.executor.add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)
@@ -274,8 +279,9 @@ class Mesh(FullyShard):
             self.peer_sums.begin()
 
     def _check_tokens(self, inputs: torch.Tensor) -> None:
-        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch that is not
-        cut into stages.
+        """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch.
+
+        Called where the model is not cut into stages.
         """
         if self.forms is not None:
             self.forms.of(Form.of(inputs))

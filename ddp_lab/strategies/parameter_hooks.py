@@ -31,8 +31,9 @@ class Later:
 
 
 class Hooked(NamedTuple):
-    """A parameter and its hooks, in the dicts in which torch keeps them, so that the handle of a
-    hook still removes it.
+    """A parameter and its hooks, in torch's own dicts.
+
+    So the handle of a hook still removes it.
 
     Attributes:
         module: that has the parameter, which moving to a device may replace.
@@ -99,8 +100,9 @@ def later(hooks: dict[int, Any]) -> list[Callable[[torch.Tensor], torch.Tensor |
 
 
 class LateHooks:
-    """Finds hooks that are registered after a strategy has placed the model, and moves them to the
-    end of a step, too.
+    """Finds hooks that are registered after a strategy has placed the model, and moves them, too.
+
+    They then run at the end of a step.
 
     Args:
         strategy: after `setup`.

@@ -1,6 +1,4 @@
-"""Parameters of a model: where they are, how they get there with their weights, and what refers to
-them.
-"""
+"""Parameters of a model: where they are, how they get there, and what refers to them."""
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,16 +17,16 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Lay the parameters of a model out in memory in the order of their dimensions, of which the
-    first one is sharded.
+    """Lay the parameters of a model out in memory in the order of their dimensions.
+
+    The first dimension is sharded.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
 
 
 def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
-    """Move blocks of the model to a device, or allocate them there with their initial weights, and
-    return them.
+    """Move blocks of the model to a device, or draw their initial weights there; return them.
 
     Args:
         blocks: its children are blocks of the model under their names.
@@ -62,8 +60,7 @@ def put(full: torch.Tensor, into: torch.Tensor) -> None:
 def require_one_place(
     model: nn.Module, strategy: str, place_of: Callable[[str], Hashable], why: str
 ) -> None:
-    """Check that each parameter is in one place only; in each of several it would be a parameter of
-    its own.
+    """Check that each parameter is in one place only: in several it would be several parameters.
 
     Args:
         strategy: for the message.

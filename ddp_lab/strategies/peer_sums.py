@@ -1,5 +1,4 @@
-"""Sums over two GPUs that write to each other's memory: an all_reduce without a kernel that
-computes.
+"""Sums over two GPUs writing to each other's memory: an all_reduce without a kernel that computes.
 
 NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide
 it. Here the copy engines transfer, in a stream of their own, and the sum is one addition on each

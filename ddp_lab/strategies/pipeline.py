@@ -1,5 +1,4 @@
-"""Pipeline parallelism: each rank holds one stage of the model, and micro-batches pass through all
-stages.
+"""Pipeline parallelism: each rank holds one stage of the model; micro-batches pass through all.
 
     rank 0 | f1 f2 f3 f4             b1 b2 b3 b4        activations are sent down,
     rank 1 |    f1 f2 f3 f4       b1 b2 b3 b4           their gradients up,
@@ -43,17 +42,20 @@ class Pipeline(Strategy):
     """
 
     needs_chain = compiled_by_block = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
-        self, runtime: Runtime, inner: Mapping[str, int] | None = None, **keys: Unpack[PipelineKeys]
+        self,
+        runtime: Runtime,
+        mesh_axes: Mapping[str, int] | None = None,
+        **keys: Unpack[PipelineKeys],
     ):
-        super().__init__(runtime, inner or {"pp": runtime.world_size})
+        super().__init__(runtime, mesh_axes or {"pp": runtime.world_size})
         self.pp_rank = runtime.rank % self.axes["pp"]
         self.keys = keys
         self.num_microbatches = keys["num_microbatches"]
         if "zerobubble" in keys["schedule"]:
-            self.refusals["compile"] = (
+            self.unsupported["compile"] = (
                 f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of "
                 "a compiled block is one"
             )
@@ -85,10 +87,12 @@ class Pipeline(Strategy):
         )
         return f"{self.name}: {where}, {self.plan.describe()}"
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
-        return self.executor.add_gradient(inputs, targets, real, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)

@@ -1,11 +1,16 @@
-"""The schedules of a pipeline: how many stages and micro-batches each supports, where each cuts the
-model, and its bubble.
+"""The schedules of a pipeline.
 
-gpipe                  all forward passes, then all backward passes (Huang et al. 2018, arXiv:1811.06965)
-1f1b                   begins each backward pass as early as possible, so that a rank keeps the activations of at most p
-                       micro-batches, p being the number of ranks (Narayanan et al. 2019, PipeDream)
+How many stages and micro-batches does each support, where does it cut the model, what is its
+bubble?
+
+gpipe                  all forward passes, then all backward passes (Huang et al. 2018,
+                       arXiv:1811.06965)
+1f1b                   begins each backward pass as early as possible, so that a rank keeps the
+                       activations of at most p micro-batches, p being the number of ranks
+                       (Narayanan et al. 2019, PipeDream)
 interleaved1f1b        several stages per rank: a smaller bubble, more messages
-interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of the weights in idle time
+interleavedzerobubble  also cuts the backward pass in two: gradients of the inputs first, those of
+                       the weights in idle time
 """
 
 from collections.abc import Mapping
@@ -97,8 +102,7 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """The fraction of a step in which the ranks of a balanced pipeline are idle: (p-1) / (v m +
-        p - 1).
+        """The fraction of a step in which a balanced pipeline's ranks idle: (p-1) / (v m + p - 1).
 
         v is the number of stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
         """

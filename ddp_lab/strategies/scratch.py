@@ -1,10 +1,9 @@
-"""Data parallelism by hand, with nothing but `torch.distributed`: one broadcast, and an all-reduce
-in every step.
+"""Data parallelism by hand: `torch.distributed` broadcasts once and all-reduces in every step.
 
 Every rank holds a complete copy of the model. One step:
 
     rank 0:  local batch -> forward -> backward -> gradients --+
-    rank 1:  local batch -> forward -> backward -> gradients --+-- all_reduce: every rank gets the sum
+    rank 1:  local batch -> forward -> backward -> gradients --+-- all_reduce: the sum, on all ranks
     ...                                                        |
     rank k:  local batch -> forward -> backward -> gradients --+
 
@@ -63,7 +62,7 @@ class Scratch(Strategy):
             some of the overlap.
     """
 
-    performance_options = ALL_PERFORMANCE_OPTIONS
+    supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(
         self,
@@ -107,12 +106,14 @@ class Scratch(Strategy):
             if self.buckets is not None:
                 self.buckets.active = True
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         if size(inputs) == 0 and self.batch_norm == "local":
             # A rank without a sample uses no parameter. A model whose steps differ may not support
             # empty batches.
             return torch.zeros(width(self.task), dtype=sum_dtype(self.device), device=self.device)
-        return super().add_gradient(inputs, targets, real, divisor)
+        return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def reduce_gradients(self) -> None:
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is

@@ -18,7 +18,7 @@ class Single(Strategy):
     """
 
     one_process = supports_mps = True
-    performance_options = ALL_PERFORMANCE_OPTIONS
+    supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(self, runtime: Runtime, find_unused_parameters: bool = False):
         super().__init__(runtime)
@@ -26,7 +26,7 @@ class Single(Strategy):
         if find_unused_parameters:
             from ddp_lab.strategies.unused import SAME_PARAMETERS
 
-            self.refusals |= SAME_PARAMETERS
+            self.unsupported |= SAME_PARAMETERS
 
     def setup(self, model: nn.Module) -> None:
         self.module = self.forward = to_device(model, self.device, self.initial_weights)

@@ -1,5 +1,4 @@
-"""The model cut into stages in one process: stage k on device k, activations copied from device to
-device.
+"""The model cut into stages in one process: stage k on device k, activations copied between them.
 
 With one large batch, only one device works at a time. The batch is therefore divided into
 micro-batches:
@@ -49,11 +48,11 @@ class Split(Strategy):
     """
 
     one_process = needs_chain = compiled_by_block = True
-    performance_options = frozenset({"compile", "channels_last", "fused"})
+    supported_options = frozenset({"compile", "channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
         super().__init__(runtime)
-        self.refusals["cuda_graph"] = (
+        self.unsupported["cuda_graph"] = (
             "the memory of a CUDA graph belongs to one device, and strategy=split has several in "
             "one process; strategy=pipeline has a process for each device"
         )
@@ -111,7 +110,9 @@ class Split(Strategy):
                 activation = stage(activation.to(device, non_blocking=True))
         return activation
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         self.require_inputs(inputs)
@@ -119,8 +120,8 @@ class Split(Strategy):
             (inputs, to(targets, self.devices[-1])), self.num_microbatches
         )
         for micro_batch, expected in batch:
-            own = min(real, len(micro_batch))
-            real -= own
+            own = min(num_valid, len(micro_batch))
+            num_valid -= own
             loss, sums = measure(
                 self.task_on_last, self._through_stages(micro_batch), expected, own, divisor
             )

@@ -52,8 +52,7 @@ class StageForms:
         self.of(example)
 
     def of(self, inputs: Form) -> list[Form]:
-        """Return the form of the inputs, of the activation before each other stage, and of the
-        outputs.
+        """Return the form of the inputs, the activation before each other stage, and the outputs.
 
         Args:
             inputs: of a micro-batch.
@@ -82,8 +81,9 @@ class StageForms:
         return Form(form.shape, torch.bfloat16) if self.is_bf16 else form
 
     def _as_computed(self, inputs: Form) -> Form:
-        """Return the form with which shapes are computed: the meta device has no autocast, which
-        would cast half precision.
+        """Return the form with which shapes are computed.
+
+        The meta device has no autocast, which would cast half precision.
         """
         is_half = inputs.dtype in (torch.bfloat16, torch.float16)
         return Form(inputs.shape, self.outside) if self.is_bf16 and is_half else inputs

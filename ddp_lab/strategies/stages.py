@@ -1,5 +1,4 @@
-"""The stages of a pipeline that a rank holds, and torch's schedules, which run micro-batches
-through them.
+"""The stages of a pipeline of a rank, and torch's schedules, which run micro-batches through them.
 
 torch's pipelining is imported where it is used, because that takes 1.2 s (it imports
 torch._dynamo).
@@ -158,10 +157,9 @@ class PipelineExecutor:
         self.group = group
         self.device = device
         self._targets: Tree = torch.empty(0)  # of the batch, if they are no tensor
-        # samples without padding in the micro-batches that follow
         self.task = task
         self._divisor = 1.0
-        self._left = 0
+        self._left = 0  # samples without padding in the micro-batches that follow
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[Form, bool], Any] = {}
@@ -178,14 +176,15 @@ class PipelineExecutor:
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
     def add_gradient(
-        self, inputs: torch.Tensor, targets: Tree, real: int, divisor: float
+        self, inputs: torch.Tensor, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`; only the last rank
-        returns sums above 0.
+        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
+
+        Only the last rank returns sums above 0.
         """
         batch = self._prepare(inputs, training=True)
         self._divisor = divisor
-        self._left = real
+        self._left = num_valid
         self._results = []
         expected = None
         # torch divides a tensor only: of other targets the micro-batches get the numbers of their
@@ -206,19 +205,20 @@ class PipelineExecutor:
             outputs: of the micro-batch.
             expected: its targets; or their rows, where the targets are no tensor.
         """
-        real = min(self._left, len(expected))
-        self._left -= real
+        num_valid = min(self._left, len(expected))
+        self._left -= num_valid
         targets = (
             expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
         )
-        loss, results = measure(self.task, outputs, targets, real, self._divisor)
+        loss, results = measure(self.task, outputs, targets, num_valid, self._divisor)
         self._results.append(results)
         return loss
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [b, classes], on all ranks of the pipeline: the last rank computes and
-        broadcasts them.
+        """Return the logits, [b, classes], on all ranks of the pipeline.
+
+        The last rank computes and broadcasts them.
         """
         batch = self._prepare(inputs, training=False)
         with unwrapped():
@@ -309,9 +309,7 @@ class PipelineExecutor:
 
 @contextmanager
 def unwrapped() -> Generator[None]:
-    """Raise the TrainingError of a stage in place of torch's error about the stage that raised
-    it.
-    """
+    """Raise the TrainingError of a stage in place of torch's error about the stage."""
     try:
         yield
     except RuntimeError as error:
@@ -323,7 +321,5 @@ def unwrapped() -> Generator[None]:
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:
-    """Return a tensor of a form on the meta device, from which torch reads what a stage gets or
-    returns.
-    """
+    """Return a tensor of a form on the meta device, as an example of a stage's input or output."""
     return torch.empty(form.shape, dtype=form.dtype, device="meta", requires_grad=requires_grad)

@@ -1,13 +1,11 @@
-"""Tensor parallelism for pairs of linear layers (Shoeybi et al.
-
-2019, Megatron-LM, arXiv:1909.08053).
+"""Tensor parallelism for pairs of linear layers (Shoeybi et al. 2019, arXiv:1909.08053).
 
 The first layer of a pair computes some of its units on each rank, and the second one adds up what
 these units contribute. A pair needs one collective in each direction (linear_pairs.py), where
 layers that are sharded one by one need two each (tp.py):
 
-    tokens --+-- rank 0: q k v of heads 0 .. h/2 -- attention -- proj: sum over these heads --+-- all_reduce --> tokens
-             +-- rank 1: q k v of heads h/2 .. h -- attention -- proj: sum over these heads --+
+    tokens --+-- rank 0: q k v of heads 0 .. h/2 -- attention -- proj --+-- all_reduce --> tokens
+             +-- rank 1: q k v of heads h/2 .. h -- attention -- proj --+
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) each rank has 1/tp of the
 tokens between the pairs. The all_reduce becomes a reduce_scatter, and an all_gather precedes the
@@ -19,10 +17,13 @@ class. A block without a plan is computed by every rank. A plan is a dict from t
 block's modules to one of these words:
 
 column   a linear layer of which each rank computes some units
-heads    the same for units of attention heads, which stay together: `head_width` of the module around it for each head
-row      a linear layer that gets the units that the rank computed; the outputs of all ranks are summed
+heads    the same for units of attention heads, which stay together: each head has as many units as
+         `head_width` of the module around it says
+row      a linear layer that gets the units that the rank computed; the outputs of all ranks are
+         summed
 tokens   a module that computes every token separately, such as a LayerNorm
-gather   a module without parameters of its own whose layers get all tokens, for example an attention
+gather   a module without parameters of its own whose layers get all tokens, for example an
+         attention
 
 A block gets and returns tokens, [b, tokens, width], in one tensor.
 """
@@ -316,8 +317,7 @@ def check_plans(
 
 
 def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
-    """Check that a plan names all modules with parameters, and gives linear layers the words for
-    linear layers.
+    """Check that a plan names all modules with parameters, and linear layers by their words.
 
     Raises:
         ConfigError: it does not.
@@ -346,9 +346,7 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes as torch's linear layer, with weights that are not computed
-    from others.
-    """
+    """Return whether a module is torch's linear layer, with weights not computed from others."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward

@@ -1,5 +1,6 @@
-"""Tensor parallelism: the blocks of a model are divided by their plan (tensor_parallel.py), or
-every layer is sharded.
+"""Tensor parallelism: a model's blocks are divided by their plan, or every layer is sharded.
+
+The plans are in tensor_parallel.py.
 
 Where no plan fits, each rank computes some of a convolution's output channels, or of a linear
 layer's units, from the complete input. The outputs are concatenated.
@@ -7,7 +8,8 @@ layer's units, from the complete input. The outputs are concatenated.
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
 
-    backward  each rank takes its channels of the output's gradient; all_reduce sums the gradients of the input
+    backward  each rank takes its channels of the output's gradient, and computes from them a
+              gradient of the input; all_reduce sums these
 
 That is two collectives per layer, each of the size of the layer's activations: far more traffic
 than in data parallelism. The ranks therefore need fast links, and it pays only if a single layer is
@@ -47,8 +49,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 class ShardedConv2d(nn.Conv2d):
-    """A convolution whose output channels are sharded evenly over the ranks: a layer of torch after
-    `shard_channels`.
+    """A convolution with evenly sharded output channels: a layer of torch after `shard_channels`.
 
     DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints
     and norms, but the convolution is computed with their local shards.
@@ -105,15 +106,14 @@ def copied(
 def positional(
     layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the input of a linear layer, layer(input=x), by its position, where torch's hooks
-    expect it.
-    """
+    """Return a linear layer's input, layer(input=x), by position, where torch's hooks expect it."""
     return ((keywords["input"],), {}) if "input" in keywords else None
 
 
 def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
-    """Return whether each rank can compute as many of a layer's output channels or units as the
-    others, as torch does.
+    """Return whether a layer's output channels or units can be divided evenly over the ranks.
+
+    The layer must compute as torch does.
 
     That excludes groups, other padding than zeros, weights that are computed, and subclasses, which
     may compute something else or, as the out_proj of nn.MultiheadAttention, never be called.
@@ -130,8 +130,7 @@ def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
 
 @contextmanager
 def explain_direct_use() -> Generator[None]:
-    """Replace torch's error about a sharded weight beside a tensor that is not sharded by what to
-    do.
+    """Replace torch's error about a sharded weight beside an unsharded tensor by what to do.
 
     Raises:
         TrainingError: in place of it.
@@ -150,8 +149,7 @@ def explain_direct_use() -> Generator[None]:
 
 
 class TP(Strategy):
-    """Tensor parallelism within each replica, and data parallelism, with one all-reduce per step,
-    between the replicas.
+    """Tensor parallelism in each replica, and data parallelism, with one all-reduce, between them.
 
     Args:
         tp: number of ranks that share each layer; null uses all ranks. The number of replicas is
@@ -169,7 +167,7 @@ class TP(Strategy):
     """
 
     replaces_parameters = True
-    performance_options = frozenset({"cuda_graph", "compile", "fused"})
+    supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
@@ -195,7 +193,7 @@ class TP(Strategy):
 
             refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
-            self.refusals["compile"] = "torch.compile cannot trace sharded convolutions"
+            self.unsupported["compile"] = "torch.compile cannot trace sharded convolutions"
 
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""
@@ -221,8 +219,7 @@ class TP(Strategy):
             )
 
     def _used_directly(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-        """Return the names of the layers that the model does not call, or of which it also uses a
-        parameter elsewhere.
+        """Return the layers that the model does not call, or whose parameters it uses elsewhere.
 
         Without an example, or if the model cannot run here, none are known. A step then ends in the
         message of `explain_direct_use`.
@@ -262,10 +259,12 @@ class TP(Strategy):
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
-    def add_gradient(self, inputs: Tree, targets: Tree, real: int, divisor: float) -> torch.Tensor:
+    def add_gradient(
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+    ) -> torch.Tensor:
         self._begin()
         with explain_direct_use():
-            return super().add_gradient(inputs, targets, real, divisor)
+            return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
         self._begin()

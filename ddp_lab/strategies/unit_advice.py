@@ -19,17 +19,14 @@ class Advice:
     given: Sequence[str] = ()
 
     def keep(self, names: Collection[str]) -> str:
-        """Return the option that also keeps these modules whole, on the command line and in a
-        Lab.
-        """
+        """Return the option to keep these modules whole, too, on the command line and in a Lab."""
         added = sorted(names, key=self.modules.index)
         patterns = list(dict.fromkeys([*self.given, *added]))
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         return f"strategy.keep_whole=[{','.join(patterns)}], in a Lab keep_whole=[{quoted}]"
 
     def keep_alike(self, names: Collection[str]) -> str:
-        """Return the option that also keeps these modules whole, and the others of the lists that
-        contain them.
+        """Return the option that also keeps these modules whole, and those of the same lists.
 
         What a step leaves out of a list varies: after one expert of a layer it is another one, or
         one of another layer.

@@ -65,9 +65,7 @@ class UnitGradients:
         self._own[unit] = [originals[found] for found in unit.parameters() if found in originals]
 
     def after_sharding(self, unit: nn.Module) -> None:
-        """Register the hooks around those of fully_shard which gather the unit and sum its
-        gradients.
-        """
+        """Register hooks around those of fully_shard that gather the unit and sum its gradients."""
         unit.register_forward_pre_hook(eager(self._note_gathered))
         before_sum(unit, partial(self.complete, unit))
 

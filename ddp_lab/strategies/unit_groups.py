@@ -18,8 +18,7 @@ def before_sum(unit: nn.Module, hook: Callable[[], None]) -> None:
 
 
 def gather_before_backward(unit: nn.Module, outputs: Iterable[torch.Tensor]) -> None:
-    """Let torch gather a sharded unit before the backward pass of outputs that it does not find by
-    itself.
+    """Let torch gather a sharded unit before the backward of outputs that it does not find itself.
 
     It would compute with parameters that have been freed.
 

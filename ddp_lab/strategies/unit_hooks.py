@@ -113,8 +113,7 @@ def tensors_in_objects(values: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_with_gradient(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the backward pass computes a gradient of, where fully_shard finds
-    them.
+    """Yield the tensors whose gradients the backward pass computes, where fully_shard finds them.
 
     Args:
         values: nested containers and dataclasses.

@@ -34,8 +34,7 @@ class Uses:
 
     @contextmanager
     def reported(self, rank: int, inputs: Tree) -> Generator[None]:
-        """Report that the body, a pass of the model, uses a sharded parameter while it is not
-        gathered.
+        """Report that the body, a pass of the model, uses a sharded parameter that is not gathered.
 
         Args:
             rank: of this process.
@@ -62,9 +61,7 @@ class Uses:
             ) from None
 
     def _used_elsewhere(self, inputs: Tree) -> list[str]:
-        """Return the names of the units whose parameters these inputs use elsewhere; all if that is
-        not known.
-        """
+        """Return the units whose parameters these inputs use elsewhere; all if that is unknown."""
         units = [*self.advice.units]
         if self._copy is None:
             return units

@@ -1,5 +1,4 @@
-"""The units of a model under fsdp: modules whose parameters are gathered just before their forward
-pass.
+"""The units of a model under fsdp: modules whose parameters are gathered before their forward pass.
 
 A parameter that is used outside the forward pass of a unit cannot be in it, because it is not
 gathered then. It stays with the unit around it, in the end with the model itself, whose own
@@ -19,8 +18,7 @@ from ddp_lab.models.usage import Usage
 def find_units(
     model: nn.Module, usage: Usage | None = None, keep_whole: Sequence[str] = ()
 ) -> list[nn.Module]:
-    """Return the units of a model but the model itself, inner modules before those that contain
-    them.
+    """Return the units of a model, without itself, inner modules before those that contain them.
 
     They are the children of the model and of its containers that have parameters. If a child cannot
     be a unit, because its parameters are also used elsewhere, its own children are considered in

@@ -20,7 +20,7 @@ from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
 from ddp_lab.strategies.all_reduce import in_memory_order, trainable
 from ddp_lab.strategies.base import Strategy
 
-# Why steps that may leave parameters unused exclude performance options (`Strategy.refusals`).
+# Why steps that may leave parameters unused exclude performance options (`Strategy.unsupported`).
 SAME_PARAMETERS = {
     "cuda_graph": "a captured step always uses the same parameters, and those of "
     "strategy.find_unused_parameters=true do not",
@@ -41,7 +41,7 @@ def allow_unused(strategy: Strategy) -> None:
             "because ranks that skip a layer would leave the others waiting for its statistics. "
             "Use strategy.batch_norm=local"
         )
-    strategy.refusals |= SAME_PARAMETERS
+    strategy.unsupported |= SAME_PARAMETERS
 
 
 @contextmanager
@@ -78,9 +78,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
 
 
 def zeros_like_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return zeros in the layout of a gradient: that of a parameter whose elements lie side by
-    side.
-    """
+    """Return zeros in the layout of a gradient: a parameter's with elements side by side."""
     if in_memory_order(parameter).is_contiguous():
         return torch.zeros_like(parameter)
     return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -158,9 +156,7 @@ def unused_error(strategy: Strategy, name: str, rank: int) -> TrainingError:
 
 
 def empty_error(strategy: Strategy, error: Exception) -> TrainingError:
-    """Return the error about a model that does not train on an empty batch, with the error that it
-    raised.
-    """
+    """Return the error about a model that does not train on an empty batch, with its cause."""
     rank = strategy.runtime.rank
     return TrainingError(
         f"strategy={strategy.name}: strategy.find_unused_parameters=true needs a model that trains "

@@ -161,8 +161,9 @@ def describe(strategy: "Strategy", name: str, module: str) -> str:
 
 
 def drawn_like(draw: int, example: torch.Tensor) -> torch.Tensor:
-    """Return samples in the form of an example: normal random numbers, or the number of the draw if
-    they have no fraction.
+    """Return samples in the form of an example: normal random numbers.
+
+    If they have no fraction, all are the number of the draw.
     """
     given = torch.full((2 + draw, *example.shape[1:]), draw, dtype=example.dtype)
     return given.normal_(draw) if given.is_floating_point() else given

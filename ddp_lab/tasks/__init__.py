@@ -1,6 +1,4 @@
-"""What a model is trained for: one file for each task, with its losses and its metrics as sums over
-samples.
-"""
+"""What a model is trained for: a file for each task, with its losses and metrics as sums."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,6 @@
-"""The interface of a task: unreduced losses with weights, and metrics as sums, for outputs and
-targets of any shape.
+"""The interface of a task: unreduced losses with weights, and metrics as sums.
+
+Outputs and targets may have any shape.
 
 The loss of a step is the mean over the GLOBAL batch,
 
@@ -24,8 +25,9 @@ LossFunction = Callable[[Any, Any], Losses]
 
 
 def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raise a TrainingError unless outputs and targets have the same shape: torch's losses would
-    broadcast one of them.
+    """Raise a TrainingError unless outputs and targets have the same shape.
+
+    torch's losses would broadcast one of them.
     """
     if outputs.shape != targets.shape:
         raise TrainingError(
@@ -278,30 +280,29 @@ def width(task: Task) -> int:
 
 
 def measure(
-    task: Task, outputs: Any, targets: Any, real: int, divisor: float
+    task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], and the sums [loss_sum, *task.running, weight] in
-    `sum_dtype`.
+    """Return the loss to backpropagate, [], and [loss_sum, *task.running, weight] in `sum_dtype`.
 
     The loss to backpropagate is the sum divided by `divisor`.
 
     Args:
         outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no
             tensor have none, but for a micro-batch that has no sample without padding.
-        real: number of samples without padding.
+        num_valid: number of samples without padding.
         divisor: size of the GLOBAL batch.
     """
     counts = True
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         from ddp_lab.tasks.nested import for_task
 
-        outputs, targets, counts = for_task(task, outputs, targets, real)
+        outputs, targets, counts = for_task(task, outputs, targets, num_valid)
     else:
-        if real < len(outputs):  # a slice of all rows would copy their gradient
-            outputs = outputs[:real]
-            targets = targets[:real]
+        if num_valid < len(outputs):  # a slice of all rows would copy their gradient
+            outputs = outputs[:num_valid]
+            targets = targets[:num_valid]
         outputs = in_float32(outputs)
-    if task.check_first is not None and real:
+    if task.check_first is not None and num_valid:
         check = task.check_first
         task.check_first = None
         check(outputs, targets)

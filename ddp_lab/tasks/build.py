@@ -51,9 +51,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
 
 
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
-    """Return what is wrong with a loss for `targets`, as the end of "it ..."; None if it is a loss
-    per sample.
-    """
+    """Return what is wrong with a loss for `targets`, as the end of "it ...", or None."""
     try:
         with state_kept(function):
             losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)

@@ -36,8 +36,9 @@ class CrossEntropy(nn.Module):
     def forward(
         self, outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none"
     ) -> torch.Tensor:
-        """Return the losses, [b], or their sum, for logits [b, classes] and classes [b] or
-        probabilities [b, classes].
+        """Return the losses, [b], or their sum, for logits [b, classes] and targets.
+
+        These are classes, [b], or probabilities, [b, classes].
         """
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(outputs, targets, reduction=reduction, label_smoothing=smoothing)
@@ -81,8 +82,7 @@ class Classification(Task):
         return super().loss_sum(outputs, targets)
 
     def _require_classes(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Check that targets are classes, or probabilities of the classes, of outputs that are
-        logits.
+        """Check that targets are classes, or their probabilities, of outputs that are logits.
 
         Raises:
             TrainingError: the outputs are no logits.
@@ -138,7 +138,5 @@ class Classification(Task):
 
 
 def classes_of(targets: torch.Tensor) -> torch.Tensor:
-    """Return the class of each sample, [b]: for mixed targets, [b, classes], the most probable
-    one.
-    """
+    """Return the class of each sample, [b]: for mixed targets, [b, classes], the likeliest one."""
     return targets if targets.dim() == 1 else targets.argmax(1)

@@ -1,6 +1,4 @@
-"""Outputs and targets that are no tensor, but a tuple, a dict or an object of tensors, as a task
-takes them.
-"""
+"""Outputs and targets that are no tensor but a tuple, dict or object of tensors, for a task."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ class Taken(NamedTuple):
     counts: bool
 
 
-def for_task(task: Task, outputs: Any, targets: Tree, real: int) -> Taken:
+def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> Taken:
     """Return outputs and targets as a task takes them.
 
     Args:
@@ -37,7 +35,7 @@ def for_task(task: Task, outputs: Any, targets: Tree, real: int) -> Taken:
         outputs: of the model. Those that are no tensor have no padding, unless there is nothing
             else.
         targets: with padding at the end.
-        real: number of samples without padding.
+        num_valid: number of samples without padding.
 
     Raises:
         ConfigError: the task needs one tensor of each, and gets something else.
@@ -46,10 +44,10 @@ def for_task(task: Task, outputs: Any, targets: Tree, real: int) -> Taken:
         require_tensor_targets(targets, type(task).__name__)
     taken = outputs_for(task, outputs)
     if isinstance(taken, torch.Tensor):
-        taken = taken[:real]
-    elif real == 0:
+        taken = taken[:num_valid]
+    elif num_valid == 0:
         return Taken(taken, targets, False)
-    return Taken(taken, rows(targets, slice(real)), True)
+    return Taken(taken, rows(targets, slice(num_valid)), True)
 
 
 def outputs_for(task: Task, outputs: Any, what: str = "the model") -> Any:
@@ -111,9 +109,7 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
 
 
 def require_tensor_targets(targets: Tree, task: str) -> None:
-    """Raise a ConfigError unless targets are one tensor, as a task needs them; `task` is its
-    name.
-    """
+    """Raise a ConfigError unless targets are one tensor, as `task`, a name, needs them."""
     if isinstance(targets, torch.Tensor):
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""

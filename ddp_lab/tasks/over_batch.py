@@ -103,8 +103,7 @@ def describe_coupling(
 
 
 def compare(task: Task, outputs: Any, targets: Tree) -> str | None:
-    """Return how the loss of some samples together differs from that of each alone; None if it does
-    not.
+    """Return how the loss of some samples together differs from that of each alone, or None.
 
     Args:
         task: may be changed.
@@ -183,9 +182,7 @@ def is_close(one: float, other: float, tolerance: float, size: float = 0.0) -> b
 
 
 def measure_tolerance(task: Task, outputs: Any, targets: Tree, together: Sums) -> float:
-    """Return the relative tolerance for a loss that does not compute in float64: a multiple of its
-    rounding error.
-    """
+    """Return the relative tolerance for a loss not in float64: a multiple of its rounding error."""
     eps = torch.finfo(torch.float32).eps
     generator = torch.Generator().manual_seed(1)
 
@@ -314,9 +311,7 @@ def make_large_cases(
 
 
 def between(outputs: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return outputs, [count, ...], between those of the model, which have the values that the loss
-    needs.
-    """
+    """Return outputs, [count, ...], between those of the model, with values that the loss needs."""
     shares = torch.rand(count, len(outputs), generator=generator, dtype=torch.float64)
     shares /= shares.sum(1, keepdim=True)
     return torch.tensordot(shares, outputs.double(), dims=1)
@@ -342,8 +337,9 @@ def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def outputs_of(model: nn.Module, inputs: Tree) -> Any:
-    """Return the outputs of a model in evaluation mode, without a gradient; None if it fails, or
-    returns no row for a sample.
+    """Return the outputs of a model in evaluation mode, without a gradient.
+
+    Return None if it fails, or returns no row for a sample.
 
     The model, torch's random state and the mode of each module stay as they are. Of a large model,
     and of one on the meta device, only the shape of the outputs is computed, if possible.
@@ -367,9 +363,7 @@ def outputs_of(model: nn.Module, inputs: Tree) -> Any:
 
 
 def copied(task: Task) -> Task:
-    """Return a copy of a task, whose state a trial may change; the task itself if it cannot be
-    copied.
-    """
+    """Return a copy of a task, whose state a trial may change; itself if it cannot be copied."""
     try:
         return copy.deepcopy(task)
     except Exception:
@@ -377,8 +371,6 @@ def copied(task: Task) -> Task:
 
 
 def random_states() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, Python and NumPy, which can be
-    compared.
-    """
+    """Return the states of the global generators of torch, Python and NumPy, comparable."""
     numpy_state = np.random.get_state(legacy=False)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy_state)

@@ -42,9 +42,9 @@ class Segmentation(Task):
         classes = outputs.size(1)
         targets = targets.long()
         self.require_labels(targets, classes)
-        real = (targets != self.ignore).double().flatten()
+        valid = (targets != self.ignore).double().flatten()
         cells = torch.where(targets == self.ignore, 0, targets) * classes + outputs.argmax(1)
-        confusion = real.new_zeros(classes * classes).index_add_(0, cells.flatten(), real)
+        confusion = valid.new_zeros(classes * classes).index_add_(0, cells.flatten(), valid)
         return {"confusion": confusion.view(classes, classes)}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -47,12 +47,12 @@ class Tokens(Task):
         return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        real = targets != IGNORE
+        valid = targets != IGNORE
         losses, _ = self.own_losses(outputs, targets)
         found = {
-            "tokens": real.sum(),
+            "tokens": valid.sum(),
             "nats": losses.double().sum(),
-            "correct": ((outputs.argmax(-1) == targets) & real).sum(),
+            "correct": ((outputs.argmax(-1) == targets) & valid).sum(),
         }
         return {name: value.double() for name, value in found.items()}
 

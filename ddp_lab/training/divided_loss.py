@@ -1,6 +1,4 @@
-"""The check that a strategy does not divide a loss over the batch, which would silently be another
-loss.
-"""
+"""The check against dividing a loss over the batch, which would silently be another loss."""
 
 import math
 from collections.abc import Callable
@@ -51,9 +49,7 @@ class Division(NamedTuple):
         return math.ceil(math.ceil(local_batch / self.accumulate) / self.strategy.num_microbatches)
 
     def describe(self) -> str | None:
-        """Return a line for the log about loss_over_batch=true; None if the batch is not
-        divided.
-        """
+        """Return a line for the log about loss_over_batch=true; None if it is not divided."""
         if not self.causes:
             return None
         return (
@@ -109,8 +105,7 @@ def check_lab_loss(
     example: tuple[Tree, Tree] | None,
     over_batch: bool,
 ) -> str | None:
-    """Check the loss of a trainer of a Lab: now with a complete sample as example, else in the
-    first step.
+    """Check the loss of a trainer of a Lab: now if the example is complete, else in the first step.
 
     Args:
         division: of the batch.

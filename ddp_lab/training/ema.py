@@ -1,5 +1,6 @@
-"""The exponential moving average (EMA) of the weights, which often has a better test accuracy than
-the weights themselves.
+"""The exponential moving average (EMA) of the weights.
+
+It often has a better test accuracy than the weights themselves.
 """
 
 from collections.abc import Generator
@@ -14,8 +15,9 @@ from ddp_lab.training.ema_warmup import WarmedUpAverages
 
 
 class EMA:
-    """Averages of this rank's part of the model: after each optimizer step, average = decay *
-    average + (1 - decay) * weight.
+    """Averages of this rank's part of the model.
+
+    After each optimizer step, average = decay * average + (1 - decay) * weight.
 
     With `warmup` the decay of the first steps is smaller (ema_warmup.py).
 
@@ -103,9 +105,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and averages, in place, one by one, so that no second copy of the model
-        is needed.
-        """
+        """Exchange weights and averages in place, one by one, with no second copy of the model."""
         reshard(self.strategy.module)
         for name, average in self.averages.items():
             weight = local(self.tensors[name])
@@ -130,9 +130,7 @@ class EMA:
             average.copy_(local(self.tensors[name].detach()))
 
     def resume(self, updates: int) -> None:
-        """Continue as after this number of updates of the averages, which were loaded or have begun
-        again.
-        """
+        """Continue as after this number of updates of the averages, loaded or begun again."""
         if self.warmup is not None:
             self.warmup.resume(updates)
 

@@ -1,6 +1,4 @@
-"""The warm-up of the averages' decay, without which a short run evaluates little but its initial
-weights.
-"""
+"""The warm-up of the averages' decay; without it a short run evaluates mostly initial weights."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -67,9 +65,7 @@ class WarmedUpAverages:
 
 
 def groups_of(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names in groups of one device and dtype, and of at most MOST bytes or one
-    tensor.
-    """
+    """Return the names in groups of one device and dtype, of at most MOST bytes or one tensor."""
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         alike[tensor.device, tensor.dtype].append(name)

@@ -1,6 +1,4 @@
-"""What happens besides the steps of a training: hooks, which the loop calls, and the training as
-they see it.
-"""
+"""Hooks: what the loop calls besides the steps of a training, and the training as they see it."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,8 +60,7 @@ class Hook:
         """
 
     def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
-        """Run after the evaluation that follows an epoch, while the model still has the weights
-        that were evaluated.
+        """Run after the evaluation of an epoch, while the model still has the evaluated weights.
 
         Args:
             results: of each set that was evaluated, by its name, val or test. `run.position` is
@@ -71,18 +68,15 @@ class Hook:
         """
 
     def on_checkpoint(self, path: Path) -> None:
-        """Run when a checkpoint is complete on the disk, on rank 0 alone and in the thread that has
-        written it.
-        """
+        """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it."""
 
     def on_epoch_end(self, position: Progress) -> None:
-        """Run after the evaluation of an epoch, with `position` at the beginning of the next
-        one.
-        """
+        """Run after the evaluation of an epoch, with `position` at the beginning of the next."""
 
     def close(self, status: "Status") -> None:
-        """Run after the training, unless it has ended by an error of which this rank knows no more
-        than its traceback.
+        """Run after the training.
+
+        It does not run after an error of which this rank knows no more than its traceback.
         """
 
 
@@ -162,9 +156,7 @@ class Run:
 
 
 class Exchanges(Hook):
-    """Lets the ranks exchange what is due after a step, in a training whose exchanges decide
-    nothing.
-    """
+    """Lets the ranks exchange what is due after a step, where exchanges decide nothing."""
 
     def on_start(self, run: Run) -> None:
         self.run = run
@@ -175,9 +167,7 @@ class Exchanges(Hook):
 
 
 def overrides(hooks: Sequence[Hook], method: str) -> list[Callable[..., Any]]:
-    """Return a method of the hooks that override it: the calls that do nothing would be made in
-    every step.
-    """
+    """Return a method of the hooks that override it, without calls that do nothing."""
     return [
         getattr(hook, method)
         for hook in hooks

@@ -4,7 +4,7 @@ import time
 from contextlib import nullcontext
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.observe.log import log, telling
+from ddp_lab.observe.log import log, log_if_slow
 from ddp_lab.training.hooks import Run, overrides
 from ddp_lab.training.metrics import Evaluation, evaluate, means
 from ddp_lab.training.plan import FitSettings
@@ -28,11 +28,11 @@ def fit(run: Run) -> Progress:
     run.sync.begin(run.position)
     for hook in run.hooks:
         hook.on_start(run)
-    while not why_over(run.position, settings):
+    while not stop_reasons(run.position, settings):
         train_epoch(run)
         require_something_learned(run)
         averages = run.eager.ema.in_use() if run.eager.ema else nullcontext()
-        with averages, telling(f"epoch {run.position.epoch}: evaluating"):
+        with averages, log_if_slow(f"epoch {run.position.epoch}: evaluating"):
             results, following = evaluate_epoch(run)
             log_epoch(run, results)
             for hook in run.hooks:
@@ -41,14 +41,12 @@ def fit(run: Run) -> Progress:
         for hook in run.hooks:
             hook.on_epoch_end(run.position)
     if run.position.epoch <= settings.epochs:
-        log.info(f"stopped early: {' and '.join(why_over(run.position, settings).values())}")
+        log.info(f"stopped early: {' and '.join(stop_reasons(run.position, settings).values())}")
     return run.position
 
 
 def train_epoch(run: Run) -> None:
-    """Take the remaining steps of an epoch, from `run.position`, which becomes the position after
-    the last one.
-    """
+    """Take the remaining steps of an epoch from `run.position`, which moves along."""
     loader = run.loaders["train"]
     step = run.step
     before_step = overrides(run.hooks, "before_step")
@@ -62,15 +60,15 @@ def train_epoch(run: Run) -> None:
     with run.logger.bar(label, steps_done, len(loader)) as advance_bar:
         batches = iter(step.batches(loader))
         asked = time.perf_counter()
-        with telling("loading the first batch"):
+        with log_if_slow("loading the first batch"):
             batch = next(batches, None)
         while batch is not None:
             run.waited += time.perf_counter() - asked
-            count = batch if isinstance(batch, int) else batch.count
+            global_size = batch if isinstance(batch, int) else batch.global_size
             for change in before_step:
                 batch = change(batch)
             step(batch)
-            position.samples += count
+            position.samples += global_size
             position.step += 1
             position.lr = run.eager.lr
             for react in on_step_end:
@@ -121,7 +119,7 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
     task = run.task or run.strategy.task
     validation = results["val"].metrics("val") if results else {}
     following = run.position.next_epoch(validation, task.lower_is_better)
-    is_due = run.settings.evaluate_test == "every_epoch" or why_over(following, run.settings)
+    is_due = run.settings.evaluate_test == "every_epoch" or stop_reasons(following, run.settings)
     if "test" in run.loaders and is_due:
         results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react)
     return results, following
@@ -146,10 +144,8 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     )
 
 
-def why_over(progress: Progress, settings: FitSettings) -> dict[str, str]:
-    """Return why a run is over, by what has to be raised to continue it; empty if another epoch
-    follows.
-    """
+def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
+    """Return why a run is over, by what has to be raised to continue it; "" if it is not."""
     reasons = dict[str, str]()
     name = settings.criterion
     stalled = progress.stalled(name)

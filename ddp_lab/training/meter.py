@@ -1,5 +1,6 @@
-"""The metrics of the steps within an epoch, over all ranks: rows of metrics.jsonl, and what is
-shown on the console.
+"""The metrics of the steps within an epoch: rows of metrics.jsonl, and of the console.
+
+They are those of all ranks.
 """
 
 import math
@@ -18,9 +19,7 @@ from ddp_lab.world.device import peak_memory_bytes
 
 
 class Mark(NamedTuple):
-    """A position in an epoch: its samples and sums so far over all ranks, and on this rank the
-    time.
-    """
+    """A position in an epoch: samples and sums so far over all ranks, and this rank's time."""
 
     samples: int
     sums: list[float]
@@ -29,8 +28,7 @@ class Mark(NamedTuple):
 
 
 class Meter(Hook):
-    """Makes rows of what the ranks exchange: the means over the steps since the last row of the
-    epoch.
+    """Makes rows of what the ranks exchange: means over the steps since the last row.
 
     Each sample counts once in them. Their time is that of rank 0; `data_wait` is the share of it in
     which a rank waited for its batches, on average over the ranks.

@@ -1,5 +1,4 @@
-"""The metrics of training and of an evaluation: sums over samples, kept on the device and divided
-once.
+"""The metrics of training and of an evaluation: sums over samples on the device, divided once.
 
 So the host never waits for the loss of a step, and every sample counts once, whatever the sizes of
 batches and ranks are.
@@ -43,9 +42,7 @@ class Evaluation:
         return bool(self.weight) and all(map(math.isfinite, self.values.values()))
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Return the metrics under the names that they have in metrics.jsonl, for a set called
-        `name`: val_loss and so on.
-        """
+        """Return the metrics by their names in metrics.jsonl: val_loss etc. for the name "val"."""
         return {f"{name}_{key}": value for key, value in self.values.items()}
 
 
@@ -70,8 +67,8 @@ def evaluate(
     task = task or strategy.task
     samples = 0
     totals = dict[str, torch.Tensor]()
-    for inputs, targets, count in batches:
-        real = strategy.real_samples(count)
+    for inputs, targets, global_size in batches:
+        num_valid = strategy.valid_samples(global_size)
         outputs = found = None
         if (
             isinstance(inputs, torch.Tensor)
@@ -80,18 +77,18 @@ def evaluate(
         ):
             outputs = strategy.predict(inputs)
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
-                own = in_float32(outputs[:real])
-                expected = targets[:real]
+                own = in_float32(outputs[:num_valid])
+                expected = targets[:num_valid]
                 loss, weight = strategy.task.loss_sum(own, expected)
                 found = {"loss": loss, "weight": weight, **task.sums(own, expected)}
         if found is None:
             from ddp_lab.training.nested import sums_of
 
-            found = sums_of(strategy, task, (inputs, targets), real, outputs)
+            found = sums_of(strategy, task, (inputs, targets), num_valid, outputs)
         for name, value in found.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
-        samples += count
+        samples += global_size
         after_batch()
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss = sums.pop("loss").item()
@@ -101,9 +98,7 @@ def evaluate(
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
-    """Return the mean loss and the running metrics, by name, of [loss_sum, *task.running,
-    weight].
-    """
+    """Return the mean loss and running metrics, by name, of [loss_sum, *task.running, weight]."""
     *found, weight = sums
     return {
         name: value / weight if weight else math.nan
@@ -157,8 +152,7 @@ class RunningSums:
         self.totals += torch.where(sums[0].isfinite(), sums, 0) if self.skip_not_finite else sums
 
     def first_bad(self, step: int) -> torch.Tensor:
-        """Return the number of the first step since the last call whose loss is not finite; inf if
-        there is none.
+        """Return the first step since the last call whose loss is not finite; inf if there is none.
 
         Call it at least every LONGEST steps. It does not wait for the device.
 

@@ -12,7 +12,7 @@ from ddp_lab.tasks.nested import for_task
 
 
 def sums_of(
-    strategy: Strategy, task: Task, batch: tuple[Tree, Tree], real: int, outputs: Any = None
+    strategy: Strategy, task: Task, batch: tuple[Tree, Tree], num_valid: int, outputs: Any = None
 ) -> dict[str, torch.Tensor]:
     """Return the sums of a batch in an evaluation: loss, weight, and those of the task. Collective.
 
@@ -20,14 +20,14 @@ def sums_of(
         strategy: has the model, and the task with the loss.
         task: whose sums are computed.
         batch: inputs and targets, with padding at the end.
-        real: number of samples without padding.
+        num_valid: number of samples without padding.
         outputs: of the model for all inputs; None: they are computed, for a batch whose padding has
             been cut.
     """
     if outputs is None:
         inputs, _ = batch
         strategy.require_inputs(inputs)
-        batch = rows(batch, slice(max(real, 1)))
+        batch = rows(batch, slice(max(num_valid, 1)))
         inputs, _ = batch
         outputs = strategy.predict(inputs)
     inputs, targets = batch
@@ -36,9 +36,9 @@ def sums_of(
         require_samples(outputs.shape, samples)
     else:
         strategy.cuts_padding = True
-        outputs = without_padding(outputs, samples, real)
-    own = for_task(strategy.task, outputs, targets, real)
-    other = own if task is strategy.task else for_task(task, outputs, targets, real)
+        outputs = without_padding(outputs, samples, num_valid)
+    own = for_task(strategy.task, outputs, targets, num_valid)
+    other = own if task is strategy.task else for_task(task, outputs, targets, num_valid)
     loss, weight = strategy.task.loss_sum(own.outputs, own.targets)
     found = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
     counted = {"loss": own.counts, "weight": own.counts}

@@ -1,5 +1,6 @@
-"""What is said about metrics of evaluations that are not finite: one message for all of them, and
-each metric once.
+"""The message about metrics of evaluations that are not finite.
+
+It is one message for all of them, and names each metric once.
 """
 
 import math

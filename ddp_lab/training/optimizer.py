@@ -1,5 +1,4 @@
-"""What an optimizer needs besides torch: fused kernels, a step on the local shards of DTensors, and
-its state's tensors.
+"""What an optimizer needs besides torch: fused kernels, local shards, tensors of its state.
 
 torch's fused SGD does not support DTensors, and a learning rate on the device, as a CUDA graph
 needs it, is a plain tensor. Optimizers that update each element by itself get the same result from
@@ -128,8 +127,9 @@ def configure_optimizer(
 
 
 def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step that is captured and compiled compiles its optimizer, too, in place of
-    torch's fused kernel.
+    """Return whether a captured and compiled step compiles its optimizer, too.
+
+    Otherwise it uses torch's fused kernel.
 
     A fused kernel of few elements does not fill a GPU: LeNet's 129,068 take 20 us in place of 2.
     With ResNet-18's 11 million a compiled optimizer saves 0.5 % of a step, but compiling it takes 5
@@ -169,9 +169,7 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 class StepObserver(NamedTuple):
-    """A hook on an optimizer's step that reads no parameters, so that it may be called while these
-    are shards.
-    """
+    """A hook on an optimizer's step that reads no parameters: it may see shards."""
 
     function: Callable[[], None]
 
@@ -180,9 +178,7 @@ class StepObserver(NamedTuple):
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered that are called before or after a step, besides
-    observers.
-    """
+    """Return whether functions but observers are registered that run before or after a step."""
     private: Any = optimizer
     hooks = [
         *private._optimizer_step_pre_hooks.values(),
@@ -241,8 +237,9 @@ def state_tensors(
 
 
 def state_copies(make_optimizer: MakeOptimizer) -> int:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it, found by a step
-    with two elements.
+    """Return how many tensors of a parameter's shape an optimizer keeps for it.
+
+    A step with two elements finds it out.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.

@@ -1,6 +1,4 @@
-"""How a training step is executed: the performance options of a run, and their choice by plain
-facts.
-"""
+"""How a training step is executed: a run's performance options, and their choice by facts."""
 
 import sys
 from collections.abc import Generator, Mapping
@@ -105,8 +103,7 @@ class PerformanceOptions(NamedTuple):
 
 
 def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
-    """Return the options of a run in which nothing is chosen, and nothing is wanted that may not be
-    supported.
+    """Return the options of a run in which nothing is chosen, and nothing may be unsupported.
 
     Args:
         wanted: what the config says.
@@ -121,7 +118,7 @@ def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
 def choose(
     automatic: bool,
     wanted: Mapping[str, Any],
-    refusals: Mapping[str, str],
+    unsupported: Mapping[str, str],
     data_bytes: int | None = None,
     model_bytes: int = 0,
     free_bytes: int = 0,
@@ -131,7 +128,7 @@ def choose(
     Args:
         automatic: whether speed=auto chooses: on NVIDIA GPUs.
         wanted: by option the config's value; "auto" or None leaves the choice.
-        refusals: why an option is not supported, by name; no entry if it is.
+        unsupported: why an option is not supported, by name; no entry if it is.
         data_bytes: size of the dataset in host memory; None if its images are read one by one.
         model_bytes: size of the unsharded model's parameters.
         free_bytes: free memory of a device, the smallest of all ranks.
@@ -151,22 +148,22 @@ def choose(
             "not supported by data.loader=workers, which prepares batches on the host; use "
             "data.loader=device"
         )
-        refusals = {"cuda_graph": needs} | dict(refusals)
+        unsupported = {"cuda_graph": needs} | dict(unsupported)
     disabled = [
         name
         for name in ("cuda_graph", "channels_last", "compile")
-        if chosen.get(name) and name in refusals
+        if chosen.get(name) and name in unsupported
     ]
     lines = tuple(
-        f"{name}={str(chosen[name]).lower()} is disabled: {refusals[name]}" for name in disabled
+        f"{name}={str(chosen[name]).lower()} is disabled: {unsupported[name]}" for name in disabled
     )
     chosen |= dict.fromkeys(disabled, False)
     if model_bytes > MODEL_SHARE * free_bytes:
         sizes = f"the weights have {size(model_bytes)}, {size(free_bytes)} are free on the device"
-        refusals = {"cuda_graph": sizes, "compile": sizes} | dict(refusals)
+        unsupported = {"cuda_graph": sizes, "compile": sizes} | dict(unsupported)
     for name in KEYS if automatic else ():
         if name not in chosen:
-            reasons[name] = refusals.get(name, "")
+            reasons[name] = unsupported.get(name, "")
             if not reasons[name]:
                 chosen[name] = AUTO if name == "compile" else True
     return PerformanceOptions(**chosen, reasons=reasons, disabled=lines)

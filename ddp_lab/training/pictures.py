@@ -48,8 +48,7 @@ class Pictures(Hook):
 
 
 def is_drawn(epoch: int) -> bool:
-    """Return whether an epoch has a picture: each of the first 9, then every tenth, after 99 every
-    hundredth, and so on.
+    """Return whether an epoch has a picture: the first 9, every tenth, after 99 every hundredth.
 
     A picture takes 0.1 s, and TensorBoard shows ten of a run.
     """

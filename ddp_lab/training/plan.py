@@ -1,5 +1,6 @@
-"""The batch sizes, steps and learning rate of a run, computed from the config, the replicas and the
-dataset; and its end.
+"""The batch sizes, steps and learning rate of a run, and its end.
+
+They are computed from the config, the replicas and the dataset.
 """
 
 import math
@@ -110,9 +111,7 @@ class Plan:
         )
 
     def warning(self) -> str | None:
-        """Return a warning about a global batch that the training set cannot fill; None if it
-        can.
-        """
+        """Return a warning about a global batch that the training set cannot fill, or None."""
         if self.global_batch_size <= self.train_size:
             return None
         return (

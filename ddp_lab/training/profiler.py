@@ -1,5 +1,4 @@
-"""profile=true: record some steps on every rank with torch.profiler, and report where their time
-went.
+"""profile=true: record some steps on every rank with torch.profiler; report where their time went.
 
 Nothing is synchronised within these steps, because the times of the kernels are read from the trace
 (time_split.py). The recorded steps are slower than others, because recording each operation costs
@@ -26,10 +25,9 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.world.device import peak_memory_bytes
 from ddp_lab.world.runtime import Runtime
 
-# steps; in the one between them the profiler initialises
-SKIP = 5
-RECORD = 10
-NEEDED = SKIP + 1 + RECORD
+SKIP = 5  # steps before the profile
+RECORD = 10  # steps of the profile
+NEEDED = SKIP + 1 + RECORD  # in the step between them the profiler initialises
 
 
 def check_profile(steps: int, device: torch.device) -> None:
@@ -106,9 +104,7 @@ class Profiled(Hook):
             self.profiler.step()
 
     def close(self, status: Status) -> None:
-        """Stop the profiler if this launch, finished or interrupted, ends before the profile is
-        complete.
-        """
+        """Stop the profiler if this launch ends, finished or not, before a complete profile."""
         if self.profiler.step_num < NEEDED and not self._is_closed:
             self._is_closed = True
             self.profiler.stop()

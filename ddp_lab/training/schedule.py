@@ -1,5 +1,4 @@
-"""Learning-rate schedules: an optional linear warm-up, then a shape over the remaining steps of the
-run.
+"""Learning-rate schedules: an optional linear warm-up, then a shape over the rest of the run.
 
 A shape is a function of `progress`, the fraction of the steps after the warm-up, from 0 to below 1;
 or of `epoch`, the epochs since the beginning of the run, with a fraction within an epoch.
@@ -22,8 +21,9 @@ def constant(progress: float) -> float:
 
 
 def cosine(progress: float) -> float:
-    """Return a factor that falls from 1 to 0 along half a cosine (Loshchilov and Hutter 2016,
-    arXiv:1608.03983, one period).
+    """Return a factor that falls from 1 to 0 along half a cosine.
+
+    Loshchilov and Hutter 2016, arXiv:1608.03983, one period.
     """
     return 0.5 * (1 + math.cos(math.pi * progress))
 

@@ -31,9 +31,7 @@ class TrainStep(Protocol):
         ...
 
     def gather(self, batch: Any) -> Batch:
-        """Return the batch for an element of `batches`, which `__call__` then takes in its
-        place.
-        """
+        """Return the batch for an element of `batches`, which `__call__` then takes instead."""
         ...
 
     def __call__(self, batch: Any) -> None:
@@ -61,8 +59,7 @@ class StepOptions:
 
 
 class Step:
-    """A training step: gradients of one global batch, one optimizer step, one step of the
-    learning-rate schedule.
+    """A training step: gradients of one global batch, one optimizer step, one step of the schedule.
 
     Args:
         strategy: computes the gradients; after `Strategy.setup`.
@@ -108,8 +105,9 @@ class Step:
         self.lr = 0.0
 
     def compile(self, compile_fn: partial[Any]) -> None:
-        """Compile the running sums, with `compile_fn`, and the optimizer's step but the first, with
-        torch.compile's defaults.
+        """Compile the running sums, and the optimizer's step but the first.
+
+        The former with `compile_fn`, the latter with torch.compile's defaults.
 
         An optimizer with a fused kernel or with shards is not compiled. The learning rate of others
         must be a tensor: a number would be compiled again whenever it changes.
@@ -123,9 +121,7 @@ class Step:
         self.running_sums.compile(compile_fn)
 
     def batches(self, loader: Loader) -> Iterable[Batch]:
-        """Return the argument of `__call__` for each remaining step of the epoch, in order: the
-        loader's batches.
-        """
+        """Return the argument of `__call__` for each remaining step of the epoch, in order."""
         return loader
 
     def gather(self, batch: Batch) -> Batch:
@@ -139,8 +135,9 @@ class Step:
         self.advance()
 
     def prepare(self) -> None:
-        """Do the work on the host that a step needs: draw how its batch is mixed, and seed what it
-        draws, as dropout masks.
+        """Do the work on the host that a step needs.
+
+        Draw how its batch is mixed, and seed what it draws, such as dropout masks.
 
         So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer
         draw the same; replicas, and the stages of a pipeline, do not.
@@ -155,8 +152,9 @@ class Step:
             branch.prepare(self.options.seed, step)
 
     def seed_alike(self) -> None:
-        """Seed what is drawn between the steps on all ranks alike, so that a model constructed
-        there is the same on each.
+        """Seed what is drawn between the steps on all ranks alike.
+
+        A model constructed there is then the same on each.
         """
         self._seed(seed_of("between", seed=self.options.seed, step=self.scheduler.last_epoch))
 
@@ -193,15 +191,12 @@ class Step:
         self.running_sums.add(self.sums)
 
     def advance(self) -> None:
-        """Do the work of a step on the host: record its learning rate and set that of the next
-        step.
-        """
+        """Do the work of a step on the host: record its learning rate, set that of the next one."""
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
-        """Set the gradients to zero and restore the buffers (BatchNorm's statistics), unless
-        `finite`.
+        """Set gradients to zero and restore buffers (BatchNorm's statistics), unless `finite`.
 
         `finite` is the same on all ranks, because it comes from the gradient norm of the complete
         model. This does not wait for the device.

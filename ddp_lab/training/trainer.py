@@ -1,6 +1,4 @@
-"""How a model is trained, and what trains it: its optimizer and its step, on the devices of a
-strategy.
-"""
+"""How a model is trained, and what trains it: optimizer and step, on the devices of a strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

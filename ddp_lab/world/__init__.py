@@ -1,3 +1,1 @@
-"""The distributed environment of this process: rank, device, process group, and the other processes
-of this machine.
-"""
+"""The distributed environment of this process: rank, device, process group, and its neighbours."""

@@ -1,6 +1,4 @@
-"""The devices of this machine, the memory that this process has used of them, and their
-precision.
-"""
+"""The devices of this machine, the memory that this process has used, and their precision."""
 
 import re
 import resource
@@ -65,8 +63,9 @@ def find_device(name: str, key: str = "device") -> torch.device:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory allocated on this process's fullest GPU; without GPUs, the peak
-    resident size of the process.
+    """Return the peak memory allocated on this process's fullest GPU.
+
+    Without GPUs, return the peak resident size of the process.
     """
     if torch.cuda.is_initialized():
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
@@ -80,9 +79,7 @@ def size(count: int) -> str:
 
 
 def card_of(name: str) -> str | None:
-    """Return the card of CARDS that a device is, by the name that torch reports; None for
-    others.
-    """
+    """Return the card in CARDS of a device, by the name that torch reports; None for others."""
     # NVIDIA A100-SXM4-40GB, NVIDIA GeForce RTX 4090
     words = re.split("[ -]", name.replace("RTX ", "RTX"))
     return next((card for card in CARDS if card.partition("-")[0] in words), None)
@@ -95,8 +92,9 @@ def peak_flops(card: str | None, precision: str) -> float | None:
 
 @contextmanager
 def float32_matmul(precision: str) -> Generator[None]:
-    """Let float32 matrix multiplications use full precision ("highest"), or TF32 on GPUs that have
-    it ("high").
+    """Let float32 matrix multiplications use full precision ("highest"), or TF32 ("high").
+
+    Only some GPUs have TF32.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

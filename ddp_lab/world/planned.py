@@ -1,5 +1,6 @@
-"""The rank of a launch that is only planned: its place among the others, a fake process group, and
-bf16 as on a GPU.
+"""The rank of a launch that is only planned: its place and a fake process group.
+
+It has bf16 as on a GPU.
 """
 
 import copy
@@ -91,9 +92,7 @@ class PlannedRuntime(Runtime):
 
 
 class Float32Norms(TorchFunctionMode):
-    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA and not on
-    the CPU.
-    """
+    """Lets layer normalizations and softmax compute in float32, as autocast does on CUDA only."""
 
     functions = (F.layer_norm, F.group_norm, F.softmax, F.log_softmax)
 

@@ -1,5 +1,4 @@
-"""This process as torchrun started it, its place in the launch, and the other processes of this
-machine.
+"""This process, its place in a launch of torchrun, and the other processes of this machine.
 
 This module does not import torch, so that a command can report an error before torch is loaded.
 """
@@ -50,8 +49,9 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Place":
-        """Return the place that torchrun's environment variables describe; that of a single process
-        without them.
+        """Return the place that torchrun's environment variables describe.
+
+        Without them it is that of a single process.
         """
         rank = int(environment.get("RANK", 0))
         world_size = int(environment.get("WORLD_SIZE", 1))
@@ -86,8 +86,9 @@ def launch_id() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of a process, which distinguishes processes with the same id; empty if
-    it cannot be read.
+    """Return the start time of a process; "" if it cannot be read.
+
+    It distinguishes processes with the same id.
     """
     try:
         if (
@@ -120,8 +121,9 @@ def is_alive(pid: int) -> bool:
 
 
 def die_with_torchrun() -> None:
-    """Arrange for this rank to be killed when its agent dies, on Linux; otherwise it would survive
-    a SIGKILL of the agent.
+    """Arrange for this rank to be killed when its agent dies, on Linux.
+
+    Otherwise it would survive a SIGKILL of the agent.
     """
     if run_id() is not None and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
@@ -129,8 +131,7 @@ def die_with_torchrun() -> None:
 
 
 def show(message: str, code: int = 1, began: float | None = None, secondary: bool = False) -> None:
-    """Report an error: print it to stderr, or under torchrun write it to the error file, which the
-    launcher prints.
+    """Print an error to stderr, or under torchrun write it to the file that the launcher prints.
 
     Args:
         message: The text to report.

@@ -64,9 +64,7 @@ class Ranks:
 
     @property
     def agent_keeps_store(self) -> bool:
-        """Whether torchrun's agent opens the store before any rank starts; otherwise rank 0 opens
-        it.
-        """
+        """Return whether torchrun's agent opens the store before any rank starts, not rank 0."""
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     @property
@@ -86,16 +84,16 @@ class Ranks:
         return self._store
 
     def connect(self, prefix: str) -> Store:
-        """Return another connection to the keys of the store that begin with a prefix, for another
-        thread.
+        """Return another connection to the store's keys with a prefix, for another thread.
 
         Threads cannot share a connection: a thread that waits for a key would block the others.
         """
         return PrefixStore(prefix, self.store.clone())
 
     def _attempt(self, store: Store) -> str:
-        """Return a name of this start: the agent's store outlives a restart, with the dead ranks'
-        addresses in it.
+        """Return a name of this start.
+
+        The agent's store outlives a restart, with the dead ranks' addresses in it.
         """
         if self.agent_keeps_store:
             from ddp_lab.world.store import agree_on_attempt
@@ -285,8 +283,7 @@ class Ranks:
         return self._launch
 
     def exit_if_abandoned(self, code: int) -> None:
-        """Exit at once, without the interpreter's finalization, if an abandoned thread still waits
-        for the store.
+        """Exit at once without finalization if an abandoned thread still waits for the store.
 
         If the store answers a thread during the finalization, C++ code of torch aborts the process.
         torchrun would take this rank, which has finished, for a failed one, and start the ranks of

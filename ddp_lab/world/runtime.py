@@ -1,5 +1,4 @@
-"""The distributed environment of a rank: its devices, its process group, and what `ranks.py` says
-of the other ranks.
+"""The distributed environment of a rank: its devices, its process group, and the other ranks.
 
 Only files of this subpackage read the environment variables that torchrun sets (RANK, LOCAL_RANK,
 WORLD_SIZE, ...).
@@ -105,8 +104,7 @@ class Runtime(Ranks):
 
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:
-        """Queue all work on a CUDA stream other than the default one, from which CUDA graphs cannot
-        be captured.
+        """Queue all work on a CUDA stream other than the default one, which cannot be captured.
 
         Enter it before `Strategy.setup`. Work that waits for the default stream cannot be captured
         either, and a DDP module constructed on the default stream makes its gradients wait for that
@@ -122,9 +120,7 @@ class Runtime(Ranks):
         return torch.cuda.mem_get_info(self.device)[0]
 
     def peak_flops(self) -> float | None:
-        """Return the FLOP/s of this rank's card by its data sheet; None on CPUs and unknown
-        cards.
-        """
+        """Return the FLOP/s of this rank's card by its data sheet; None without a known card."""
         return (
             peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
             if self.device.type == "cuda"
@@ -132,8 +128,9 @@ class Runtime(Ranks):
         )
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of mixed precision for the forward pass; with precision=float32 it
-        excludes an outer one.
+        """Return the context of mixed precision for the forward pass.
+
+        With precision=float32 it excludes an outer one.
         """
         if self.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()  # a step of small kernels on a CPU notices torch's
@@ -196,9 +193,7 @@ class Runtime(Ranks):
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
-        """Sum `tensor` over all ranks in place, or combine it by another operation, and return
-        it.
-        """
+        """Sum `tensor` over all ranks in place, or combine it otherwise, and return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor, op)
         return tensor

@@ -1,6 +1,4 @@
-"""Write the handwritten digits of scikit-learn as images/train/CLASS/NUMBER.png and
-images/val/CLASS/NUMBER.png.
-"""
+"""Write scikit-learn's digits as images/train/CLASS/NUMBER.png and images/val/CLASS/NUMBER.png."""
 
 from pathlib import Path
 

@@ -159,9 +159,7 @@ def test_thousands_of_ranks_are_planned():
 
 
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
-    """Before a compiled step, which warms up once, the optimizer has no state that would be
-    copied.
-    """
+    """A compiled step warms up once: the optimizer has no state yet that would be copied."""
     held = planned("ddp", *VIT).fullest.held
     for keys, expected in {
         "cuda_graph=true": held["parameters"] + held["optimizer"] + held["buffers"],

@@ -1,6 +1,4 @@
-"""Runs that do not fit on their devices are refused, and batch_size=auto is the largest that
-fits.
-"""
+"""Runs that do not fit on their devices are refused; batch_size=auto is the largest that fits."""
 
 import re
 from pathlib import Path
@@ -95,8 +93,9 @@ def config_of(tmp_path: Path) -> dict:
 
 
 def resume_planned(tmp_path: Path, line: str) -> dict:
-    """Train on this rank without a real step before, whose process would import torch anew; return
-    the recorded config.
+    """Train on this rank without a real step before; return the recorded config.
+
+    The process of a real step would import torch anew.
     """
     fit.take_real_step = lambda cfg, runtime: (2**20, "")
     main_in_world(f"runs_dir={tmp_path}", "optimizer.lr=0.01", *line.split())

@@ -1,5 +1,6 @@
-"""The quick check of memory against copies counted by hand, the batch of weak scaling, and runs
-without memory_limit.
+"""The quick check of memory against copies counted by hand.
+
+Also the batch of weak scaling, and runs without memory_limit.
 """
 
 import psutil

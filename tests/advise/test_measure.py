@@ -1,6 +1,4 @@
-"""`advise --measure`: what short runs of train.py take, and how their results are kept and offered
-again.
-"""
+"""`advise --measure`: what short runs take, and how their results are kept and offered again."""
 
 import sys
 

@@ -1,5 +1,6 @@
-"""The plan is what real runs need: the state to the byte, and the peak that torch's profiler
-records on four CPU ranks.
+"""The plan is what real runs need: the state to the byte, and the peak on four CPU ranks.
+
+torch's profiler records the peak.
 """
 
 import gc
@@ -47,9 +48,7 @@ ALONE = ["single", f"single {VIT} adamw ema=0.8"]
 
 
 class Real(NamedTuple):
-    """What a rank held when the optimizer's step began, by kind, and the most bytes that lived in a
-    step.
-    """
+    """What a rank held when the optimizer's step began, by kind, and the step's most bytes."""
 
     held: dict[str, int]
     peak: int

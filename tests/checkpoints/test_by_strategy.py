@@ -1,5 +1,6 @@
-"""Every strategy writes the checkpoint that `single` writes, in both formats, and resumes from what
-any other wrote.
+"""Every strategy writes the checkpoint that `single` writes, and resumes from any other's.
+
+Both in each of the formats.
 """
 
 import json
@@ -66,8 +67,9 @@ def file_of(folder: Path, *writer: str, form: str = "pt", step: int = 3) -> Path
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory) -> tuple[Path, dict]:
-    """Let each run train for two epochs, and then each reader resume; return the folder and the
-    outcomes, for each rank.
+    """Let each run train for two epochs, and then each reader resume.
+
+    Return the folder and the outcomes, for each rank.
     """
     folder = tmp_path_factory.mktemp("moved")
     outcomes = {}
@@ -96,8 +98,9 @@ def moved(tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.mark.parametrize(("model", "writer", "reader", "form"), READERS)
 def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, moved):
-    """Weights, averages, momentum and sums end as those of `single` without an interruption, and
-    are the same on all ranks.
+    """Weights, averages, momentum and sums end as those of `single` without an interruption.
+
+    They are the same on all ranks.
     """
     _, outcomes = moved
     first, *others = outcomes[model, writer, reader, form]

@@ -1,5 +1,6 @@
-"""Checkpoints of both formats, without a run: what is kept, what they hold, and what is left when
-something goes wrong.
+"""Checkpoints of both formats, without a run.
+
+What is kept, what they hold, and what is left when something goes wrong.
 """
 
 import json

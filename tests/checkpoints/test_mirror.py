@@ -1,5 +1,6 @@
-"""checkpoint.mirror: copies of checkpoints at a URL of fsspec, and a launch on an empty disk that
-resumes from them.
+"""checkpoint.mirror: copies of checkpoints at a URL of fsspec.
+
+A launch on an empty disk resumes from them.
 """
 
 import errno
@@ -67,9 +68,7 @@ def save(folder: Path, name: str) -> Path:
 
 @pytest.fixture
 def mirror(tmp_path):
-    """Return a mirror, in memory, of a run that has two checkpoints, of which the first is the
-    best.
-    """
+    """Return a mirror, in memory, of a run with two checkpoints, of which the first is the best."""
     fsspec.filesystem("memory").store.clear()
     mirror = Mirror("memory://bucket/runs/", tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -82,9 +81,7 @@ def mirror(tmp_path):
 
 
 def restored(mirror: Mirror) -> list[str]:
-    """Return the names of the files in the run directory, after it was lost, that the mirror
-    restores.
-    """
+    """Return the names of the files that the mirror restores in a lost run directory."""
     shutil.rmtree(mirror.run_dir)
     mirror.begin("auto")
     assert all(find_damage(path) is None for path in steps_in(mirror.folder))
@@ -119,8 +116,9 @@ def test_checkpoint_that_is_partial_or_was_changed_is_not_taken(mirror, caplog):
 def test_full_disk_at_the_mirror_keeps_the_last_complete_checkpoint_until_there_is_room(
     mirror, monkeypatch, caplog
 ):
-    """Room for two and a half: a third one fits when one that is no longer on the disk is removed
-    before its upload.
+    """Room for two and a half.
+
+    A third one fits when one that is no longer on the disk is removed before its upload.
     """
     put = mirror.fs.put_file
     size = (mirror.folder / ONE).stat().st_size
@@ -167,7 +165,8 @@ def test_name_that_another_run_has_used_there_is_refused(mirror):
     (mirror.run_dir / "metrics.jsonl").write_text('{"epoch": 1}\n')
     with pytest.raises(
         ConfigError,
-        match=r"runs/run has checkpoints of another run\. Choose another name, remove .*runs/run, or",
+        match=r"runs/run has checkpoints of another run\. Choose another name, "
+        r"remove .*runs/run, or",
     ):
         mirror.begin("auto")
     shutil.rmtree(mirror.run_dir)

@@ -1,6 +1,4 @@
-"""checkpoint.mirror: the order of uploads and downloads, recorded, and that a run waits for its
-last upload.
-"""
+"""checkpoint.mirror: the order of uploads and downloads, and a run's wait for its last upload."""
 
 import contextlib
 import shutil
@@ -96,9 +94,7 @@ def test_hashes_are_uploaded_after_all_files_and_removed_before_them(sharded, tm
 
 
 def restored(store: dict, tmp_path: Path) -> list[str]:
-    """Return the names of the checkpoints that a launch on an empty disk gets from a copy of the
-    memory.
-    """
+    """Return the names of the checkpoints that a launch on an empty disk gets from the memory."""
     memory = fsspec.filesystem("memory")
     kept = memory.store.copy()
     memory.store.clear()

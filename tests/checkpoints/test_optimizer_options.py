@@ -1,5 +1,6 @@
-"""A checkpoint whose optimizer has the options of another release of torch is resumed; that of
-another optimizer is not.
+"""A checkpoint with optimizer options of another release of torch is resumed.
+
+That of another optimizer is not.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""A run that resumes ends as one without an interruption, or begins, continues or refuses as the
-config says.
-"""
+"""A run that resumes ends as one without an interruption, or begins or refuses by the config."""
 
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from launches import SMALL, read_metrics, refusal_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-from ddp_lab.training.loop import why_over
+from ddp_lab.training.loop import stop_reasons
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 
@@ -58,7 +56,7 @@ NOT_BELOW = "the last 3 epochs had no better val_loss than epoch 3"
 )
 def test_remedy_for_a_run_that_is_over_names_what_ended_it(epochs, patience, expected):
     progress = Progress(epoch=7, best_epochs={"val_loss": 3})
-    assert why_over(progress, FitSettings(epochs, patience)) == expected
+    assert stop_reasons(progress, FitSettings(epochs, patience)) == expected
 
 
 def test_run_without_its_last_checkpoint_ends_the_same(tmp_path):

@@ -1,5 +1,6 @@
-"""A run resumes on another number of replicas, if they divide its batch; otherwise it is refused
-and not changed.
+"""A run resumes on another number of replicas, if they divide its batch.
+
+Otherwise it is refused and not changed.
 """
 
 from pathlib import Path

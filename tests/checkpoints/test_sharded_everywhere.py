@@ -1,6 +1,4 @@
-"""Wherever a checkpoint is looked for, a sharded one is found as one file is: the same run in both
-formats.
-"""
+"""Wherever a checkpoint is looked for, both formats of the same run are found."""
 
 import json
 import shutil

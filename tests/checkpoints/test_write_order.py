@@ -12,9 +12,7 @@ both_formats = pytest.mark.parametrize("sharded", [False, True], ids=["file", "s
 
 
 def save_again(checkpoints: Checkpoints, progress: Progress) -> None:
-    """Save other weights at the same step, as a run does that is preempted right after a
-    checkpoint.
-    """
+    """Save other weights at the same step, as a run preempted right after a checkpoint."""
     checkpoints.state.strategy.module.bias.data.fill_(9)
     checkpoints.save(progress)
     checkpoints.wait()

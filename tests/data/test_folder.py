@@ -1,5 +1,6 @@
-"""`data=folder`: which files it finds, how it reads them, and that any world, workers and resume
-get the same images.
+"""`data=folder`: which files it finds and how it reads them.
+
+Any world, workers and resume get the same images.
 """
 
 import hashlib
@@ -256,7 +257,9 @@ import sys, torch
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.workers import WorkerLoader
-options = LoaderOptions(2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1)
+options = LoaderOptions(
+    2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1
+)
 own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)
 batches = iter(own)
 next(batches)

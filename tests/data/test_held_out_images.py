@@ -1,6 +1,4 @@
-"""Validation images that are held out of the training set get none of training's random
-transforms.
-"""
+"""Validation images that are held out of training get none of its random transforms."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The loaders: the same batches for any number of ranks, either loader, a resume, and the calls of
-a CUDA graph.
-"""
+"""The loaders: the same batches for any ranks, loader, resume and CUDA graph."""
 
 from itertools import chain, product
 
@@ -25,8 +23,9 @@ def numbered(samples: int) -> InMemory:
 
 
 def pictures() -> InMemory:
-    """Return 103 different images of three channels, 5 pixels high and 7 wide, without a pixel of
-    0, the border's value.
+    """Return 103 different images of three channels, 5 pixels high and 7 wide.
+
+    No pixel is 0, the border's value.
     """
     images = torch.randint(
         1, 256, (103, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -45,16 +44,16 @@ def loader(
 
 
 def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
-    """Return the numbers of the samples without padding and the count of each batch."""
+    """Return the numbers of the samples without padding and the global size of each batch."""
     own.set_epoch(epoch)
     batches = []
-    for inputs, targets, count in own:
+    for inputs, targets, global_size in own:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
-        real = slice(len(range(own.options.dp_rank, count, own.options.dp_size)))
+        real = slice(len(range(own.options.dp_rank, global_size, own.options.dp_size)))
         assert torch.equal(targets[real], numbers[real] % 10), (
             "a target does not belong to its image"
         )
-        batches.append((numbers[real].tolist(), count))
+        batches.append((numbers[real].tolist(), global_size))
     return batches
 
 
@@ -66,7 +65,7 @@ def read_world(kind: str, size: int, epoch: int, **settings) -> list[list[int]]:
         for parts in zip(*shards, strict=True)
     ]
     assert all(counts == {len(numbers)} for numbers, counts in steps), (
-        "a count is not the size of the global batch"
+        "a global_size is not the size of the global batch"
     )
     return [numbers for numbers, _ in steps]
 
@@ -94,8 +93,9 @@ def moved(image: torch.Tensor, dy: int, dx: int, flip: bool) -> torch.Tensor:
 
 
 def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rest of epoch 3 in the order of the permutation; kind `graph` reads it as a CUDA
-    graph does.
+    """Return the rest of epoch 3 in the order of the permutation.
+
+    Kind `graph` reads it as a CUDA graph does.
     """
     ranks = []
     for rank in range(size):

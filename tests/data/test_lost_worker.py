@@ -1,6 +1,4 @@
-"""A worker process of a loader that is killed: one message with the signal, the likely reason and
-what to do.
-"""
+"""A worker process of a loader that is killed: the signal, the likely reason and what to do."""
 
 import multiprocessing
 import os
@@ -34,9 +32,7 @@ FEWER = (
 
 
 class Kills:
-    """Images, one of which ends the process that reads it, as the system does when memory is used
-    up.
-    """
+    """Images, one of which ends the process that reads it, as the system does without memory."""
 
     def __init__(self, split: str = "train"):
         self.parent = os.getpid()

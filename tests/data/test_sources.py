@@ -1,5 +1,4 @@
-"""`data=own`: map-style datasets of users; and `data=hf`: datasets of the package `datasets` on
-disk.
+"""`data=own`: map-style datasets, and `data=hf`: datasets of the package `datasets`.
 
 Nothing is downloaded.
 """

@@ -1,6 +1,4 @@
-"""Functions over nested batches: the same as those of torch for a tensor, in each of the
-tensors.
-"""
+"""Functions over nested batches: the same as those of torch for a tensor, in each of them."""
 
 import pytest
 import torch

@@ -15,9 +15,7 @@ from ddp_lab.exercises.catalog import load
 
 
 def check(folder: Path, line: str) -> tuple[int, str]:
-    """Check a solution, in a process that has not used autograd: ranks cannot be forked
-    afterwards.
-    """
+    """Check a solution in a process without autograd, after which ranks cannot be forked."""
     code, text = launch(f"ddp-lab exercise check {line}", cwd=folder)
     assert "Traceback" not in text
     return code, text
@@ -80,11 +78,11 @@ def test_mistakes_are_one_message_with_exit_code_2(line, says, given):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("return global_batch[", "line 26 is not Python"),
-        ("return global_batch.no()", "line 26, `return global_batch.no()`, raises AttributeError"),
+        ("return global_batch[", "line 27 is not Python"),
+        ("return global_batch.no()", "line 27, `return global_batch.no()`, raises AttributeError"),
         ("import sys; sys.exit()", "raises SystemExit"),
         ("import os; os._exit(0)", "the process ended with code 0"),
-        ("while True: pass", "is still busy at line 26"),
+        ("while True: pass", "is still busy at line 27"),
         ("sum(range(10**12))", "does not respond: it computes without a pause"),
         ("import os; os.abort()", "the process was aborted"),
         (

@@ -1,6 +1,4 @@
-"""Each exercise: the reference solution is right, the file to start from runs, and wrong solutions
-are told apart.
-"""
+"""Each exercise: its reference solution, the file to start from, and wrong solutions."""
 
 import multiprocessing
 import tomllib
@@ -23,8 +21,9 @@ LIMITS = (1.5, 0.2), (processes.LIMIT, processes.GRACE)
 
 @pytest.fixture(scope="module")
 def explain(tmp_path_factory):
-    """Check solutions in a process of their own: after a use of autograd, as in other tests, ranks
-    cannot be forked.
+    """Check solutions in a process of their own.
+
+    After a use of autograd, as in other tests, ranks cannot be forked.
     """
     folder = tmp_path_factory.mktemp("exercises")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -34,8 +33,9 @@ def explain(tmp_path_factory):
 
 
 def explain_source(file: Path, name: str, source: str, expected: str | None) -> str | None:
-    """Return what is wrong with a solution, and where that is not what is expected, the answer of a
-    second, longer check.
+    """Return what is wrong with a solution.
+
+    Where that is not what is expected, return the answer of a second, longer check.
     """
     file.write_text(source)
     for processes.LIMIT, processes.GRACE in LIMITS:

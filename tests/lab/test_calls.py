@@ -1,5 +1,6 @@
-"""Ranks of a Lab that do not make the same calls: one message, which names the rank that has left,
-within seconds.
+"""Ranks of a Lab that do not make the same calls.
+
+One message names the rank that has left, within seconds.
 """
 
 import functools
@@ -88,9 +89,7 @@ def train(case: str, strategy: str = "ddp") -> str:
 
 
 def print_outcomes() -> None:
-    """Launch every case on two ranks, and print its error, what the ranks wrote to stderr, and the
-    seconds, as JSON.
-    """
+    """Launch every case on two ranks, and print its error, stderr and seconds, as JSON."""
     outcomes: dict[str, list] = {}
     for case in CASES:
         with tempfile.TemporaryFile("w+") as errors:
@@ -107,8 +106,9 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes() -> dict[str, list]:
-    """Return what `print_outcomes` prints in a new process: another test of this one may have
-    started threads of autograd.
+    """Return what `print_outcomes` prints in a new process.
+
+    Another test of this one may have started threads of autograd.
     """
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
     environment = os.environ | {

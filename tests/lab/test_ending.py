@@ -16,8 +16,7 @@ TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--np
 
 
 def start(command: list[str]) -> tuple[subprocess.Popen, str]:
-    """Start the script in a session of its own, as a cold interpreter: how that ends is the
-    subject.
+    """Start the script in a session of its own, as a cold interpreter, whose end is the subject.
 
     Return it and its mark.
     """

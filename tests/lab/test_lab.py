@@ -1,6 +1,4 @@
-"""The library: a loop of the user's own gives the same numbers for any strategy and any number of
-ranks.
-"""
+"""The library: a user's loop gives the same numbers for any strategy and any number of ranks."""
 
 import json
 from functools import partial
@@ -27,9 +25,7 @@ STRATEGIES = {"ddp": {}, "pipeline": {"num_microbatches": 3}}
 
 
 def pixels(size: int = 37) -> TensorDataset:
-    """Return images and masks in which the number of ignored pixels differs from sample to
-    sample.
-    """
+    """Return images and masks in which the number of ignored pixels differs by sample."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(size, 3, 8, 8, generator=generator)
     masks = torch.randint(0, 4, (size, 8, 8), generator=generator)
@@ -165,9 +161,7 @@ def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing(
 
 
 def test_weighted_loss_is_that_of_the_global_batch_and_not_the_mean_of_the_means(folder):
-    """Averaging the means of micro-batches or ranks is the known accumulation error of other
-    trainers.
-    """
+    """Averaging the means of micro-batches or ranks is the known error of other trainers."""
     with Lab(device="cpu"):
         model = net()
     order = torch.randperm(37, generator=torch.Generator().manual_seed(0))[:BATCH]

@@ -1,5 +1,6 @@
-"""A Lab with a loss over the batch: refused where the batch is divided, exact where it is not, and
-meant where it is said.
+"""A Lab with a loss over the batch: refused where that is divided, exact where not.
+
+Where a user says that it is meant, it is accepted.
 """
 
 from functools import partial

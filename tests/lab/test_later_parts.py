@@ -1,6 +1,4 @@
-"""Parts of a model that the trial has not used, and that a later step uses: trained as on one
-device, or one message.
-"""
+"""Parts that only a step after the trial uses: trained as on one device, or one message."""
 
 from functools import partial
 

@@ -1,5 +1,6 @@
-"""Which datasets a trainer keeps with their worker processes: those that were used last, and those
-that a loop reads.
+"""Which datasets a trainer keeps with their worker processes.
+
+Those that were used last, and those that a loop reads.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""A user's mistake in a model or a dataset is one line without a traceback of torch, from the rank
-that has the cause.
+"""A user's mistake in a model or a dataset is one line, from the rank that has the cause.
+
+It has no traceback of torch.
 """
 
 import functools
@@ -201,9 +202,7 @@ def test_mistake_is_one_line(case, how):
 
 
 def print_outcomes() -> None:
-    """Launch every case on two ranks, and print its error and what the ranks wrote to stderr, as
-    JSON.
-    """
+    """Launch every case on two ranks, and print its error and the ranks' stderr, as JSON."""
     outcomes: dict[str, list[str]] = {}
     for case in CASES:
         with tempfile.TemporaryFile("w+") as errors:
@@ -218,8 +217,9 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes_on_two_ranks() -> dict[str, list[str]]:
-    """Return what `print_outcomes` prints in a new process: another test of this one may have
-    started threads of autograd.
+    """Return what `print_outcomes` prints in a new process.
+
+    Another test of this one may have started threads of autograd.
     """
     search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
@@ -460,9 +460,7 @@ WRAPS = [(torch.mean, r"\[\]"), (lambda logits: logits[:1], r"\[1, 3\]")]
 
 
 def outputs_refused(index: int, strategy: str, how: str, **options) -> str:
-    """Return the message about outputs that are not those of all samples, without an example of a
-    target.
-    """
+    """Return the message about outputs that are not those of all samples, without a target."""
     wrap, _ = WRAPS[index]
     data = in_memory()
     make = partial(torch.optim.SGD, lr=0.1)

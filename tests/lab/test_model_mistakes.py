@@ -1,6 +1,4 @@
-"""Inputs that the model does not support, in a Lab without an example: one message under every
-strategy.
-"""
+"""Inputs that the model does not support, in a Lab without an example: one message."""
 
 import re
 import traceback

@@ -1,5 +1,4 @@
-"""Batches that are trees: several inputs, dicts, and outputs and targets that are no tensor, under
-every strategy.
+"""Batches that are trees: several inputs, dicts, and outputs that are no tensor.
 
 The models work in float64, so that the weights of any strategy on any number of ranks are those of
 single within 1e-12. The last batch is partial: on two ranks one of them has fewer samples of it
@@ -248,8 +247,9 @@ def test_batches_that_are_trees_give_the_weights_of_single(strategy, accumulate)
 
 
 def start(lab: Lab, case: str, data: Any, step: Any, changed: dict) -> None:
-    """Make a trainer of a case, in which some arguments are changed, and take a step with the first
-    batch, or with another.
+    """Make a trainer of a case with changed arguments, and take a step.
+
+    The step has the first batch, or another one.
     """
     make, loss, own, arguments = CASES[case]
     given = {
@@ -514,9 +514,7 @@ class Normalised(nn.Module):
 
 
 def statistics() -> list[int]:
-    """Return how many batches the BatchNorm layer of this rank has counted after each step of an
-    epoch.
-    """
+    """Return how many batches the BatchNorm layer of this rank counted after each step."""
     data = TensorDataset(numbers(4)[:FEW], numbers(4, seed=1)[:FEW], torch.arange(FEW) % 2)
     with Lab("ddp", device="cpu", timeout=30) as lab:
         trainer = lab.trainer(Normalised().double(), tasks.Classification(), SGD, BATCH, targets=2)

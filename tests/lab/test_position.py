@@ -1,6 +1,4 @@
-"""Epochs are counted once, whether a loop or `fit` trains them: the position, the order of samples,
-and checkpoints.
-"""
+"""Epochs are counted once by loops and `fit`: the position, order of samples, and checkpoints."""
 
 from dataclasses import asdict, replace
 from functools import partial
@@ -51,9 +49,7 @@ def trainer_of(lab: Lab) -> tuple[Trainer, Seen]:
 
 
 def loop(trainer: Trainer, first: int, end: int, stop: int | None = None) -> None:
-    """Train the epochs from `first` to before `end` in a loop, and leave it after the step `stop`
-    of the run.
-    """
+    """Train the epochs from `first` to before `end` in a loop, and leave it after step `stop`."""
     for epoch in range(first, end):
         for inputs, targets in trainer.batches(data(), epoch):
             trainer.step(inputs, targets)
@@ -90,9 +86,7 @@ def fit(trainer: Trainer, epochs: int, stop: int | None = None) -> None:
 
 
 def run(trainer: Trainer, how: str, epochs: int, stop: int | None = None) -> None:
-    """Train until `epochs` epochs are done, in a loop that begins where the trainer is, or by
-    `fit`.
-    """
+    """Train until `epochs` epochs are done in a loop from where the trainer is, or by `fit`."""
     if how == "loop":
         loop(trainer, trainer.progress.epoch, epochs, stop)
     else:
@@ -149,9 +143,7 @@ def test_fit_after_a_loop_trains_the_epochs_that_are_left():
 def test_run_that_goes_on_otherwise_is_the_run_that_does_not(
     before, after, stop, resumed, tmp_path
 ):
-    """The samples and their order, the number of epochs, and the weights are those of a run that is
-    never left.
-    """
+    """The samples and their order, epochs and weights are those of a run never left."""
     with Lab(device="cpu") as lab:
         whole, model = trainer_of(lab)
         run(whole, before, EPOCHS)

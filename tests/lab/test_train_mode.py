@@ -1,6 +1,4 @@
-"""A loop calls the model's `train` as `fit` does: when an evaluation has ended it, and at the
-beginning of a loop.
-"""
+"""A loop calls the model's `train` as `fit` does: at its beginning and after an evaluation."""
 
 from functools import partial
 

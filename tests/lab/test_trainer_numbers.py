@@ -27,9 +27,8 @@ from ddp_lab import Lab, launch, tasks
 
 SAMPLES = TensorDataset(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
 SGD = partial(torch.optim.SGD, lr=0.1)
-# the averages after a step, and after two
-FIRST = 0.675
-SECOND = 0.39875
+FIRST = 0.675  # the averages after a step
+SECOND = 0.39875  # the averages after two
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,9 +147,7 @@ def test_fit_returns_the_losses_of_training_and_of_the_averages(lab):
 
 
 def test_fit_logs_the_weighted_mean_since_the_last_row(tmp_path):
-    """Rows at steps 1 and 2 of an epoch of two steps, with the samples in the order 2, 1 or 1,
-    2.
-    """
+    """Rows at steps 1 and 2 of an epoch of two steps, with the samples in either order."""
     with Lab(device="cpu", run_dir=tmp_path) as lab:
         trainer = trainer_of(lab, batch_size=1)
         trainer.fit(SAMPLES, SAMPLES, epochs=1, log_every=1)
@@ -269,9 +266,7 @@ def check_launch_of_two_ranks() -> None:
 
 
 def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
-    """In a new process: another test of this one may have started threads of autograd, which no
-    fork survives.
-    """
+    """In a new process: this one may have threads of autograd, which no fork survives."""
     root = Path(__file__).parents[2]
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"}

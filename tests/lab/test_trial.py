@@ -1,5 +1,6 @@
-"""The trial of a model in a Lab, which has two copies of the example: what it freezes, what it
-finds, what it leaves alone.
+"""The trial of a model in a Lab: what it freezes, finds and leaves alone.
+
+It has two copies of the example.
 """
 
 import contextlib
@@ -26,9 +27,7 @@ KEY = {"find_unused_parameters": True}
 
 
 class Pooled(nn.Module):
-    """A model of which the pooler is not used, with a frozen part, statistics, dropout, and a mask
-    that is expanded.
-    """
+    """A model with an unused pooler, a frozen part, statistics, dropout, and an expanded mask."""
 
     def __init__(self):
         super().__init__()

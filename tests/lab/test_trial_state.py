@@ -1,6 +1,4 @@
-"""What a trial leaves as it was: counters and schedules of models and losses, and random states,
-under every strategy.
-"""
+"""What a trial leaves as it was: counters, schedules and random states."""
 
 import random
 from collections import deque
@@ -70,9 +68,7 @@ class Draws(nn.Module):
 
 
 def make_loss():
-    """Return a loss with a schedule in the variables of a closure, and in an attribute of the
-    function.
-    """
+    """Return a loss with a schedule in the variables of a closure and in an attribute of it."""
     calls = 0
 
     def loss(outputs, targets):

@@ -1,6 +1,4 @@
-"""Elastic restarts over two torchrun agents, which stand for two nodes, and a node that is lost and
-comes back.
-"""
+"""Elastic restarts over two torchrun agents as two nodes, and a node that is lost and returns."""
 
 import re
 import socket
@@ -18,8 +16,9 @@ RESTARTABLE = "python -m ddp_lab train"
 
 
 class Agents:
-    """Two agents, of which the second one has the first ranks, because its address comes first; the
-    first opens the store.
+    """Two agents; the first opens the store.
+
+    The second one has the first ranks, because its address comes first.
 
     Args:
         runs: the config's `runs_dir`.

@@ -1,6 +1,4 @@
-"""Of several ranks' errors, users see the first cause: the error of their own class, from a rank
-that raised it.
-"""
+"""Of several ranks' errors, users see the first cause: their own, from a rank that raised it."""
 
 import json
 import os
@@ -156,9 +154,7 @@ def test_answer_carries_any_exception(own_store):
 
 
 def work_of_all(failing: int, kind: type[Exception]) -> str:
-    """Do a work of all ranks that one of them cannot do, while the others already ask a
-    question.
-    """
+    """Do a work of all ranks that one of them cannot do while the others already ask a question."""
 
     def work() -> str:
         if runtime.rank == failing:

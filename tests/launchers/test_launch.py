@@ -205,9 +205,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
 
 
 def refusals_in_world(folders: dict[str, Path]) -> dict[str, tuple[object, str]]:
-    """Start train.py on this rank with each of the overrides in REJECTED, one after the other, in
-    folders of their own.
-    """
+    """Start train.py on this rank with each of the overrides in REJECTED, each in a new folder."""
     refusals = {}
     for attempt, (line, folder) in enumerate(folders.items()):
         # the ranks agree under other keys of their store

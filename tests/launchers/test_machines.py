@@ -1,5 +1,4 @@
-"""A run over two machines with their own host names, /dev/shm and network, which share only the run
-directory.
+"""A run over two machines with their own host names, /dev/shm and network, but one run directory.
 
 The machines are namespaces of this one with a virtual cable. They need root privileges and
 iproute2.

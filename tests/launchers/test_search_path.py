@@ -86,8 +86,9 @@ LINE = [
 
 @pytest.fixture
 def project(tmp_path):
-    """A directory of a user, and beside it a program like the `ddp-lab` that pip writes, whose
-    directory is no user's.
+    """A directory of a user, and beside it a program like the `ddp-lab` that pip writes.
+
+    That program's directory is no user's.
     """
     folder = tmp_path / "project"
     folder.mkdir()

@@ -1,6 +1,4 @@
-"""How `ddp-lab train` and `train.py` end by each signal of docs/running.md, before training and in
-it.
-"""
+"""How `ddp-lab train` and `train.py` end by each signal of docs/running.md, early or late."""
 
 import json
 import signal

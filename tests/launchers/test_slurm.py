@@ -101,9 +101,7 @@ def parent(pid: int) -> int:
 
 
 def assert_as_undisturbed(job: Job, undisturbed: Job) -> None:
-    """Assert that a job trained every epoch once and ended with the same weights as an undisturbed
-    one.
-    """
+    """Assert that a job trained every epoch once and ended with an undisturbed one's weights."""
     assert job.end() == ("COMPLETED", 0), job.report()
     assert job.status()["status"] == "finished"
     assert [line["epoch"] for line in read_metrics(job.dir)] == list(range(1, EPOCHS + 1))
@@ -137,8 +135,9 @@ def undisturbed(cluster, forking, tmp_path_factory) -> Job:
 def test_preempted_job_is_requeued_and_ends_with_the_same_weights(
     by, cluster, forking, undisturbed, tmp_path
 ):
-    """A higher partition sends SIGTERM to the step's processes, not to the script. resume=never is
-    for the first start only.
+    """A higher partition sends SIGTERM to the step's processes, not to the script.
+
+    resume=never is for the first start only.
     """
     job = Job(cluster, tmp_path, TWO_NODES, *OVERRIDES, SLOW, "resume=never", **forking)
     job.train(epochs=2)
@@ -269,8 +268,9 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
 
 @pytest.mark.slow
 def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
-    """Slurm considers a node that does not respond dead and starts its job on the other node, but
-    the job is still running.
+    """Slurm starts the job of a node that does not respond on the other node.
+
+    The job is still running.
     """
     overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
     job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)

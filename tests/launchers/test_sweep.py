@@ -64,9 +64,7 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
 
 
 def test_concurrent_jobs_use_different_ports(tmp_path):
-    """It is started as a module in another directory, with an option of Hydra's and a config group
-    of the user's.
-    """
+    """It starts as a module in another directory, with a Hydra option and a group of the user's."""
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nwarmup_epochs: 0.5\n"

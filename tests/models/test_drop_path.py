@@ -1,5 +1,6 @@
-"""Stochastic depth, `model.drop_path`. tests/strategies/test_equivalence.py compares the
-strategies.
+"""Stochastic depth, `model.drop_path`.
+
+tests/strategies/test_equivalence.py compares the strategies.
 """
 
 import pytest

@@ -88,9 +88,7 @@ def test_weights_by_block_have_the_distribution_of_the_constructors(name, option
 
 
 class Scaled(nn.Module):
-    """A frozen layer, a buffer that checkpoints do not contain, and a parameter that
-    `reset_parameters` draws.
-    """
+    """A frozen layer, a buffer outside checkpoints, and a parameter of `reset_parameters`."""
 
     def __init__(self):
         super().__init__()

@@ -149,7 +149,8 @@ def trained(strategy: str) -> dict[str, torch.Tensor]:
         optimizer = partial(torch.optim.SGD, lr=0.1)
         with pytest.raises(
             ConfigError,
-            match=r"^the model: 0 is a lazy layer, .*: lab\.trainer\(\.\.\., example=dataset\[0\]\)",
+            match=r"^the model: 0 is a lazy layer, .*: "
+            r"lab\.trainer\(\.\.\., example=dataset\[0\]\)",
         ):
             lab.trainer(model, loss, optimizer, 4)
         trainer = lab.trainer(model, loss, optimizer, 4, example=data[0])

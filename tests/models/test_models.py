@@ -91,9 +91,7 @@ def test_book_resnet18_init_std_draws_weights_and_keeps_biases():
 
 
 def book_forward(state: dict[str, torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """Return the logits as section 13.6 describes the network, from functions and the weights'
-    names only.
-    """
+    """Return the logits as section 13.6 describes the network, by functions and weights' names."""
 
     def conv(name: str, inputs: torch.Tensor, stride: int = 1) -> torch.Tensor:
         weight = state[f"{name}.weight"]

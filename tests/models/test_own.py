@@ -1,5 +1,6 @@
-"""Models of users: `model=own model._target_=...`, their trial before the run, and models of which
-training changes a part.
+"""Models of users: `model=own model._target_=...`, and their trial before the run.
+
+Of some models training changes a part.
 """
 
 from functools import partial
@@ -240,8 +241,8 @@ def test_trial_changes_neither_the_model_nor_the_random_state():
         ),
         (
             "classes",
-            r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), got "
-            r"\[2, 2\]",
+            r"failed .* TypeError: it must return logits of shape \[2, 10\] \(batch, classes\), "
+            r"got \[2, 2\]",
         ),
         (
             "only float32",

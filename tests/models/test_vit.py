@@ -1,6 +1,4 @@
-"""The Vision Transformer: its parameters, its logits against torchvision's, and the sizes that it
-refuses.
-"""
+"""The Vision Transformer: its parameters, its logits against torchvision's, and refused sizes."""
 
 import math
 
@@ -59,8 +57,9 @@ def test_presets_have_the_published_number_of_parameters(group, published):
 
 
 def in_our_order(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the weights of torchvision's VisionTransformer in the order of `vit`, whose query, key
-    and value are separate.
+    """Return the weights of torchvision's VisionTransformer in the order of `vit`.
+
+    Its query, key and value are separate.
     """
     tensors = [
         state.pop(name)

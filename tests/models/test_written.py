@@ -1,6 +1,4 @@
-"""Layers that write to their weights in a forward pass are refused where ranks have other
-samples.
-"""
+"""Layers that write to their weights in a forward pass are refused if ranks have other samples."""
 
 from functools import partial
 

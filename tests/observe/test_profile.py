@@ -47,9 +47,7 @@ def event(name: str, cat: str, ts: float, dur: float, **args) -> dict:
 
 
 def test_read_assigns_kernels_to_the_step_that_launched_them():
-    """The host is ahead of the GPU: both steps are launched before the kernels of the first one
-    have run.
-    """
+    """The host is ahead of the GPU: it launches both steps before the first one's kernels run."""
     events = [
         *(event(DATA, "user_annotation", ts, 2) for ts in (0, 10)),
         *(event(STEP, "user_annotation", ts, 8) for ts in (2, 12)),

@@ -1,6 +1,4 @@
-"""Trackers: one run of each over crashes and resumes, with every row once, and none that can stop
-the training.
-"""
+"""Trackers: a run of each over crashes and resumes, every row once, and none stops training."""
 
 import json
 import os
@@ -40,8 +38,9 @@ ALL = "tracker=[tensorboard,wandb,mlflow,own_trackers.Lines] tracker_options.wan
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory) -> Path:
-    """MLflow's tables, without a run: making them takes 10 s, on a busy machine longer than a
-    preempted run waits.
+    """MLflow's tables, without a run.
+
+    Making them takes 10 s, on a busy machine longer than a preempted run waits.
     """
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     MlflowClient(f"sqlite:///{path}").search_experiments()
@@ -50,8 +49,7 @@ def database(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked(database, tmp_path_factory) -> Path:
-    """A run of two ranks that is killed in its second epoch, is started again, and later resumed to
-    a fourth epoch.
+    """A run of two ranks that is killed in epoch two, started again, and resumed to a fourth one.
 
     All trackers have got the row of step 6 by then: one that was killed before it had noted a row
     would get it again.

@@ -82,25 +82,19 @@ def train(
 
 
 def mean_of_means(model, micro_batches) -> torch.Tensor:
-    """Return the mean over ranks and micro-batches of their local means; missing ones count as
-    0.
-    """
+    """Return the mean over ranks and micro-batches of their local means; a missing one is 0."""
     means = [local_mean(model(inputs), targets) for inputs, targets in micro_batches]
     return torch.stack(means).sum() / (RANKS * ACCUMULATE)
 
 
 def global_mean(model, micro_batches) -> torch.Tensor:
-    """Return the mean over all samples of a step: of the weighted losses, by the sum of the
-    weights.
-    """
+    """Return the mean over all samples of a step: weighted losses by the sum of the weights."""
     inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     return loss_sum(model(inputs), targets) / targets[:, 1].sum()
 
 
 def strided(step: int, *local_batches: int) -> MicroBatches:
-    """Return the micro-batches of DistributedSampler, which deals the samples to the ranks in
-    turn.
-    """
+    """Return the micro-batches of DistributedSampler, which deals samples to ranks in turn."""
     start = step * BATCH
     return [
         [start + rank + RANKS * (2 * part + position) for position in range(size)]
@@ -110,9 +104,7 @@ def strided(step: int, *local_batches: int) -> MicroBatches:
 
 
 def consecutive(step: int) -> MicroBatches:
-    """Return the micro-batches of a complete batch by Accelerate, which deals micro-batches in
-    turn.
-    """
+    """Return the micro-batches of a complete batch by Accelerate, which deals them in turn."""
     start = step * BATCH
     return [[start + first, start + first + 1] for first in range(0, BATCH, 2)]
 
@@ -166,9 +158,7 @@ def test_peer_with_a_partial_batch_counts_repeated_samples(name):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_peer_with_missing_micro_batches_divides_by_all_of_them(name):
-    """The gradient of the last step is half as large; Fabric's documented loop never takes that
-    step.
-    """
+    """The gradient of the last step is half as large; Fabric's documented loop never takes it."""
     last = [[16, 17], [18, 19]] if name == "accelerate" else strided(2, 2)
     steps = complete(name) if name == "fabric" else [*complete(name), last]
     found = peer(name, SHORT, False, False, UNCLIPPED)

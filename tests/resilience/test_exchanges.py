@@ -1,6 +1,4 @@
-"""How many steps lie between two exchanges: about half a second of them, and never more than losses
-are kept.
-"""
+"""How many steps lie between two exchanges: half a second of them, at most the kept losses."""
 
 import time
 from types import SimpleNamespace
@@ -35,9 +33,7 @@ def begun(
 
 
 def next_exchange(monkeypatch, seconds_per_step: float, steps: int) -> int:
-    """Return how many steps after an exchange the next one is, after `steps` steps of this
-    duration.
-    """
+    """Return how many steps after an exchange the next one is after `steps` steps this long."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sync, _ = begun(0)

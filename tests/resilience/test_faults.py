@@ -54,8 +54,9 @@ def failure(run_dir: Path) -> dict:
 
 
 def assert_same_end(run_dir: Path, other: Path, tolerance: float = 0.0) -> None:
-    """Check that weights, momentum and the metrics are equal, and that each epoch and each third
-    step has one record.
+    """Check that weights, momentum and the metrics are equal, and records complete.
+
+    Each epoch and each third step has one record.
     """
     for record, expected in zip(read_steps(run_dir), read_steps(other), strict=True):
         for key in ("epoch", "step", "loss", "accuracy", "lr"):
@@ -244,9 +245,7 @@ def test_loss_not_finite_stops_all_ranks_at_the_same_step(tmp_path):
 
 
 def test_weights_not_finite_are_not_saved(tmp_path):
-    """The loss of the epoch's last step is finite, because it was computed with the weights before
-    the step.
-    """
+    """The loss of the epoch's last step is finite: it was computed before the step."""
     line = overrides(
         tmp_path,
         "diverged",
@@ -303,9 +302,7 @@ def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
 
 
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path):
-    """The run exits within seconds; the epoch's training is not lost, and the next launch begins
-    with the evaluation.
-    """
+    """The run exits within seconds, and the next launch begins with the evaluation."""
     process = start(DDP, *overrides(tmp_path, "long"), "data.dataset.test_size=150000")
     wait_for_heartbeat(tmp_path / "long", 1, lambda record: record["doing"] == "evaluating", 120)
     asked = time.monotonic()
@@ -344,9 +341,7 @@ def test_sigterm_to_all_processes_spares_loader_workers_and_compilers(
 
 
 def compiles_kernel(record: dict) -> bool:
-    """Return whether a child of one of the rank's threads is a compiler of one of Inductor's
-    kernels.
-    """
+    """Return whether a child of one of the rank's threads is a compiler of Inductor's kernels."""
     with contextlib.suppress(OSError):  # a thread or a child has ended meanwhile
         children = " ".join(
             file.read_text() for file in Path(f"/proc/{record['pid']}/task").glob("*/children")

@@ -1,6 +1,4 @@
-"""An injected fault is recorded by its complete text, so that one at step 5 is not taken for one at
-step 50.
-"""
+"""An injected fault is recorded by its complete text: one at step 5 is not one at step 50."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -45,9 +45,7 @@ def table() -> Table:
 
 
 def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> Watchdog:
-    """Return the watchdog of a rank of the node, whose thread does not run; instead of exiting it
-    only reports.
-    """
+    """Return a rank's watchdog without its thread; instead of exiting it only reports."""
     place = Place(rank, table.size, rank, table.size, 0, 1)
     made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
     made.table = table
@@ -125,9 +123,7 @@ def test_rank_for_which_the_others_wait_is_suspected(suspect, others):
 
 
 def calls(rank: int, called: int, waits_in: str | None = None, size: int = 3, **more) -> dict:
-    """Return the heartbeat of a rank that has called `called` collectives of the group "0", and
-    waits in the last.
-    """
+    """Return the heartbeat of a rank that waits in the last of `called` collectives of a group."""
     call = waits_in and {
         "group": "0",
         "number": called,
@@ -302,9 +298,7 @@ def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, last, turns,
 
 
 def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes):
-    """Neither those of node 0 at another node, nor those of another node at the overview of node
-    0.
-    """
+    """Neither those of node 0 at another node, nor those of another node at node 0's overview."""
     exchange(nodes[1])
     found = []
     for turn in range(20):
@@ -354,8 +348,9 @@ def test_exception_is_reported_with_its_remedy(error, end, tmp_path, table, caps
 
 
 def test_rank_that_ends_while_the_store_does_not_answer_exits_at_once(nodes, monkeypatch):
-    """Without the interpreter's finalization, in which torch would abort the process when the store
-    answers.
+    """Without the interpreter's finalization.
+
+    There torch would abort the process when the store answers.
     """
     link = nodes[0]
     answers = threading.Event()

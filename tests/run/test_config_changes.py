@@ -14,9 +14,7 @@ SECRET = "s3cr3t"
 
 
 def train(run_dir: Path, *overrides: str, ranks: int = 1) -> list[str]:
-    """Train, and return the lines of the log of this launch from that on which says where it
-    resumed.
-    """
+    """Train, and return the lines of the log of this launch from that on where it resumed."""
     log = run_dir / "train.log"
     before = log.read_text() if log.exists() else ""
     where = f"runs_dir={run_dir.parent}", f"name={run_dir.name}"

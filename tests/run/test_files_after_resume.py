@@ -1,6 +1,4 @@
-"""Each file that a run writes has, after a preemption and a resume, the content of a run without
-one.
-"""
+"""Each file that a run writes has, after a preemption and a resume, the same content."""
 
 import json
 import logging
@@ -77,9 +75,7 @@ def straight(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
-    """Return the directory of a run that was preempted, then failed at its start, and was
-    resumed.
-    """
+    """Return the directory of a run that was preempted, failed at its start, and was resumed."""
     folder = tmp_path_factory.mktemp("resumed")
     where = f"runs_dir={folder}", "name=mine"
     assert run_world(2, preempted_main, *LINE, PREEMPTED, *where) == [75, 75]
@@ -268,9 +264,7 @@ def test_every_file_in_the_manual_has_a_check_or_a_test():
 
 
 def record(run_dir: Path, launches: list[list[int]]) -> None:
-    """Record epochs, some in each launch, with the confusion matrix of each; all but the last
-    launch are preempted.
-    """
+    """Record epochs and confusion matrices, some per launch; all but the last are preempted."""
     run_dir.mkdir(parents=True)
     for number, epochs in enumerate(launches, 1):
         start = epochs[0], PER_EPOCH * (epochs[0] - 1)

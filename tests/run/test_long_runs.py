@@ -13,10 +13,9 @@ from torch import nn
 from worlds import run_world
 
 pytestmark = pytest.mark.slow
-# steps of the two runs
 EPOCHS = 5
-FEW = 200
-MANY = 2000
+FEW = 200  # steps of the shorter run
+MANY = 2000  # steps of the longer one
 # steps of the longer run, in which what is held is counted: four epochs begin or end before the
 # first
 BETWEEN = 900, 1900
@@ -34,9 +33,7 @@ class MallInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Return the bytes that the C library has allocated, for example for tensors and autograd's
-    graphs.
-    """
+    """Return the bytes that the C library has allocated, as for tensors and autograd's graphs."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = MallInfo
     info = mallinfo()

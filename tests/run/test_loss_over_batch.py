@@ -1,5 +1,6 @@
-"""train.py with a loss over the batch: refused where the batch is divided, exact elsewhere, and
-said where it is meant.
+"""train.py with a loss over the batch: refused where that is divided, else exact.
+
+Where it is meant, the log says so.
 """
 
 from pathlib import Path

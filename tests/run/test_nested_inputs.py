@@ -1,6 +1,4 @@
-"""A run of train.py whose samples have a dict of inputs, and whose model returns a dict with
-logits.
-"""
+"""A run of train.py whose samples have a dict of inputs, and its model a dict with logits."""
 
 import json
 from pathlib import Path

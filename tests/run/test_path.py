@@ -1,5 +1,4 @@
-"""How far it is from the command to what it is about: files that are loaded, and files that calls
-pass through.
+"""How far it is from the command to its subject: files loaded, and files that calls pass through.
 
 The numbers are those of LeNet on one device. A change that exceeds one adds a detour to every
 reader's way: find a shorter one before raising it.
@@ -20,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
 
 MOST_TO_DDP = 8  # files from the start to the constructor of torch's class, with train.py
-# files, and changes from one file to another, between two backward passes
-MOST_IN_STEP = 11
-MOST_CHANGES = 16
+MOST_IN_STEP = 11  # files between two backward passes
+MOST_CHANGES = 16  # changes from one file to another between them
 MOST_LOADED = 75  # files that a plain run loads, the pictures at its end included
 LENET = [
     "model=lenet",

@@ -22,9 +22,7 @@ LOCKED = (
 
 
 def make(path: Path, status: str, host: str = "", age: float = 0) -> Path:
-    """Make the directory of a run without an epoch, whose last launch was on a machine, `age`
-    seconds ago.
-    """
+    """Make the directory of a run without an epoch, launched on a machine `age` seconds ago."""
     path.mkdir(parents=True)
     (path / ".launch").write_text("an id")
     (path / ".lock").write_text(

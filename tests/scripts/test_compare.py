@@ -66,9 +66,7 @@ def result_of(
 
 
 def save_weights(folder: Path, by_step: dict[int, float]) -> dict[int, Path]:
-    """Save checkpoints, by step, of weights of which one has the given value and the others are
-    zero.
-    """
+    """Save checkpoints, by step, of weights of which one has a value and the others are zero."""
     paths = {step: folder / f"{step}-{value}.pt" for step, value in by_step.items()}
     for step, value in by_step.items():
         torch.save(

@@ -1,6 +1,4 @@
-"""scripts/compare.py compares checkpoints as files, whatever the size of the model and the user's
-choice.
-"""
+"""scripts/compare.py compares checkpoints as files for any model and choice."""
 
 from launches import SMALL
 

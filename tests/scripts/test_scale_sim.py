@@ -1,6 +1,4 @@
-"""The control plane of simulated ranks: its traffic does not grow with their number, and failures
-are known in time.
-"""
+"""The control plane of simulated ranks: constant traffic, and failures known in time."""
 
 from concurrent.futures import ThreadPoolExecutor
 

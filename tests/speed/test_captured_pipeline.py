@@ -117,9 +117,7 @@ def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
 
 
 def test_norm_of_a_stage_without_gradients_is_computed_on_its_device(monkeypatch):
-    """torch's norm of no gradients is on the host, and a graph cannot capture its copy to the
-    GPU.
-    """
+    """torch's norm of no gradients is on the host; a graph cannot capture its copy to the GPU."""
     strategy = construct(config_of("pipeline").strategy, Runtime("cpu"))
     strategy.module = make_model("lenet", seed=1)
     strategy.device = torch.device("meta")

@@ -1,5 +1,7 @@
-"""A compiled step computes what an eager one does, also with padded convolutions and by block,
-where equal blocks share one compilation. On GPUs: test_gpu.py.
+"""A compiled step computes what an eager one does.
+
+Also with padded convolutions and by block, where equal blocks share one compilation. On GPUs:
+test_gpu.py.
 """
 
 import shutil
@@ -23,7 +25,7 @@ from training import Outcome, make_model, make_step, reference_of, run_cases
 from worlds import once, run_world
 
 from ddp_lab.config.build import build as build_config
-from ddp_lab.run.speed import refusals_of
+from ddp_lab.run.speed import unsupported_options
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling, repeats
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
 from ddp_lab.speed.fastest import build
@@ -65,8 +67,9 @@ def noting(benchmarked: set[bool], compute):
 
 
 def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, caplog):
-    """The partial last batch runs in eager mode. aot_eager compiles in a tenth of Inductor's
-    time.
+    """The partial last batch runs in eager mode.
+
+    aot_eager compiles in a tenth of Inductor's time.
     """
     caplog.set_level("INFO", "ddp_lab")
     counter = CompileCounterWithBackend("aot_eager")
@@ -202,9 +205,7 @@ def test_unsupported_convolutions_keep_their_class(layer):
 
 
 def test_padded_convolutions_keep_parameters_hooks_and_containers():
-    """A stage of a pipeline, a list of the user's model and a second name refer to the same
-    layer.
-    """
+    """A stage of a pipeline, a list of the user's model and a second name name the same layer."""
     layers = [nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20)]
     called = []
     for layer in layers:
@@ -225,9 +226,7 @@ def test_padded_convolutions_keep_parameters_hooks_and_containers():
 
 
 def test_sharded_convolutions_are_not_replaced():
-    """fully_shard gathers the parameters into the module that it was applied to, so it must not be
-    replaced.
-    """
+    """fully_shard gathers the parameters into the module, so it must not be replaced."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -249,7 +248,7 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
     made.partition(complete, 8)
     assert repeats(complete) == bool(model), "only a chain of equal blocks is compiled by block"
-    assert reason in refusals_of(made, complete)["compile"]
+    assert reason in unsupported_options(made, complete)["compile"]
 
 
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as
@@ -269,8 +268,9 @@ SLOW = {
 
 
 def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
-    """Return each case's outcome, and how many graphs were compiled. aot_eager compiles in a tenth
-    of Inductor's time.
+    """Return each case's outcome, and how many graphs were compiled.
+
+    aot_eager compiles in a tenth of Inductor's time.
     """
     counter = CompileCounterWithBackend("aot_eager")
     graphs = {}

@@ -31,7 +31,7 @@ CHOSEN = PerformanceOptions(
     compile="auto",
     reasons=dict.fromkeys(["cuda_graph", "fused", "compile"], ""),
 )
-# cuda_graph, compile
+# pairs of cuda_graph and compile
 EAGER = (False, False)
 GRAPH = (True, False)
 COMPILED = (False, True)
@@ -147,8 +147,9 @@ def test_what_the_config_requires_must_not_fail(name, attempts, caplog):
 
 @pytest.mark.parametrize("answer", [True, False])
 def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
-    """Ranks with other layers, as those of a pipeline, may find something else, and would wait for
-    each other forever.
+    """Ranks with other layers may decide otherwise, and would wait forever.
+
+    Such ranks are those of a pipeline.
     """
     step, loader = make_step("optimizer.fused=true")
     runtime = step.strategy.runtime
@@ -160,9 +161,7 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
 
 
 class OfModel:
-    """What `compile_pays_off` reads of a step whose model is on the meta device, so that ViT-L
-    takes no memory.
-    """
+    """What `compile_pays_off` reads of a step with a model on the meta device, without memory."""
 
     def __init__(self, model):
         self.strategy = SimpleNamespace(

@@ -41,7 +41,7 @@ OFF = {
     "compile": False,
 }
 GIB = 2**30
-GPU = {"refusals": {}, "data_bytes": GIB, "model_bytes": GIB // 2, "free_bytes": 10 * GIB}
+GPU = {"unsupported": {}, "data_bytes": GIB, "model_bytes": GIB // 2, "free_bytes": 10 * GIB}
 REFUSED = {
     "cuda_graph": "no graph",
     "compile": "no compiler",
@@ -59,7 +59,7 @@ def values(options: PerformanceOptions) -> dict:
     [
         (True, {}, GPU, FASTEST),
         (False, {}, GPU, OFF),
-        (True, {}, GPU | {"refusals": REFUSED}, OFF),
+        (True, {}, GPU | {"unsupported": REFUSED}, OFF),
         (True, {}, GPU | {"data_bytes": 5 * GIB}, FASTEST),
         (
             True,
@@ -89,7 +89,7 @@ def test_options_follow_from_the_config_and_the_facts(automatic, wanted, facts, 
 
 def test_required_options_that_are_not_supported_are_disabled_with_a_line():
     required = {"loader": "workers", "cuda_graph": True, "channels_last": True, "compile": True}
-    options = choose(False, LEFT | required, **GPU | {"refusals": {"compile": "no compiler"}})
+    options = choose(False, LEFT | required, **GPU | {"unsupported": {"compile": "no compiler"}})
     assert (options.cuda_graph, options.channels_last, options.compile) == (False, True, False)
     graph, compiled = options.disabled
     assert graph.startswith("cuda_graph=true is disabled: not supported by data.loader=workers, ")
@@ -101,7 +101,7 @@ def test_log_has_the_reason_of_each_option(caplog):
     choose(False, LEFT, **GPU).log_choices()
     assert caplog.messages == []
     options = choose(
-        True, LEFT | {"cuda_graph": False}, **GPU | {"refusals": {"compile": "no compiler"}}
+        True, LEFT | {"cuda_graph": False}, **GPU | {"unsupported": {"compile": "no compiler"}}
     )
     options.log_choices()
     assert caplog.messages == [

@@ -198,7 +198,8 @@ def test_synchronised_layers_of_torch_are_refused_where_nothing_is_synchronised(
     model = nn.Sequential(nn.Flatten(), nn.SyncBatchNorm(3))
     with pytest.raises(
         ConfigError,
-        match=r"^strategy\.batch_norm=local: does not support the layer 1, SyncBatchNorm\(3, .*=sync",
+        match=r"^strategy\.batch_norm=local: does not support the layer 1, "
+        r"SyncBatchNorm\(3, .*=sync",
     ):
         DDP(Runtime("cpu"), "local", 1.0).partition(model, 2)
     DDP(Runtime("cpu"), "sync", 1.0).partition(model, 2)
@@ -227,9 +228,7 @@ SUPPORTED = {
 
 @pytest.mark.parametrize(("layer", "shape"), SUPPORTED.values(), ids=SUPPORTED)
 def test_layer_computes_what_torchs_does(layer, shape):
-    """Outputs, gradients and running statistics of a rank alone, in training and in an
-    evaluation.
-    """
+    """Outputs, gradients and running statistics of a rank alone, in training and evaluation."""
     torch.manual_seed(0)
     layer = copy.deepcopy(layer).double()
     for parameter in layer.parameters():
@@ -264,9 +263,7 @@ def test_every_name_of_a_layer_is_synchronised_and_its_hooks_stay():
 
 
 def counted_on(lengths: list[int]) -> dict[str, object]:
-    """Return the error, or the running variance, of this rank after a batch of which it has
-    lengths[rank] samples.
-    """
+    """Return this rank's error, or running variance, after a batch with lengths[rank] samples."""
     with Runtime("cpu", timeout=20) as runtime:
         runtime.open_group()
         layer = set_batch_norm(nn.BatchNorm1d(2), "sync")
@@ -294,9 +291,7 @@ def test_one_value_per_channel_in_the_global_batch_raises_on_every_rank_what_tor
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 0), (3, 1), (0, 1, 2), (0, 0)])
 def test_several_values_or_none_are_no_error_on_any_rank(lengths):
-    """A rank with several values never reads how many the others have, and no rank waits for
-    another one.
-    """
+    """A rank with several values never reads the others' number, and no rank waits for another."""
     first, *others = run_world(len(lengths), counted_on, [*lengths], timeout=60)
     assert all(other == first for other in others)
     assert first["finite"]
@@ -349,9 +344,7 @@ def with_instance_norm(in_channels, image_size, num_classes):
 def statistics(
     strategy: str, options: dict, momentum: float | None, accumulate: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Return the statistics of a layer after three steps, whose batches are equal in size, without
-    an update of weights.
-    """
+    """Return a layer's statistics after three equal batches, without an update of weights."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
         *(torch.randn(24, width, generator=generator).double() for width in (4, 1))

@@ -141,8 +141,9 @@ def test_reference_trains_clips_and_augments():
 
 @pytest.mark.parametrize(("case", "size"), params(QUICK + SLOW))
 def test_strategy_equals_single(case, size):
-    """The weights and sums are those of `single`, the same on every rank, from the same initial
-    weights bit by bit.
+    """The weights and sums are those of `single`, the same on every rank.
+
+    The initial weights are the same bit by bit.
     """
     reference = alone(case, size)
     (first, *others) = outcomes(case, size)
@@ -166,8 +167,9 @@ def test_strategy_equals_single(case, size):
 
 
 def is_cut_or_sharded(case: str) -> bool:
-    """Return whether each rank has a part of the blocks or of every parameter. tp alone leaves
-    embedding and head complete.
+    """Return whether each rank has a part of the blocks or of every parameter.
+
+    tp alone leaves embedding and head complete.
     """
     strategy, *words = case.split()
     cut = strategy in ("fsdp", "pipeline", "ddp_pipeline") or any(
@@ -199,8 +201,9 @@ def test_wrong_strategy_differs_from_single(case):
 
 
 def test_batch_norm_differs_only_by_its_local_statistics():
-    """Each rank normalises by its local batch, so a model with BatchNorm cannot equal `single`;
-    scratch and ddp are equal.
+    """Each rank normalises by its local batch; scratch and ddp are equal.
+
+    So a model with BatchNorm cannot equal `single`.
     """
     (scratch, other), (ddp, _) = (outcomes(case, 2) for case in LOCAL)
     reference = alone(LOCAL[0])

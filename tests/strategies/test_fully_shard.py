@@ -1,6 +1,4 @@
-"""What fsdp and mesh keep, in which precision, what they gather and compute again, and what they
-refuse.
-"""
+"""What fsdp and mesh keep, in which precision, gather and compute again, and refuse."""
 
 import collections
 from types import SimpleNamespace
@@ -39,8 +37,9 @@ def set_up(name: str, runtime: Runtime) -> Strategy:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the calls of each operation, like CommDebugMode, whose hooks fail with accumulation on
-    torch 2.11.
+    """Counts the calls of each operation, like CommDebugMode.
+
+    Its hooks fail with accumulation on torch 2.11.
     """
 
     def __init__(self):
@@ -121,9 +120,7 @@ def test_bf16_computes_with_copies_of_weights_that_are_kept_summed_and_updated_i
 
 
 def gathers() -> dict[str, list[int]]:
-    """Return the numbers of all_gathers in three steps of each strategy; before the last one is an
-    evaluation.
-    """
+    """Return the all_gathers in three steps of each strategy, the last after an evaluation."""
     found = collections.defaultdict(list)
     images = torch.ones(4, 3, 16, 16)
     targets = torch.arange(4)
@@ -135,7 +132,7 @@ def gathers() -> dict[str, list[int]]:
                 for _ in range(evaluations):
                     strategy.predict(images)
                 with Counter() as counter:
-                    strategy.forward_backward(images, targets, count=8, accumulate=2)
+                    strategy.forward_backward(images, targets, global_size=8, accumulate=2)
                 found[name].append(
                     sum(
                         calls
@@ -148,17 +145,16 @@ def gathers() -> dict[str, list[int]]:
 
 
 def test_evaluation_does_not_change_what_a_step_gathers():
-    """Otherwise the backward pass gathers one part too many, and the next forward pass computes
-    with wrong parameters.
+    """Otherwise the backward pass gathers one part too many.
+
+    The next forward pass would then compute with wrong parameters.
     """
     for first, before, after in run_world(2, gathers)[0].values():
         assert 0 < first == before == after
 
 
 def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
-    """Return how often the backward pass of a block calls forward operations of each kind, and its
-    gradients.
-    """
+    """Return how often the backward pass of a block calls forward operations, and its gradients."""
     block = make_model("vit", 0).block0
     chain = Chain((16, 16), block0=block)
     strategy = SimpleNamespace(checkpointing=mode)

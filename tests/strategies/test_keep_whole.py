@@ -27,16 +27,15 @@ def linear() -> nn.Linear:
 
 
 def chosen_by(inputs: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return which part each row has chosen: those of rank 0 of two the first half, and those of
-    rank 1 the others.
+    """Return which part each row has chosen.
+
+    Those of rank 0 of two choose the first half, those of rank 1 the others.
     """
     return (inputs[:, 0] * 10).long() % parts
 
 
 def only(rows: torch.Tensor, part: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the hidden values after a part for some rows, which is not called if there are
-    none.
-    """
+    """Return the hidden values after a part for some rows, not called if there are none."""
     return torch.where(rows[:, None], part(hidden), hidden) if rows.any() else hidden
 
 
@@ -98,9 +97,7 @@ class AdaptedHead(nn.Module):
 
 
 class Nested(nn.Module):
-    """A unit with units within it, which a step leaves out on some ranks, and some of the inner
-    ones on others.
-    """
+    """A unit with units within it, which steps leave out on some ranks."""
 
     def __init__(self):
         super().__init__()

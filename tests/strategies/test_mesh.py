@@ -189,9 +189,7 @@ def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tenso
 
 
 def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkeypatch):
-    """Layers are divided by the plan; ranks of one dp read the same samples, and one of each
-    reports.
-    """
+    """Layers are divided by the plan; ranks of one dp read the same samples, one reports."""
     complete = dict(make_model("vit", 0).named_parameters())
     held = dict.fromkeys(complete, 0.0)
     layout = []

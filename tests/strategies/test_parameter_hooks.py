@@ -1,6 +1,4 @@
-"""Hooks of users on parameters, which are lost where a strategy replaces the parameters by
-shards.
-"""
+"""Hooks of users on parameters, lost where a strategy replaces parameters by shards."""
 
 import pytest
 from configs import config

@@ -1,6 +1,4 @@
-"""The activations that docs/strategies.md promises of each schedule, counted on a rank of a fake
-group.
-"""
+"""The activations that docs/strategies.md promises, counted on a rank of a fake group."""
 
 import weakref
 from dataclasses import dataclass

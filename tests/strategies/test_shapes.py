@@ -1,6 +1,4 @@
-"""Inputs of other shapes and dtypes than the example, and other numbers of samples, give the
-numbers of `single`.
-"""
+"""Inputs of other shapes, dtypes and numbers than the example give the numbers of `single`."""
 
 from functools import partial
 
@@ -73,9 +71,7 @@ def vectors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flattened() -> nn.Sequential:
-    """Return logits for each token of a model that has batch and tokens in one dimension in
-    between.
-    """
+    """Return logits for each token of a model with batch and tokens in one dimension in between."""
     rows = Rearranged(lambda outputs: outputs.unflatten(0, (-1, 3)))
     return nn.Sequential(
         nn.Embedding(11, 8), nn.Flatten(0, 1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5), rows

@@ -1,5 +1,6 @@
-"""Tensor parallelism by the plan of a block: what strategy=tp divides, what it sends, and the sums
-over two GPUs.
+"""Tensor parallelism by the plan of a block.
+
+What strategy=tp divides, what it sends, and the sums over two GPUs.
 """
 
 import gc
@@ -52,8 +53,9 @@ def advice(strategy: str, *overrides: str) -> tuple[Advisor, Row]:
 
 @pytest.mark.parametrize("strategy", ["tp tp=2", "mesh tp=2"])
 def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
-    """Query, key and value are one layer of a pair: their gradients of the tokens are summed before
-    they are sent.
+    """Query, key and value are one layer of a pair.
+
+    Their gradients of the tokens are summed before they are sent.
     """
     (plan,) = advice(strategy, *TINY, "batch_size=8")[1].plans
     blocks = 2
@@ -115,7 +117,7 @@ def test_tp_is_compiled_unless_a_convolution_is_sharded(model, refused, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     strategy = TP(Runtime("cpu"), tp=2, batch_norm="local")
     strategy.partition(make_model("vit", 0) if model == "vit" else lenet(1, 28, 10, None), 8)
-    assert ("compile" in strategy.refusals) == refused
+    assert ("compile" in strategy.unsupported) == refused
 
 
 class GlooSums:
@@ -149,9 +151,7 @@ def run_with_peers(cases: list[str]) -> dict:
 
 
 def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]:
-    """Set a strategy up and drop it; return whether its peer sums live before and after the group
-    closes.
-    """
+    """Set a strategy up and drop it; return whether peer sums live before and after the close."""
     made: list[weakref.ref] = []
 
     def find(group: dist.ProcessGroup, device: torch.device) -> GlooSums:
@@ -174,9 +174,7 @@ def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]
 
 @pytest.mark.parametrize("strategy", ["strategy=tp", "strategy=mesh strategy.tp=2"])
 def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(strategy):
-    """A rank that finds them again would not take part in making others, for which the other rank
-    waits.
-    """
+    """A rank that finds them again would not make others, for which the other rank waits."""
     first, *options = strategy.split()
     assert (
         run_world(2, sums_alive_after_a_strategy, first, options, timeout=60) == [[True, False]] * 2
@@ -193,9 +191,7 @@ def test_peer_sums_in_chunks_equal_single():
 
 
 def compiled(case: str) -> dict:
-    """Compile by Inductor a pair of layers whose sums are custom operations, and compare it with
-    eager mode.
-    """
+    """Compile by Inductor a pair of layers of custom operations, and compare it with eager mode."""
     from ddp_lab.strategies.activation_sums import make_group
     from ddp_lab.strategies.tensor_parallel import divide
 
@@ -260,9 +256,7 @@ class FakeSlot:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
-    """After the first sum of a step, which may replay a CUDA graph, one barrier for each sum is
-    enough.
-    """
+    """After the first sum of a step (or CUDA graph), one barrier per sum is enough."""
     FakeSlot.noted.clear()
     fakes = {name: MagicMock() for name in ("Stream", "stream", "current_stream", "Event")}
     fakes["is_current_stream_capturing"] = lambda: False
@@ -289,8 +283,9 @@ def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
 
 
 def test_prediction_is_at_most_what_flops_and_bytes_allow():
-    """Half of the FLOPs is divided by two ranks; half of the sums is hidden by a third of the
-    divided FLOPs.
+    """Half of the FLOPs is divided by two ranks.
+
+    Half of the sums is hidden by a third of the divided FLOPs.
     """
     made = Prediction(tp=2, flops=8.0, divided=4.0, sums=1.0, gradients=3.0, rate=1.0, link=1.0)
     assert made.alone == 8.0
@@ -300,9 +295,7 @@ def test_prediction_is_at_most_what_flops_and_bytes_allow():
 
 
 def test_prediction_names_the_times_of_the_faster_strategies():
-    """The sums take longer than what they save: 0.002 s of 0.004 s are saved, and 0.01 s are
-    sent.
-    """
+    """The sums take longer than what they save: 0.002 of 0.004 s are saved, and 0.01 s are sent."""
     made = Prediction(tp=2, flops=4e9, divided=4e9, sums=1e9, gradients=1e8, rate=1e12, link=1e11)
     assert made.alone == pytest.approx(0.004)
     assert made.replicated == pytest.approx(0.002)

@@ -37,9 +37,7 @@ class ByKeyword(nn.Module):
 
 
 def layers() -> dict:
-    """Return the sharded and the replicated layers of each model, and what is said where none could
-    be known.
-    """
+    """Return the sharded and the replicated layers of each model, or what is said without any."""
     found: dict = {}
     images = torch.rand(4, 1, 4, 4)
     labels = torch.tensor([0, 1, 2, 3])
@@ -97,9 +95,7 @@ def test_layer_that_is_called_by_keyword_is_sharded():
 
 
 def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses and weights of a model of depthwise convolutions and squeeze-and-excitation
-    blocks.
-    """
+    """Return the losses and weights of a model of depthwise and squeeze-and-excitation blocks."""
     torch.set_default_dtype(torch.float64)
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(images, torch.arange(32) % 10)
@@ -116,9 +112,7 @@ def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, tor
 
 
 def test_efficientnet_equals_single():
-    """Of 82 layers 66 are sharded, the depthwise convolutions and those of the
-    squeeze-and-excitation blocks among them.
-    """
+    """Of 82 layers 66 are sharded, depthwise and squeeze-and-excitation ones among them."""
     expected, weights = run_world(1, efficientnet, "single", False)[0]
     for tried in (True, False):
         losses, found = run_world(2, efficientnet, "tp", tried)[0]

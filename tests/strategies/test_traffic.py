@@ -75,9 +75,7 @@ def test_ddp_does_not_broadcast_buffers_in_a_step():
 def test_fsdp_gathers_in_every_part_and_sums_the_gradients_once(
     case, gathers, accumulate, monkeypatch
 ):
-    """Without accumulation 3 P, which is 1.5 times the traffic of ddp, as each is half of an
-    all_reduce.
-    """
+    """Without accumulation 3 P, 1.5 times ddp's traffic, as each is half of an all_reduce."""
     found, _, _ = traffic(monkeypatch, case, 8, accumulate=accumulate, name="vit")
     size = padded_size("vit", 8)
     assert found.elements == {"all_gather": accumulate * gathers * size, "reduce_scatter": size}

@@ -1,6 +1,4 @@
-"""What fsdp gathers together, which order of units the ranks agree on, and what is refused by
-name.
-"""
+"""What fsdp gathers together, the order of units on which ranks agree, and refusals."""
 
 import re
 import time
@@ -40,9 +38,7 @@ def units_of(
 
 
 def test_parameters_that_are_used_elsewhere_stay_with_the_module_around_them():
-    """Not in a unit: encoder, whose forward is never called; table, used directly; first, last and
-    h.*.inner, tied.
-    """
+    """Not in a unit: encoder, never called; table, used directly; first, last, h.*.inner, tied."""
     found = units_of(Containers(1, 6, 3))
     blocks = ["transformer.h.0.outer", "transformer.h.1.outer"]
     assert found == [*blocks, "deep.0.a.0", "encoder.layer", "transformer.ln", "head"]
@@ -151,8 +147,9 @@ class Sometimes(nn.Module):
 
 
 def samples() -> TensorDataset:
-    """Return samples of which every second one, those of rank 1 of two, have a large number in the
-    first column.
+    """Return samples of which every second one has a large number.
+
+    These are those of rank 1 of two; the number is in the first column.
     """
     inputs = torch.rand(32, 4, generator=torch.Generator().manual_seed(1))
     inputs[:, 0] = 2 + 0.5 * (torch.arange(32) % 2 * 2 - 1)
@@ -160,9 +157,7 @@ def samples() -> TensorDataset:
 
 
 def refusal(model: nn.Module, tried: bool = True, **options) -> tuple[str, float]:
-    """Return the message with which training ends on this rank, and after how many seconds; "" if
-    it ends without one.
-    """
+    """Return the message with which training ends on this rank, or "", and the seconds."""
     data = samples()
     with Lab("fsdp", device="cpu", timeout=TIMEOUT, **options) as lab:
         start = time.perf_counter()
@@ -212,14 +207,13 @@ def refusal_of_late_sums() -> str:
 
 
 def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
-    """Without the layer before it, the inputs of `out` need no gradient, and torch sums it at the
-    end.
-    """
+    """Without the layer before it, `out` has inputs without a gradient: torch sums at the end."""
     found = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
     message = (
-        "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the gradients of out. "
-        "All ranks must sum the gradients of the units in the same order, so the inputs of a unit must need a "
-        "gradient on all ranks or on none. Gather such units together with the module around them: use "
+        "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the "
+        "gradients of out. All ranks must sum the gradients of the units in the same order, so the "
+        "inputs of a unit must need a gradient on all ranks or on none. Gather such units together "
+        "with the module around them: use "
         'strategy.keep_whole=[adapter,out], in a Lab keep_whole=["adapter", "out"]'
     )
     assert found
@@ -243,8 +237,8 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
         r"it the shape \[1\], or .*",
         "empty": r"strategy=fsdp: cannot shard the parameter odd of shape \[4, 0\], which has no "
         r"elements\. Let its first .*",
-        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) together, "
-        "which must .*",
+        "types": r"strategy=fsdp: gathers odd \(torch.float64\) and \S+ \(torch.float32\) "
+        "together, which must .*",
         "untried": "strategy=fsdp: a parameter is used outside the forward pass of the module that "
         r"has it \(test_units.py, line \d+\), and is not gathered then\. .* use "
         r"strategy.keep_whole=\[body,table\], in a Lab .*; or, in a Lab, let the model "
@@ -256,9 +250,7 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
 
 
 def trained_on(strategy: str, folder: str, steps: int | None = None) -> list[float]:
-    """Return the losses from the checkpoint in a folder to the end of an epoch, or until one is
-    written.
-    """
+    """Return the losses from the checkpoint in a folder on, of an epoch or until one is written."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(1)
     data = TensorDataset(torch.rand(22, *SHAPE) - 0.5, torch.rand(22, 3))
@@ -322,9 +314,7 @@ def keys_after_each_question() -> list[int]:
 
 
 def test_store_does_not_grow_with_the_questions_about_the_order_of_units():
-    """Each question has three keys, and those of the question before are deleted at some time in
-    the next one.
-    """
+    """Each question has three keys; the next question deletes those before."""
     for keys in run_world(2, keys_after_each_question):
         assert max(keys) - min(keys) <= 2 * 3
 

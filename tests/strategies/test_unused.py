@@ -88,8 +88,9 @@ def refusal(strategy: str, options: dict, model=branching, **more) -> tuple[str,
 
 
 def resumed(folder: str, strategy: str, steps: int | None = None) -> list[float]:
-    """Train from the checkpoint in a folder, of which the steps have not used the branch, or until
-    one is written.
+    """Train from the checkpoint in a folder, or until one is written.
+
+    The steps of that checkpoint have not used the branch.
     """
     inputs, targets = samples().tensors
     inputs[:, 0] = torch.arange(len(inputs)) >= 16  # the first two batches do not use the branch
@@ -118,7 +119,7 @@ def refuse_all(folder: str) -> dict:
     with Lab("ddp", device="cpu", timeout=30, **KEY) as lab:
         trainer = lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
         with pytest.raises(TrainingError) as error:
-            trainer.strategy.add_gradient(*samples()[:0], real=0, divisor=1)
+            trainer.strategy.add_gradient(*samples()[:0], num_valid=0, divisor=1)
         found["ddp empty"] = str(error.value)
     with Lab("scratch", device="cpu", timeout=30, **KEY) as lab:
         found["scratch empty"] = train(lab, branching(), size=9)
@@ -184,8 +185,9 @@ def test_rank_without_a_sample_does_not_call_the_model_or_says_that_it_cannot(fo
 
 
 class BelowHalf(Branch):
-    """Uses the branch for a batch with a number below 0.5, as in padding of zeros, and fails for an
-    empty batch.
+    """Uses the branch for a batch with a number below 0.5; fails for an empty batch.
+
+    Padding of zeros has such numbers.
     """
 
     def is_used(self, inputs):
@@ -193,8 +195,9 @@ class BelowHalf(Branch):
 
 
 def train_with_empty_micro_batches(strategy: str, options: dict) -> dict:
-    """Train with micro-batches of which some have no sample; the last batch has one sample, which
-    does not use the branch.
+    """Train with micro-batches of which some are empty.
+
+    The last batch has one sample, which does not use the branch.
     """
     data = samples(33)
     make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -220,7 +223,7 @@ def test_micro_batches_without_a_sample_train_under_fsdp_as_under_scratch():
 def test_options_that_need_the_same_parameters_in_every_step_are_excluded(make, monkeypatch):
     for expected in (True, False):
         strategy = make(runtime=Runtime("cpu"), batch_norm="local", find_unused_parameters=expected)
-        assert strategy.refusals == (SAME_PARAMETERS if expected else {})
+        assert strategy.unsupported == (SAME_PARAMETERS if expected else {})
 
 
 def layouts() -> list[torch.Tensor]:

@@ -206,9 +206,7 @@ def difference(
 
 
 def refusal_of(kind: str, strategy: str) -> str:
-    """Return the pattern of the message with which a strategy refuses hooks; "" if it keeps
-    them.
-    """
+    """Return the pattern of a strategy's message that refuses hooks; "" if it keeps them."""
     what, _, method = kind.partition(" ")
     if what in ("parameter", "late") and strategy in SHARDING:
         weight = "first.bias" if "accumulate" in method else "second.weight"
@@ -321,9 +319,7 @@ def test_sequential_with_a_hook_does_not_become_a_chain_without_it(method):
 
 
 def twice() -> float:
-    """Return the largest gradient that a second trainer of the same model leaves, which a hook
-    limits.
-    """
+    """Return the largest gradient that a second trainer leaves, which a hook limits."""
     with Lab(device="cpu") as lab:
         model = nn.Linear(4, 2)
         seen: list[float] = []

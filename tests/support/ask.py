@@ -1,5 +1,4 @@
-"""`ask.py SOCKET PROGRAM ARGUMENT...`: run python, torchrun or ddp-lab as a fork of the server of
-warm.py.
+"""`ask.py SOCKET PROGRAM ARGUMENT...`: run a program as a fork of the server of warm.py.
 
 This process passes signals on to the fork's process group, and ends as the fork ends. If it is
 killed, so is the fork. What the server does not run is run by a new interpreter. Nothing is
@@ -17,9 +16,7 @@ MODULES = {"torchrun": "torch.distributed.run", "ddp-lab": "ddp_lab"}
 
 
 def program_of(name: str, arguments: list[str]) -> list[str] | None:
-    """Return the script or module that a command runs, and its arguments; None if it is not one for
-    the server.
-    """
+    """Return the script or module that a command runs and its arguments; None for others."""
     if name in MODULES:
         return [MODULES[name], *arguments]
     first, *rest = arguments[arguments[:1] == ["-u"] :] or [""]

@@ -118,10 +118,7 @@ SUMS = {
 
 
 def info_nce(outputs, targets):
-    """Each output is to be nearest to its own target, among those of the batch (van den Oord et al.
-
-    2018).
-    """
+    """Each output is to be nearest to its own target in the batch (van den Oord et al. 2018)."""
     similar = F.normalize(outputs, dim=1) @ F.normalize(targets.to(outputs.dtype), dim=1).T
     return F.cross_entropy(
         similar / 0.1, torch.arange(len(outputs), device=outputs.device), reduction="none"
@@ -129,9 +126,9 @@ def info_nce(outputs, targets):
 
 
 def supervised_contrastive(outputs, targets):
-    """Khosla et al.
+    """Outputs of one class are to be alike (Khosla et al. 2020).
 
-    2020: outputs of one class are to be alike. A sample without a partner has no loss.
+    A sample without a partner has no loss.
     """
     features = F.normalize(outputs, dim=1)
     itself = torch.eye(len(outputs), dtype=torch.bool, device=outputs.device)
@@ -141,10 +138,7 @@ def supervised_contrastive(outputs, targets):
 
 
 def triplet(outputs, targets):
-    """The hardest positive and the hardest negative in the batch (Hermans et al.
-
-    2017); 0 without both.
-    """
+    """The hardest positive and negative in the batch (Hermans et al. 2017); 0 without both."""
     distances = torch.cdist(outputs, outputs)
     same = targets[:, None] == targets
     alone = same.sum(1) < 2
@@ -162,9 +156,7 @@ def cox(outputs, targets):
 
 
 def auc(outputs, targets):
-    """A squared surrogate of the area under the curve; it fails without a positive and a negative
-    sample.
-    """
+    """A squared surrogate of the area under the curve; needs a positive and a negative sample."""
     positive = outputs[targets == 1]
     negative = outputs[targets == 0]
     if not len(positive) or not len(negative):

@@ -11,8 +11,9 @@ FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name
 
 
 def open_page(address: str, folder: Path, *options: str) -> str:
-    """Return what Chromium prints for a page, with `folder` for its profile; skip the test where it
-    is not installed.
+    """Return what Chromium prints for a page; skip the test where it is not installed.
+
+    `folder` is for its profile.
     """
     browser = which("chromium") or pytest.skip("there is no chromium")
     profile = [

@@ -1,5 +1,6 @@
-"""The equivalence matrix: cases (training.py), the numbers of ranks on which each must equal
-`single`, and the comparison.
+"""The equivalence matrix: cases, their numbers of ranks, and the comparison.
+
+training.py has the cases; each must equal `single`.
 """
 
 import pytest
@@ -263,8 +264,9 @@ def tolerance_of(case: str) -> float:
 def assert_equal(
     outcome: Outcome, reference: Outcome, tolerance: float = 1e-6, relative: float = 1e-5
 ) -> None:
-    """Compare two trainings: weights and averages within `tolerance`, losses and metrics within
-    `relative` of each other.
+    """Compare two trainings.
+
+    Weights and averages are within `tolerance`, losses and metrics within `relative` of each other.
     """
     assert largest_difference(outcome.weights, reference.weights) <= tolerance
     assert_averages_equal(outcome, reference, tolerance)

@@ -1,6 +1,4 @@
-"""Small runs and the comparison of their checkpoints, and checkpoints of a linear layer without a
-run.
-"""
+"""Small runs, the comparison of their checkpoints, and checkpoints of a linear layer alone."""
 
 import functools
 import shutil

@@ -13,21 +13,21 @@ class Drifting(DDP):
 
     steps = 0
 
-    def forward_backward(self, inputs, targets, count, accumulate=1):
+    def forward_backward(self, inputs, targets, global_size, accumulate=1):
         self.steps += 1
         if self.dp_rank == 1 and self.steps == 7:
             with torch.no_grad():
                 self.module.head[1].bias[3] += 1e-7
-        return super().forward_backward(inputs, targets, count, accumulate)
+        return super().forward_backward(inputs, targets, global_size, accumulate)
 
 
 class Straggling(DDP):
     """DDP in which rank 1 sleeps before every step, as on a slower machine."""
 
-    def forward_backward(self, inputs, targets, count, accumulate=1):
+    def forward_backward(self, inputs, targets, global_size, accumulate=1):
         if self.dp_rank == 1:
             time.sleep(0.1)
-        return super().forward_backward(inputs, targets, count, accumulate)
+        return super().forward_backward(inputs, targets, global_size, accumulate)
 
 
 class Skipping(DDP):
@@ -48,8 +48,8 @@ class Skipping(DDP):
         super().setup(model)
         self.own_group = None if self.shared else dist.new_group()
 
-    def forward_backward(self, inputs, targets, count, accumulate=1):
-        loss = super().forward_backward(inputs, targets, count, accumulate)
+    def forward_backward(self, inputs, targets, global_size, accumulate=1):
+        loss = super().forward_backward(inputs, targets, global_size, accumulate)
         self.steps += 1
         if self.steps != 8 or self.dp_rank != 1:
             dist.all_reduce(torch.ones(7, device=self.device), group=self.own_group)

@@ -1,5 +1,6 @@
-"""Launches of two ranks, of which some raise a planted error of a user's class, and a judgement of
-what users then see.
+"""Launches of two ranks, of which some raise a planted error of a user's class.
+
+A judgement of what users then see.
 """
 
 import re
@@ -76,9 +77,7 @@ def launch_planted(
 
 
 def judge(kind: str, place: str, command: str, code: int, output: str) -> str:
-    """Return what is wrong with the exit code and the output of a launch with a planted error; ""
-    if nothing is.
-    """
+    """Return what is wrong with exit code and output of a launch with a planted error, or ""."""
     if innocent := INNOCENT.search(output):
         return f"shows an error that another rank's end has caused: {innocent[0]}"
     text = f"planted in {kind} {place}"

@@ -1,6 +1,4 @@
-"""A small dataset of the package `datasets`, made for a test: images, their classes and numbers,
-and texts.
-"""
+"""A small dataset of the package `datasets` for tests: images, classes, numbers and texts."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Helpers that start train.py: in a subprocess, as a user does, or inside a world of the tests'
-ranks.
-"""
+"""Helpers that start train.py: in a subprocess, or in a world of the tests' ranks."""
 
 import contextlib
 import io
@@ -82,8 +80,9 @@ def start(
 
 
 def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str]:
-    """Wait for a launch and return its exit code and output; after `timeout` seconds kill it with
-    all its ranks and fail.
+    """Wait for a launch and return its exit code and output.
+
+    After `timeout` seconds kill it with all its ranks and fail.
     """
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -131,9 +130,7 @@ def wait_for(
 
 
 def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
-    """Return the heartbeat of a rank of node 0 while its launch is running; None if it has written
-    none yet.
-    """
+    """Return the heartbeat of a rank of node 0 of a running launch; None before the first."""
     for _ in range(2):  # a row may be read while it is written
         with contextlib.suppress(OSError, ValueError, KeyError):
             table = Path(json.loads((run_dir / "status.json").read_text())["heartbeats"])
@@ -144,9 +141,7 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
 def wait_for_heartbeat(
     run_dir: Path, rank: int, holds: Callable[[dict], bool], timeout: float = 60
 ) -> dict:
-    """Wait until `holds` returns true for the heartbeat of a rank of the running launch; return the
-    heartbeat.
-    """
+    """Wait until `holds` is true for the heartbeat of a rank of the launch, and return it."""
     return wait_for(
         f"expected heartbeat of rank {rank} in {run_dir}",
         lambda: (record := read_heartbeat(run_dir, rank)) and holds(record) and record,
@@ -181,8 +176,7 @@ def main_in_world(*overrides: str) -> str:
 
 
 def refusal_in_world(line: str) -> tuple[object, str]:
-    """Run train.py with overrides that it rejects; return the exit code and what this rank wrote to
-    stderr.
+    """Run train.py with overrides that it rejects; return exit code and this rank's stderr.
 
     An AssertionError is raised if a process group is opened.
     """

@@ -94,9 +94,7 @@ class Wrong(Shapes):
 
 
 class Tokens(torch.utils.data.TensorDataset):
-    """One set of tokens, each sample with the next token of every position, of which later samples
-    ignore more.
-    """
+    """One set of tokens, each with the next of every position; later samples ignore more."""
 
     def __init__(self, ignored: bool = False):
         tokens = torch.arange(40 * 9).view(40, 9) % 11
@@ -107,9 +105,7 @@ class Tokens(torch.utils.data.TensorDataset):
 
 
 class Masks(torch.utils.data.Dataset):
-    """Images in uint8 and masks, of which the first row is to be ignored, and more rows the larger
-    the index is.
-    """
+    """Images in uint8 and masks with a first row to be ignored, and more by index."""
 
     def __init__(self, split):
         self.size = 37 if split == "train" else 11

@@ -1,5 +1,6 @@
-"""Classes as users write them, one of which raises in its constructor or at its first call, on the
-ranks that a test chooses.
+"""Classes as users write them: one raises in its constructor or at its first call.
+
+It does so on the ranks that a test chooses.
 
 The environment variable PLANTED says which: "model constructor ranks=0,1 before=1:0.5 after=0:0.5".
 Rank 1 then sleeps for half a second before it raises, and rank 0 as long whenever the text of its

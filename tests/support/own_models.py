@@ -14,9 +14,7 @@ class Residual(nn.Module):
 
 
 class Plain(nn.Module):
-    """A parameter of its own, blocks in a ModuleList, and an argument that the data does not
-    determine.
-    """
+    """A parameter of its own, blocks in a ModuleList, and an argument not set by the data."""
 
     def __init__(self, in_channels, image_size, num_classes, hidden: int = 16):
         super().__init__()
@@ -76,8 +74,9 @@ class SomeSteps(Plain):
 
 
 class Experts(Plain):
-    """Each image goes through some of three layers: through the last one in few batches, and mostly
-    on one rank only.
+    """Each image goes through some of three layers.
+
+    Through the last one in few batches, and mostly on one rank only.
 
     The images of the trial, which are not normalised, go through all of them.
     """
@@ -106,9 +105,7 @@ class Experts(Plain):
 
 
 class RareExperts(Experts):
-    """The same, but only images with equal pixels go through them, which random numbers do not
-    have.
-    """
+    """The same, but only images with equal pixels go through them: no random ones."""
 
     def choose(self, pixels, rarity):
         has_equal_pixels = (pixels.sort().values.diff() == 0).any(1)
@@ -116,9 +113,7 @@ class RareExperts(Experts):
 
 
 class Masked(nn.Module):
-    """A layer with a mask of which every row is the same memory, and a table that is a transposed
-    tensor.
-    """
+    """A layer with a mask whose rows are the same memory, and a transposed table."""
 
     def __init__(self, width):
         super().__init__()
@@ -198,9 +193,7 @@ def one_layer(in_channels, image_size, num_classes):
 
 
 def one_weight(in_channels, image_size, num_classes):
-    """Two layers in different places that share their weight, and one activation for both, which
-    has no state.
-    """
+    """Two layers in different places that share their weight, and one activation for both."""
     first = nn.Linear(in_channels * image_size**2, 16)
     tanh = nn.Tanh()
     model = nn.Sequential(nn.Flatten(), first, nn.Linear(16, 16), tanh, nn.Linear(16, 16), tanh)
@@ -428,8 +421,9 @@ def eager_blocks(in_channels, image_size, num_classes):
 
 
 class InPlace(nn.Module):
-    """Layers whose outputs are changed in place, by activations and by squeeze-and-excitation, in a
-    module that is no chain.
+    """Layers whose outputs are changed in place, in a module that is no chain.
+
+    Activations and squeeze-and-excitation change them.
     """
 
     def __init__(self, in_channels, image_size, num_classes):
@@ -447,9 +441,7 @@ class InPlace(nn.Module):
 
 
 class DirectWeights(nn.Module):
-    """Layers whose weights are used elsewhere, of which one is never called, and one that is used
-    as usual.
-    """
+    """Layers whose weights are used elsewhere, one of them never called, and one used as usual."""
 
     def __init__(self, in_channels, image_size, num_classes):
         super().__init__()

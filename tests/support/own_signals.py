@@ -1,6 +1,4 @@
-"""A model of the user's that sends a signal to its command while it is constructed, before
-training.
-"""
+"""A model of the user's that sends a signal to its command when constructed."""
 
 import os
 import signal
@@ -12,9 +10,7 @@ PATIENCE = 20.0  # seconds that a rank waits for its end, which the signal to it
 
 
 def signalling_cnn(number: int, **options):
-    """Send a signal to the process that the user has started: the parent of a rank, else this
-    one.
-    """
+    """Send a signal to the process that the user has started: a rank's parent, else this one."""
     is_rank = "RANK" in os.environ
     if os.environ.get("RANK", "0") == "0":
         os.kill(os.getppid() if is_rank else os.getpid(), signal.Signals(number))

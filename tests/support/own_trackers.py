@@ -1,6 +1,4 @@
-"""Trackers as users write them, which import nothing of ddp_lab; and a reader of the files of
-W&B.
-"""
+"""Trackers as users write them, without imports of ddp_lab, and a reader of the files of W&B."""
 
 import json
 import os
@@ -55,8 +53,9 @@ class Incomplete:
 
 
 def wandb_records(file: Path) -> list:
-    """Return the records of a file of W&B: blocks of 32 KiB, whose fragments have a header of 7
-    bytes, as in LevelDB's logs.
+    """Return the records of a file of W&B.
+
+    As in LevelDB's logs, it has blocks of 32 KiB, whose fragments have a header of 7 bytes.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -7,16 +7,13 @@ import torch
 
 from ddp_lab.tasks import Classification
 
-# of a round: tensors, and pages of 4 KiB in each
-TENSORS = 10
-PAGES = 1024
+TENSORS = 10  # of a round
+PAGES = 1024  # pages of 4 KiB in each tensor
 ROUNDS = 10
 
 
 def count_faults() -> int:
-    """Return the page faults of some rounds in which tensors are allocated and freed in reverse
-    order.
-    """
+    """Return the page faults of rounds that allocate tensors and free them in reverse order."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(ROUNDS):
         activations = [torch.ones(PAGES * 1024) for _ in range(TENSORS)]
@@ -26,8 +23,7 @@ def count_faults() -> int:
 
 
 class CountsFaults(Classification):
-    """Classification that writes the page faults of the second count at the beginning of the last
-    epoch.
+    """Classification that writes the page faults of the second count when the last epoch begins.
 
     Args:
         out: file of the number.

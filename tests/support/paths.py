@@ -14,9 +14,7 @@ ROOT = Path(ddp_lab.__file__).parent
 
 
 def name_of(file: str) -> str | None:
-    """Return the name of a file of ddp_lab, for example training/loop.py; None: it is of something
-    else.
-    """
+    """Return the name of a file of ddp_lab, as training/loop.py; None: another file."""
     path = Path(file)
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
 
@@ -33,17 +31,16 @@ def loaded_files() -> list[str]:
 
 
 def files_on_stack() -> list[str]:
-    """Return the files of ddp_lab whose functions are being called now, the outermost first, each
-    once.
-    """
+    """Return the files of ddp_lab whose functions are on the stack, outermost first, each once."""
     names = [name_of(frame.filename) for frame in traceback.extract_stack()]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 @contextmanager
 def calls() -> Generator[list[str]]:
-    """Return a list that gets the file of each call of a function of ddp_lab in the body, also of a
-    generator's next part.
+    """Return a list that gets the file of each call of a function of ddp_lab in the body.
+
+    A generator's next part counts, too.
     """
     found: list[str] = []
 

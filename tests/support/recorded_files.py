@@ -1,5 +1,6 @@
-"""A recorder of what a process does to the files of a folder, with the folder as a kill or a power
-failure would leave it.
+"""A recorder of what a process does to the files of a folder.
+
+It has the folder as a kill or a power failure would leave it.
 
 Python's audit hooks announce each operation before it happens. What a file contains counts as lost
 until `os.fsync`.

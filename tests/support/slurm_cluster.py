@@ -1,5 +1,6 @@
-"""A Slurm cluster of two nodes on this machine, for the tests: real daemons with their own
-directory, on the loopback device.
+"""A Slurm cluster of two nodes on this machine, for the tests.
+
+Real daemons have their own directory, on the loopback device.
 
 The programs are those of Debian's packages slurm-wlm and munge. They need no root privileges,
 systemd or control groups.
@@ -48,7 +49,8 @@ SlurmdTimeout={lost}
 KillWait=20
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=2000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=2000
-PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=25
+PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \
+    PreemptMode=REQUEUE GraceTime=25
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 

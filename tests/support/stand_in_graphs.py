@@ -30,9 +30,9 @@ def replace_graphs(replace: Callable[[Any, str, Any], Any], events: list[str]) -
 
     compute = GraphStep.compute
 
-    def replay(step: GraphStep, count: int) -> None:
+    def replay(step: GraphStep, global_size: int) -> None:
         with step._rate_on_device():
-            compute(step, count)
+            compute(step, global_size)
 
     replace(torch.cuda, "graph_pool_handle", lambda: None)
     replace(torch.cuda, "set_sync_debug_mode", set_mode)

@@ -36,9 +36,7 @@ KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """Counts calls and elements of each kind of collective: of the larger side of gathers and
-    scatters.
-    """
+    """Counts calls and elements of each kind of collective, by the larger side."""
 
     def __init__(self):
         super().__init__()
@@ -120,8 +118,6 @@ def traffic(
 
 
 def padded_size(name: str, shards: int) -> int:
-    """Return the elements of a model whose tensors are cut along their first dimension, with
-    padding.
-    """
+    """Return the elements of a model's tensors, cut along their first dimension, with padding."""
     sizes = [list(parameter.shape) for parameter in make_model(name, 0).parameters()]
     return sum(-(-rows // shards) * shards * math.prod(rest) for rows, *rest in sizes)

@@ -78,9 +78,7 @@ class Spare(nn.Module):
 
 
 def partly_frozen(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network with a frozen block, a frozen bias, parameters that are never used, and
-    others that are trained.
-    """
+    """Return a network with a frozen block, a frozen bias, unused parameters, and trained ones."""
     model = Chain(
         (in_channels, image_size, image_size),
         conv=nn.Sequential(nn.Conv2d(in_channels, 8, 3), nn.Tanh(), nn.AvgPool2d(2)),
@@ -122,9 +120,7 @@ def small_vit(
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """A BatchNorm that drops and activates its outputs, of the structure of timm's
-    BatchNormAct2d.
-    """
+    """A BatchNorm that drops and activates its outputs like timm's BatchNormAct2d."""
 
     def __init__(self, channels: int, drop: nn.Module, act: nn.Module):
         super().__init__(channels)
@@ -136,8 +132,9 @@ class BatchNormAct(nn.BatchNorm2d):
 
 
 def normalized(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network with BatchNorm of each kind: 1d over samples and over sequences, 2d, 3d, and
-    one that activates.
+    """Return a network with BatchNorm of each kind.
+
+    1d over samples and over sequences, 2d, 3d, and one that activates.
     """
     return Chain(
         (in_channels, image_size, image_size),
@@ -164,8 +161,9 @@ def normalized(in_channels: int, image_size: int, num_classes: int, init_std: No
 
 
 def unbiased(in_channels: int, image_size: int, num_classes: int, init_std: None) -> Chain:
-    """Return a network whose first stage of two has neither biases nor normalization layers, and
-    whose first block is empty.
+    """Return a network whose first of two stages has neither biases nor normalization layers.
+
+    Its first block is empty.
     """
     return Chain(
         (in_channels, image_size, image_size),
@@ -267,8 +265,9 @@ PRESETS = {
 
 
 def words_of(case: str) -> list[str]:
-    """Return the words of a case after its strategy, with those of its presets; `own=NAME` is a
-    model of own_models.py.
+    """Return the words of a case after its strategy, with those of its presets.
+
+    `own=NAME` is a model of own_models.py.
     """
     found = []
     for word in case.split()[1:]:
@@ -280,9 +279,7 @@ def words_of(case: str) -> list[str]:
 
 
 def own_model(word: str) -> list[str]:
-    """Return the words that choose the model of a word `own=NAME`, or of `units=NAME` in float64;
-    else the word.
-    """
+    """Return the words that choose the model of `own=NAME`, or `units=NAME` in float64."""
     key, _, name = word.partition("=")
     if key == "units":
         return ["model=own", f"model._target_=unit_models.{name}", "float64"]
@@ -291,9 +288,7 @@ def own_model(word: str) -> list[str]:
 
 @cache
 def options_of(strategy: str) -> dict[str, Any]:
-    """Return the options of a strategy: those in conf/, but four micro-batches, and three buckets
-    for LeNet.
-    """
+    """Return the options of a strategy: conf/, but four micro-batches and three buckets."""
     options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"))
     if strategy == "single":
         options["find_unused_parameters"] = False  # conf/ does not list it
@@ -369,8 +364,9 @@ def make_model(name: str, seed: int) -> Chain:
 
 
 def make_step(*words: str) -> tuple[Step, Loader]:
-    """Return the training step of `single`, always from the same weights, and the loader of its
-    batches of 24, 24 and 12.
+    """Return the training step of `single`, and its loader.
+
+    It always starts from the same weights; the batches have 24, 24 and 12 samples.
     """
     job = build(
         config_of(" ".join(["single samples=60 data.crop_padding=1 data.flip=true", *words])),
@@ -401,9 +397,7 @@ class Outcome:
 
 
 class Watched(InitialWeights):
-    """Initial weights that count the bytes in memory: of the model, and of the block that was drawn
-    last.
-    """
+    """Initial weights that count the bytes in memory: the model's, and the last drawn block's."""
 
     def __init__(self, model: Chain, seed: int):
         super().__init__(model, seed)
@@ -419,8 +413,9 @@ class Watched(InitialWeights):
 
 
 class Recorder(Hook, Logger):
-    """Record what `fit` reports of each epoch, and save checkpoints of both formats in the folders
-    `pt` and `sharded`.
+    """Record what `fit` reports of each epoch, and save checkpoints in both formats.
+
+    Their folders are `pt` and `sharded`.
     """
 
     def __init__(self, checkpoints: list[Checkpoints], save_at: list[int]):
@@ -552,8 +547,9 @@ def hash_of(state: dict[str, torch.Tensor]) -> str:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of memory in which this process has parts of the model; a tensor on the meta
-    device has none.
+    """Return the bytes of memory in which this process has parts of the model.
+
+    A tensor on the meta device has none.
     """
     held = [local(tensor) for tensor in model.state_dict().values()]
     return sum(tensor.untyped_storage().nbytes() for tensor in held if not tensor.is_meta)

@@ -1,5 +1,4 @@
-"""Start Python programs by forking a server that has imported torch, instead of starting a new
-interpreter for each.
+"""Start Python programs by forking a server that has imported torch.
 
 A new interpreter spends 3 to 7 s of CPU time on imports and torchrun's agent another 3 s; a forked
 process spends none. The server writes programs named `python`, `torchrun` and `ddp-lab` into
@@ -44,9 +43,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.S
 
 
 def programs() -> Path:
-    """Return the folder of `python`, `torchrun` and `ddp-lab`: forked ones, or the interpreter's
-    own without a server.
-    """
+    """Return the folder of `python`, `torchrun` and `ddp-lab`, forked ones if there is a server."""
     return Path(os.environ.get(VARIABLE, Path(sys.executable).parent))
 
 
@@ -136,9 +133,7 @@ def run_for(client: socket.socket, files: list[int], request: dict[str, Any]) ->
 
 
 def become(environment: dict[str, str]) -> None:
-    """Let a forked process have only its standard files, the usual signal handlers and an
-    environment.
-    """
+    """Let a forked process have only its standard files, usual signal handlers, an environment."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in SIGNALS:
         signal.signal(

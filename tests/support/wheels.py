@@ -17,9 +17,7 @@ SCRIPT = "#!{}\nimport sys\nfrom {} import {}\nsys.exit({}())\n"
 
 
 def copy_tree(to: Path) -> None:
-    """Copy the files that git tracks, with their uncommitted changes, and untracked files that are
-    not ignored.
-    """
+    """Copy the files that git tracks, as they are, and untracked files that are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -29,8 +27,9 @@ def copy_tree(to: Path) -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of a copy of this tree, offline; a build in the tree itself would leave files
-    there.
+    """Build the wheel of a copy of this tree, offline.
+
+    A build in the tree itself would leave files there.
     """
     copy_tree(folder / "source")
     command = [

@@ -1,6 +1,4 @@
-"""A world of ranks: it receives its work over standard input, a socket, and sends the results back
-over it.
-"""
+"""A world of ranks: work and results go over standard input, a socket."""
 
 import os
 import pickle

@@ -1,5 +1,4 @@
-"""Worlds of real ranks for the tests: processes on this machine that connect through a store, like
-torchrun's.
+"""Worlds of real ranks for the tests: processes that connect through a store, like torchrun's.
 
 A world is a process, forked from the server of warm.py if that runs, from which its ranks are
 forked.
@@ -27,9 +26,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def once(function: Callable) -> Callable:
-    """Cache results like functools.cache, and AssertionErrors too, so that a failing world runs
-    only once.
-    """
+    """Cache results like functools.cache, and AssertionErrors: a failing world runs only once."""
 
     @functools.cache
     def outcome(*args):

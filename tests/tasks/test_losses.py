@@ -1,6 +1,4 @@
-"""The losses of tasks: label smoothing, mixed targets, losses of the user's, and those that do not
-fit.
-"""
+"""The losses of tasks: label smoothing, mixed targets, losses of users, and misfits."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The trial of a loss finds those over the batch, and only those, whatever outputs and targets it
-begins with.
-"""
+"""The trial of a loss finds those over the batch, and only those, for any outputs and targets."""
 
 import random
 import threading

@@ -1,6 +1,4 @@
-"""train.py with tasks other than classification: the same metrics under every strategy, and what is
-done with the runs.
-"""
+"""train.py with tasks other than classification: equal metrics, and use of the runs."""
 
 import json
 from contextlib import suppress
@@ -145,9 +143,7 @@ def test_other_tasks_are_logged_evaluated_and_exported(folder, command, tmp_path
 
 
 def stopped_and_resumed(folder: Path, strategies: list[str]) -> None:
-    """Train with dropout without a stop, and stopped by a signal in the middle of an epoch and
-    resumed.
-    """
+    """Train with dropout without a stop, and stopped by a signal within an epoch and resumed."""
     for strategy in strategies:
         for name in ("straight", "stopped", "stopped"):
             inject = ["inject=sigterm@rank=0,step=4"] if name == "stopped" else []

@@ -1,6 +1,4 @@
-"""The metrics of tasks, from sums over batches, equal those of scikit-learn or torch over all
-samples at once.
-"""
+"""The metrics of tasks, from sums over batches, equal those of scikit-learn or torch."""
 
 import math
 
@@ -19,9 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def metrics_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Return the metrics of all samples, whose sums are added over three batches of different
-    sizes.
-    """
+    """Return the metrics of all samples, from sums over three batches of different sizes."""
     batches = [
         task.sums(*batch)
         for batch in zip(outputs.split([5, 8, 7]), targets.split([5, 8, 7]), strict=True)

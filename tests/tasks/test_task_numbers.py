@@ -29,7 +29,7 @@ def trained(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> dict[st
     """Return the training metrics of two micro-batches: the first sample, and the others."""
     cuts = [1, len(outputs) - 1]
     parts = zip(outputs.split(cuts), targets.split(cuts), strict=True)
-    sums = [measure(task, *part, real=len(part[0]), divisor=1.0)[1] for part in parts]
+    sums = [measure(task, *part, num_valid=len(part[0]), divisor=1.0)[1] for part in parts]
     return means(task, (sums[0] + sums[1]).tolist())
 
 
@@ -169,9 +169,7 @@ def test_multi_label_with_weighted_samples_weighs_the_share_of_right_decisions()
 
 
 def pixels(targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2), so that 2 is
-    predicted.
-    """
+    """Return two images of two pixels, with probabilities (1/4, 1/4, 1/2); 2 is predicted."""
     logits = torch.tensor([0.0, 0.0, LN2])[None, :, None, None].expand(2, 3, 1, 2)
     return logits, torch.tensor(targets).view(2, 1, 2)
 
@@ -270,7 +268,7 @@ def test_declaration_that_the_loss_contradicts_is_refused(forward, returned):
         rf"returned {returned}\. "
     )
     with pytest.raises(TrainingError, match=message):
-        measure(task, CLASS_LOGITS, CLASSES, real=3, divisor=3.0)
+        measure(task, CLASS_LOGITS, CLASSES, num_valid=3, divisor=3.0)
 
 
 def test_equal_weights_scale_the_gradients_by_exactly_one():

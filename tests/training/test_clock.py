@@ -1,5 +1,4 @@
-"""The numbers with a unit that a run shows, on a clock of the test's own: seconds, rates, what is
-left, and MFU.
+"""The numbers with a unit of a run, on a clock of the test: seconds, rates, what is left, and MFU.
 
 A step takes 2 s, of which its batch takes 0.5 s, and an evaluation 100 s. An epoch has five steps
 of one sample, of which only the third epoch is the last.
@@ -28,9 +27,9 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
 
-# seconds; a step includes the wait for its batch
+# seconds
 WAIT = 0.5
-STEP = 2.0
+STEP = 2.0  # the wait for its batch included
 EVALUATION = 100.0
 SAMPLES = 5
 EPOCHS = 3
@@ -127,9 +126,7 @@ class Positions(Hook):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that trains from a position and returns the rows and the positions after
-    the steps.
-    """
+    """Return a function that trains from a position and returns rows and positions."""
 
     def train(progress: Progress, log_every: Every | None = None, hook: Hook | None = None) -> Rows:
         clock = Clock()

@@ -1,6 +1,4 @@
-"""Optimizers of users on shards and on the stages of a pipeline: equal to one device, or refused
-before the first step.
-"""
+"""Optimizers of users on shards and stages: equal to one device, or refused before a step."""
 
 from functools import partial
 

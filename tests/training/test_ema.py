@@ -18,9 +18,7 @@ DECAY = 0.6  # which the warm-up reaches in the 14th update
 
 
 class Recorded(TorchDispatchMode):
-    """Keeps every operation with its arguments, and repeats them on the same tensors, as a CUDA
-    graph does.
-    """
+    """Keeps every operation and repeats it on the same tensors, as a CUDA graph does."""
 
     def __init__(self):
         super().__init__()

@@ -144,7 +144,7 @@ def test_first_samples_are_those_of_the_first_batch(kind):
     assert isinstance(loader, DeviceLoader) == (kind == "device")
     assert read(first.inputs, batch.inputs[:5])
     assert read(first.targets, batch.targets[:5])
-    assert first.count == 5
+    assert first.global_size == 5
     loader.close()
 
 

@@ -1,6 +1,4 @@
-"""The metrics of steps within an epoch: the same under every strategy, and recorded in every
-place.
-"""
+"""The metrics of steps within an epoch: the same under every strategy, recorded everywhere."""
 
 import time
 from pathlib import Path
@@ -39,9 +37,7 @@ def train_each(folder: Path, lines: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a function of the number of ranks and the strategy that returns the directory of its
-    run.
-    """
+    """Return a function of the number of ranks and the strategy that returns a run's directory."""
     folder = tmp_path_factory.mktemp("runs")
 
     @once
@@ -111,9 +107,7 @@ def test_rows_of_steps_are_scalars_of_tensorboard(trained):
     "line", ["python train.py", "python -m ddp_lab train --nproc 2 strategy=ddp"]
 )
 def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
-    """The ranks agree on the steps, although their clocks and the moments at which they start
-    differ.
-    """
+    """The ranks agree on the steps, although their clocks and starts differ."""
     more = [
         "data.dataset.train_size=4800",
         "epochs=2",
@@ -150,9 +144,9 @@ def test_what_takes_time_is_logged_again_until_it_ends(monkeypatch):
     told = []
     monkeypatch.setattr(log, "SLOW", 0.3)
     monkeypatch.setattr(log, "AGAIN", 0.1)
-    with log.telling("short", told.append):
+    with log.log_if_slow("short", told.append):
         pass
-    with log.telling("long", told.append):
+    with log.log_if_slow("long", told.append):
         time.sleep(1)
     assert 2 <= len(told) <= 9
     assert {*told} == {"long ..."}

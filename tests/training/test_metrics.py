@@ -15,9 +15,7 @@ from ddp_lab.world.runtime import Runtime
 
 
 def evaluated(logits: torch.Tensor, targets: torch.Tensor, size: int = 7) -> Evaluation:
-    """Evaluate a model that returns its inputs, in batches of `size`, the last of which has
-    padding.
-    """
+    """Evaluate a model that returns its inputs in batches of `size`, the last one padded."""
     strategy = Single(Runtime("cpu"))
     strategy.setup(torch.nn.Identity())
     batches = []

@@ -14,7 +14,7 @@ from worlds import run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.commands import evaluate
-from ddp_lab.training.loop import why_over
+from ddp_lab.training.loop import stop_reasons
 from ddp_lab.training.metrics import Evaluation
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings
@@ -42,8 +42,8 @@ def test_metric_that_is_not_finite_hides_no_other():
     )
     assert progress.best == {"val_loss": 2.0, "val_mae": 1.0}
     assert progress.best_epochs == {"val_loss": 2, "val_mae": 3}
-    assert not why_over(progress, FitSettings(9, patience=2))
-    assert why_over(progress, FitSettings(9, patience=3, criterion="val_r2")) == {
+    assert not stop_reasons(progress, FitSettings(9, patience=2))
+    assert stop_reasons(progress, FitSettings(9, patience=3, criterion="val_r2")) == {
         "patience above 3": "none of the 3 epochs has a finite val_r2 that is kept as the best "
         "(patience=3)"
     }

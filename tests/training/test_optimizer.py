@@ -27,9 +27,7 @@ OPTIMIZERS = {
 def train() -> dict[
     str, list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 ]:
-    """Return for each optimizer and weight: a tensor and its state after three steps, and those of
-    its shards.
-    """
+    """Return for each optimizer and weight: it and its state after three steps, and its shards'."""
     with Runtime("cpu") as runtime:
         runtime.open_group()
         mesh = runtime.mesh({"dp": dist.get_world_size()})

@@ -1,6 +1,4 @@
-"""The functions of parameters that users pass as `optimizer`: what they get, and which optimizers
-are refused.
-"""
+"""The functions of parameters that users pass as `optimizer`: what they get, and refusals."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""Compare train.py with a training loop written by hand, which shares only the networks and the
-images with it.
+"""Compare train.py with a training loop written by hand that shares only networks and images.
 
 The other end-to-end tests compare runs of train.py with each other, so they cannot detect an error
 that all runs have. Here every key that changes numbers differs from its default.
@@ -64,9 +63,7 @@ CHANGED = [
 
 
 def moved(image: torch.Tensor, down: int, right: int, mirrored: int) -> torch.Tensor:
-    """Return one image, shifted and perhaps mirrored, by cropping it from a copy with a border of
-    zeros.
-    """
+    """Return one image, shifted and perhaps mirrored, cropped from a copy with a zero border."""
     _, height, width = image.shape
     bordered = F.pad(image.flip(-1) if mirrored else image, (SHIFT, SHIFT, SHIFT, SHIFT))
     return bordered[:, SHIFT - down :, SHIFT - right :][:, :height, :width]
@@ -84,8 +81,9 @@ def moves(samples: int, epoch: int) -> list[tuple[int, int, int]]:
 def mixed(
     images: torch.Tensor, targets: torch.Tensor, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return images and target probabilities; those of a full batch are mixed as drawn from a seed
-    of (seed, step).
+    """Return images and target probabilities.
+
+    Those of a full batch are mixed as drawn from a seed of (seed, step).
     """
     wanted = F.one_hot(targets, 10).double()
     if len(images) < BATCH:

@@ -22,9 +22,7 @@ def server() -> TCPStore:
 
 
 def start(server: TCPStore, order: Iterable[int]) -> list[str]:
-    """Start ranks in this order, each 0.15 s after the one before, and return the names in order of
-    rank.
-    """
+    """Start ranks in this order, each 0.15 s after the last; return the names by rank."""
     with ThreadPoolExecutor(RANKS) as pool:
         results = {}
         for rank in order:

@@ -18,7 +18,7 @@ from launches import ROOT, read_metrics
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.run.speed import refusals_of
+from ddp_lab.run.speed import unsupported_options
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.base import sum_dtype
 from ddp_lab.training.performance import choose
@@ -133,7 +133,7 @@ def test_single_on_mps_disables_unsupported_options(mac):
     assert sum_dtype(strategy.device) == torch.float32
     assert strategy.where == "1 x mps"
     required = dict.fromkeys(["cuda_graph", "channels_last", "compile"], True)
-    options = choose(False, required, refusals_of(strategy, torch.nn.Linear(1, 1)))
+    options = choose(False, required, unsupported_options(strategy, torch.nn.Linear(1, 1)))
     assert (options.cuda_graph, options.channels_last, options.compile) == (False, False, False)
     assert [line.split(" ")[0] for line in options.disabled] == [
         f"{name}=true" for name in required

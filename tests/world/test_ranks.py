@@ -1,6 +1,4 @@
-"""Tests of the agreement of ranks before the process group exists, on a run directory for
-example.
-"""
+"""Tests of the agreement of ranks before the process group exists, as on a run directory."""
 
 import os
 import socket
@@ -18,8 +16,9 @@ from ddp_lab.world.runtime import Runtime
 
 
 def on_two_nodes() -> Runtime:
-    """Return this rank's runtime as if the first half of the ranks were on one machine and the
-    second half on another.
+    """Return this rank's runtime as if the ranks were on two machines.
+
+    One has the first half of them, the other the second half.
     """
     rank = int(os.environ["RANK"])
     half = int(os.environ["WORLD_SIZE"]) // 2

@@ -65,8 +65,9 @@ def train_in_both(lines: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", IN_BF16)
 def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
-    """BatchNorm's parameters stay in float32: its kernels do not support bf16 parameters with
-    float32 statistics.
+    """BatchNorm's parameters stay in float32.
+
+    Its kernels do not support bf16 parameters with float32 statistics.
     """
     run_world(ranks, train_in_both, IN_BF16[ranks], tmp_path)
     for i, line in enumerate(IN_BF16[ranks]):

@@ -54,9 +54,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
 
 def explain_bias(gradient: torch.Tensor | None, samples: int, step: int, rank: int) -> None:
-    """Raise an error if the gradient of the bias, to which each sample adds 1 / samples, is not
-    1.
-    """
+    """Raise an error if the gradient of the bias, with 1 / samples from each, is not 1."""
     counted = 0 if gradient is None else round(float(gradient) * samples)
     if counted != samples:
         text = (

@@ -1,6 +1,4 @@
-"""Check of average_or_sum: the gradient of one weight, whose mean over the global batch is
-known.
-"""
+"""Check of average_or_sum: the gradient of a weight, whose mean over the global batch is known."""
 
 import math
 from types import ModuleType

@@ -6,8 +6,9 @@ from ddp_lab.exercises.explain import Wrong, expect_tensor
 
 
 def layer(ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x [3, inputs], weight [outputs, inputs], bias [outputs] and the gradient of the
-    outputs; ranks divides both.
+    """Return x [3, inputs], weight [outputs, inputs], bias [outputs] and the outputs' gradient.
+
+    The number of ranks divides both.
     """
     generator = torch.Generator().manual_seed(1)
     inputs = 2 * ranks

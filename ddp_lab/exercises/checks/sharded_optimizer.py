@@ -17,7 +17,7 @@ HINTS = (
     "order on every rank.",
     "dist.broadcast(parameter, src=owner): the source is the same number on all ranks.",
 )
-# different, or an exchange of them would not show
+# two different numbers, or an exchange of them would not show
 LR = 0.25
 MOMENTUM = 0.5
 
@@ -56,9 +56,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
 
 def worst(values: list[float], right: float) -> float:
-    """Return the element of a parameter that differs the most from the one value that all should
-    have.
-    """
+    """Return the element of a parameter that differs the most from the value of all."""
     return max(values, key=lambda value: abs(value - right))
 
 

@@ -1,5 +1,6 @@
-"""The time and the memory that a pipeline's schedule takes, if every forward and backward pass
-takes one unit of time.
+"""The time and the memory that a pipeline's schedule takes.
+
+Every forward and backward pass takes one unit of time.
 """
 
 from typing import Any, cast

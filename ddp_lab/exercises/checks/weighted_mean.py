@@ -47,9 +47,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
 
 def compare(found: object, values: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
-    """Raise an error if what a rank found is not the weighted mean over the elements of all
-    ranks.
-    """
+    """Raise an error if a rank's result is not the weighted mean over the elements of all ranks."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     if not isinstance(found, float):

@@ -10,8 +10,7 @@ import torch
 
 
 def loss_of_rank(losses: torch.Tensor, global_batch_size: int) -> torch.Tensor:
-    """Return the loss whose gradients, summed over all ranks, are those of the mean over the global
-    batch.
+    """Return the loss whose gradients, summed over ranks, are those of the mean over the batch.
 
     Args:
         losses: [local samples], the loss of each sample of this rank; it may be empty.

@@ -35,8 +35,7 @@ def fill_buckets(sizes: list[int], limit: int) -> list[list[int]]:
 
 
 def all_reduce_buckets(gradients: list[torch.Tensor], limit: int) -> None:
-    """Replace each gradient by its sum over all ranks, in place, with one dist.all_reduce for each
-    bucket.
+    """Replace each gradient by its sum over all ranks, in place, one dist.all_reduce per bucket.
 
     Args:
         gradients: tensors of any shape, in the order of the parameters.
@@ -45,7 +44,6 @@ def all_reduce_buckets(gradients: list[torch.Tensor], limit: int) -> None:
     for bucket in fill_buckets([gradient.numel() for gradient in gradients], limit):
         flat = torch.cat([gradients[index].flatten() for index in bucket])
         dist.all_reduce(flat)
-        for index, summed in zip(
-            bucket, flat.split([gradients[index].numel() for index in bucket]), strict=True
-        ):
+        sums = flat.split([gradients[index].numel() for index in bucket])
+        for index, summed in zip(bucket, sums, strict=True):
             gradients[index].copy_(summed.view_as(gradients[index]))

@@ -5,7 +5,8 @@ Before a layer computes, the ranks gather the whole weight; after its backward p
 only the SUM over the ranks of its own rows of the gradient, which a reduce-scatter gives it. The
 whole weight and the whole gradient are freed at once.
 
-    own rows --all_gather--> weight --forward, backward--> gradient of the local batch --reduce_scatter--> own rows of the sum
+    own rows of the weight --all_gather--> the whole weight --forward, backward-->
+        gradient of the local batch --reduce_scatter--> own rows of the sum
 """
 
 import torch

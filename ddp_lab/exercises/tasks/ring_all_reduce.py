@@ -7,9 +7,10 @@ all-reduce can send (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algo
 of workstations").
 
     reduce-scatter, W-1 steps: in step s rank r sends chunk r-s and adds what it receives to its
-    chunk r-s-1 (modulo W).
-                               Afterwards rank r has the complete sum of chunk r+1.
-    all-gather,     W-1 steps: in step s rank r sends chunk r-s+1, which is complete, and receives chunk r-s.
+                               chunk r-s-1 (modulo W). Afterwards rank r has the complete sum of
+                               chunk r+1.
+    all-gather,     W-1 steps: in step s rank r sends chunk r-s+1, which is complete, and receives
+                               chunk r-s.
 """
 
 import torch

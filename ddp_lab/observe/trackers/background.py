@@ -139,9 +139,7 @@ class Background(Guarded):
 
 
 def position(step: int, epoch: int | None) -> list[int]:
-    """Return the place of a row in the order of rows: that of an epoch comes after that of its last
-    step.
-    """
+    """Return the place of a row in the order of rows: an epoch comes after its last step."""
     return [step, int(epoch is not None)]
 
 

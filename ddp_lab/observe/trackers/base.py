@@ -1,6 +1,4 @@
-"""The interface of a tracker: a class of three methods, which is constructed with the run and its
-own options.
-"""
+"""The interface of a tracker: three methods, and a constructor with the run and options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
