@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import quick_compose  # noqa: F401
 import torch
 import torch.distributed as dist
 import warm

@@ -14,6 +14,7 @@ import hydra._internal.core_plugins
 import hydra._internal.hydra
 import launches
 import psutil  # noqa: F401
+import quick_compose  # noqa: F401
 import torch
 import torch.distributed.rendezvous
 import torch.distributed.run
@@ -48,8 +49,8 @@ ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
 ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
 ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
 
-# Before it composes the config, Hydra composes it once more, only to read hydra.mode (0.15 s),
-# which conf/ leaves at null.
+# Before it composes the config, Hydra composes it once more, only to read hydra.mode, which conf/
+# leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
 
 # torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit
