@@ -100,6 +100,13 @@ def option_rows(group: str, node: dict[str, Any]) -> Iterator[Row]:
     if group == "data":
         yield from option_rows("data.dataset", node["dataset"])
         yield from make_rows(DataConfig, node, "data.")
+        if "collate_fn" in node:
+            yield Row(
+                code("data.collate_fn._target_"),
+                show(node["collate_fn"]["_target_"]),
+                "the name of a function or class, or null",
+                MEANINGS["data.collate_fn"],
+            )
     else:
         yield from make_rows(options(group, node), node, f"{group}.")
 

@@ -76,6 +76,11 @@ MASKS += [
 ]
 NUMBERS = ["data=own", "data.dataset._target_=own_datasets.numbers", "data.num_workers=0"]
 NUMBERS += ["model=own", "model._target_=own_models.regressor"]
+# samples of three parts, of which the target is the second one; and dicts of different lengths
+POINTS = "task=regression data=own data.dataset._target_=own_datasets.Points data.num_workers=0 "
+POINTS += "model=own model._target_=own_models.Product"
+TEXTS = "data=own data.dataset._target_=own_datasets.Texts data.num_workers=0 data.targets=label "
+TEXTS += "model=own model._target_=own_models.Reader"
 TEXT = [
     "task=tokens",
     "data=text",
@@ -318,6 +323,9 @@ KEYS: dict[str, Row | str] = {
     "data.erasing": Row("{OWN} data.erasing=1", VALIDATED, "{OWN}"),
     "data.context": Row("{TEXT} data.context=8", VALIDATED, "{TEXT}"),
     "data.num_classes": Row("{OWN} data.num_classes=5", VALIDATED, "{OWN}"),
+    "data.targets": Row(
+        f"{POINTS} data.targets=-2", allows("must be (input, target), got tuple of 3"), POINTS
+    ),
     "data.val_split": Row(
         "{OWN} data.val_split=null data.test_split=val",
         lambda run, base: "val_loss" not in run.last,
@@ -343,6 +351,17 @@ MORE: dict[str, dict[str, Row]] = {
     "group": {
         "task": Row("{MASKS} task=segmentation", reports("val_mean_iou", "val_accuracy")),
         "data": Row("{TEXT} data=text", reports("val_perplexity", "val_bits_per_byte")),
+        "data.collate_fn._target_": Row(
+            f"{TEXTS} data.collate_fn._target_=own_datasets.pad",
+            allows('inputs["text"] is str. Text must become numbers'),
+            TEXTS,
+        ),
+        "data.targets": Row(
+            f"{TEXTS} data.collate_fn._target_=own_datasets.unlabelled data.targets=null "
+            "task._target_=ddp_lab.tasks.Task loss=own loss._target_=own_losses.of_outputs",
+            allows("the targets of the train set are none; expected a class for each sample"),
+            f"{TEXTS} data.collate_fn._target_=own_datasets.unlabelled data.targets=null",
+        ),
         "optimizer._target_": Row(
             "optimizer._target_=torch.optim.RMSprop ~optimizer.nesterov", TRAINED
         ),
@@ -570,7 +589,8 @@ def keys() -> set[str]:
         for name, node in config().tracker_options.items()
         for key in node
     }
-    return (found | RunConfig.model_fields.keys()) - {*nested, *GROUPS, "tracker_options"}
+    groups = {*nested, *GROUPS, "tracker_options", "data.collate_fn"}
+    return (found | RunConfig.model_fields.keys()) - groups
 
 
 def flags(capsys: pytest.CaptureFixture) -> set[str]:

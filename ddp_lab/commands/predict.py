@@ -96,6 +96,11 @@ def main(arguments: list[str]) -> None:
             f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
             "predict --help"
         )
+    if given.images and "image_size" not in shape:
+        raise ConfigError(
+            f"{given.run}: its inputs are no images, so predict cannot read them from files; use "
+            "ddp-lab evaluate, or the weights that ddp-lab export writes"
+        )
     images = find_images(given.images) if given.images else []
     print(f"weights: {run.checkpoint}", file=sys.stderr)
     if given.prompt:

@@ -22,6 +22,7 @@ Config = DictConfig
 # that the code passes, which are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {
     "data.dataset": ["images", "split", "train"],
+    "data.collate_fn": [],
     "model": ["in_channels", "image_size", "num_classes", "input_shape", "vocabulary", "context"],
     "strategy": ["runtime", "mesh_axes"],
     "task": ["loss"],
@@ -29,6 +30,9 @@ GROUPS: dict[str, list[str]] = {
     "optimizer": ["params"],
     "scheduler": ["progress", "epoch"],
 }
+# The groups whose target may be a function that is used as it is, and how many arguments it then
+# gets by position.
+OF_FUNCTIONS = {"loss": 2, "data.collate_fn": 1}
 
 
 def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,9 +146,9 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     fields = {}
     base = Keys
     parameters = list(inspect.signature(target).parameters.items())
-    # a function gets the logits and the targets at every step
-    if group == "loss" and not inspect.isclass(target):
-        parameters = parameters[2:]
+    # a function gets the logits and the targets at every step, or the samples of every batch
+    if group in OF_FUNCTIONS and not inspect.isclass(target):
+        parameters = parameters[OF_FUNCTIONS[group] :]
     for name, parameter in parameters:
         hint = hints.get(name, Any)
         if get_origin(hint) is Unpack:  # **keys: Unpack[a TypedDict]

@@ -51,8 +51,11 @@ def check(cfg: DictConfig) -> RunConfig:
     config = validate(RunConfig, values)
     groups = {
         "data.dataset": config.data.dataset,
+        "data.collate_fn": config.data.collate_fn,
         **{name: getattr(config, name) for name in GROUPS if "." not in name},
     }
+    if not any(value is not None for value in config.data.collate_fn.values()):
+        del groups["data.collate_fn"]  # samples of equal shapes are stacked
     check_trackers(config.tracker, config.tracker_options)
     # The optimizer's ranges are checked first, because looking up the constructors imports torch,
     # which takes 1.5 s.

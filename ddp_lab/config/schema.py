@@ -62,6 +62,8 @@ class DataConfig(Keys):
     erasing: Probability = 0.0
     context: Count = 256
     num_classes: Count | None = None
+    targets: str | int | None = 1
+    collate_fn: Group = {}
     val_split: str | None = "val"
     test_split: str | None = None
     dataset: Group

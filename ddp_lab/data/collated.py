@@ -25,6 +25,7 @@ class Collated(Samples):
         numbers: int64 [N], the samples, in order.
         seed: of the run, by which what the dataset and `collate_fn` draw is seeded.
         name: begins messages.
+        key: name of the argument that is `targets`, for messages.
     """
 
     dataset: Any
@@ -33,10 +34,15 @@ class Collated(Samples):
     numbers: torch.Tensor
     seed: int
     name: str
+    key: str = "targets"
 
     @property
     def size(self) -> int:
         return len(self.numbers)
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        return False
 
     @cached_property
     def first(self) -> tuple[Tree, Tree]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -64,7 +70,7 @@ class Collated(Samples):
             with seeded("sample", seed=self.seed, epoch=epoch, index=index):
                 samples.append(self._read(self.number(index)))
         with seeded("collate", seed=self.seed, epoch=epoch, index=indices[0]):
-            return collate(samples, self.collate_fn, self.targets, self.name)
+            return collate(samples, self.collate_fn, self.targets, self.name, self.key)
 
     def _read(self, number: int) -> Any:
         try:
@@ -78,13 +84,17 @@ class Collated(Samples):
 
 
 def collate(
-    samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets: Place, name: str
+    samples: list[Any],
+    collate_fn: Callable[[list[Any]], Any],
+    targets: Place,
+    name: str,
+    key: str = "targets",
 ) -> tuple[Tree, Tree]:
     """Return inputs and targets of the batch that a function of the user makes of some samples.
 
     Args:
         samples: of the user's dataset.
-        collate_fn, targets, name: as in `Collated`.
+        collate_fn, targets, name, key: as in `Collated`.
 
     Raises:
         ConfigError: the function fails or returns no batch of these samples.
@@ -97,7 +107,7 @@ def collate(
         raise ConfigError(
             f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
         ) from None
-    inputs, expected = divide(made, targets, f"{name}: the batch from collate_fn")
+    inputs, expected = divide(made, targets, f"{name}: the batch from collate_fn", key)
     try:
         batch = as_tree(inputs, "inputs"), as_tree(expected, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:

@@ -65,6 +65,11 @@ class Samples(ABC):
         )
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether the samples of all batches have the same shapes."""
+        return True
+
+    @property
     def is_tree(self) -> bool:
         """Whether inputs or targets are no tensor."""
         return not all(isinstance(part, torch.Tensor) for part in self.first)

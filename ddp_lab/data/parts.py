@@ -14,7 +14,7 @@ PAIR = 1  # the target of (input, target): the only sample in which this place i
 Place = str | int | None
 
 
-def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
+def divide(item: Any, targets: Place, what: str, key: str = "targets") -> tuple[Any, Any]:
     """Return the inputs and the target of a sample, or of a batch that has the same form.
 
     Args:
@@ -23,6 +23,7 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
             target. The others are the inputs: as they are if a tuple has one other part, else a
             tuple or a dict.
         what: begins the message.
+        key: name of the argument that chooses the place, for the message.
 
     Raises:
         ConfigError: there is no such part, or no other one.
@@ -33,20 +34,21 @@ def divide(item: Any, targets: Place, what: str) -> tuple[Any, Any]:
         if not isinstance(item, Mapping) or targets not in item or len(item) < 2:
             raise ConfigError(
                 f'{what} must be a dict with the target "{targets}" and inputs, got '
-                f"{describe_sample(item)}. Use the key or the place of the target as targets; None "
-                "if there is no target"
+                f"{describe_sample(item)}. Use the key or the place of the target as {key}; "
+                f"{none_of(key)} if there is no target"
             )
         return {key: part for key, part in item.items() if key != targets}, item[targets]
     is_tuple = isinstance(item, (tuple, list))
     count = len(item) if is_tuple else 0
     if targets == PAIR and count != 2:
         raise ConfigError(
-            f"{what} must be (input, target), got {describe_sample(item)}. {advice_on_target(item)}"
+            f"{what} must be (input, target), got {describe_sample(item)}. "
+            f"{advice_on_target(item, key)}"
         )
     if count < 2 or not -count <= targets < count:
         raise ConfigError(
-            f"{what} must be a tuple with the target at targets={targets} and inputs, got "
-            f"{describe_sample(item)}. {advice_on_target(item)}"
+            f"{what} must be a tuple with the target at {key}={targets} and inputs, got "
+            f"{describe_sample(item)}. {advice_on_target(item, key)}"
         )
     parts = [*item]
     target = parts.pop(targets)
@@ -74,17 +76,25 @@ def describe_sample(item: Any) -> str:
     return f"{kind} of {len(item)}" if isinstance(item, (tuple, list)) else kind
 
 
-def advice_on_target(item: Any) -> str:
-    """Return how to name the target of a sample that is no pair."""
+def advice_on_target(item: Any, key: str) -> str:
+    """Return how to name the target of a sample that is no pair, by the argument `key`."""
     if isinstance(item, Mapping):
         keys = [*map(str, item)]
-        return f'Name the key of its target, for example targets="{keys[-1] if keys else "label"}"'
+        return f'Name the key of its target, for example {key}="{keys[-1] if keys else "label"}"'
     if isinstance(item, (tuple, list)) and len(item) > 2:
         return (
-            f"Name the place of its target, for example targets={len(item) - 1}, or targets=-2 for "
+            f"Name the place of its target, for example {key}={len(item) - 1}, or {key}=-2 for "
             "the last but one"
         )
-    return "Return an input and its target; or use targets=None for a loss of the outputs alone"
+    return (
+        f"Return an input and its target; or use {key}={none_of(key)} for a loss of the outputs "
+        "alone"
+    )
+
+
+def none_of(key: str) -> str:
+    """Return how None is written as the value of an argument, or of a key of the config."""
+    return "null" if "." in key else "None"
 
 
 def as_tree(value: Any, place: str) -> Tree:

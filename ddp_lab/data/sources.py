@@ -44,6 +44,9 @@ class Own:
         images: how Pillow's images are transformed.
         num_classes: number of classes; None: that of the attribute `classes`, if there is one.
         seed: of the run.
+        targets: place of the target in a sample, as in `parts.divide`.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
+            stacked.
     """
 
     make: Callable[..., Any]
@@ -53,6 +56,8 @@ class Own:
     images: ImageOptions
     num_classes: int | None
     seed: int
+    targets: Place = PAIR
+    collate_fn: Callable[[list[Any]], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +71,15 @@ class Own:
             range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
         )
         classes = [str(name) for name in found] if isinstance(found, Sequence) else []
-        reading = Reading(self.name, self.seed, self.images, len(classes))
+        reading = Reading(
+            self.name,
+            self.seed,
+            self.images,
+            len(classes),
+            self.targets,
+            self.collate_fn,
+            key="data.targets",
+        )
         sets = {
             name: samples_of(dataset, reading, augment=name == "train")
             for name, dataset in made.items()
@@ -124,6 +137,7 @@ class Reading:
         targets: place of the target in a sample, as in `parts.divide`.
         collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
             stacked.
+        key: name of the argument that is `targets`, for messages.
     """
 
     name: str
@@ -132,6 +146,7 @@ class Reading:
     classes: int = 0
     targets: Place = PAIR
     collate_fn: Callable[[list[Any]], Any] | None = None
+    key: str = "targets"
 
 
 def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples:
@@ -156,13 +171,25 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
             "sample"
         )
     if reading.collate_fn is not None:
+        if images and images.augments:
+            raise ConfigError(
+                f"{name}: data.crop_scale, data.randaugment and data.erasing change single images "
+                "of Pillow, and not the batches of data.collate_fn. Use null, null and 0, and "
+                "augment in the dataset"
+            )
         collated = Collated(
-            dataset, reading.collate_fn, reading.targets, torch.arange(len(dataset)), seed, name
+            dataset,
+            reading.collate_fn,
+            reading.targets,
+            torch.arange(len(dataset)),
+            seed,
+            name,
+            reading.key,
         )
         _ = collated.first
         return collated
     if isinstance(dataset, TensorDataset):
-        inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0")
+        inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0", reading.key)
         require_no_transforms(inputs, name, images)
         if (
             classes
@@ -200,7 +227,7 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
         raise ConfigError(
             f"{name}: sample {number} cannot be read: {describe_error(error)}"
         ) from None
-    inputs, target = divide(item, reading.targets, f"{name}: sample {number}")
+    inputs, target = divide(item, reading.targets, f"{name}: sample {number}", reading.key)
     try:
         if not (images and isinstance(inputs, Image.Image)):
             inputs = as_tree(inputs, f"{name}: sample {number}: inputs")

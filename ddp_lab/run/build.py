@@ -63,6 +63,11 @@ TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
 GROUPS = ("data", "model", "strategy", "optimizer", "scheduler")  # that distinguish runs in a table
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
 OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
+OF_ANY_LENGTH = (
+    "data.collate_fn may return another shape in each batch; pad to a fixed length in the dataset, "
+    "and leave data.collate_fn out"
+)
+PAIR = 1  # data.targets of samples that are (input, target)
 # batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a
 # step
 EVALUATED = 8
@@ -142,6 +147,12 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
     target = get_object(node["_target_"])
     images = image_options(data)
     if hasattr(target, "load") and not hasattr(target, "__getitem__"):
+        if data.get("targets", PAIR) != PAIR or data.get("collate_fn", {}).get("_target_"):
+            raise ConfigError(
+                f"data.dataset._target_={node['_target_']}: has the method load, and so decides "
+                "itself what a sample is; data.targets and data.collate_fn are for a map-style "
+                "dataset, with __len__ and __getitem__. Leave them out"
+            )
         # By position, because instantiate would turn a dataclass that is passed by name into a
         # DictConfig.
         arguments = [images] if "images" in inspect.signature(target).parameters else []
@@ -153,10 +164,47 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
         )
     from ddp_lab.data.sources import Own
 
+    targets = data.get("targets", PAIR)
+    collate_fn = build_collate_fn(data.get("collate_fn", {}))
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
     parameters = inspect.signature(target).parameters
     make = partial(instantiate, node)
-    return Own(make, node["_target_"], parameters, splits, images, data["num_classes"], seed)
+    return Own(
+        make,
+        node["_target_"],
+        parameters,
+        splits,
+        images,
+        data["num_classes"],
+        seed,
+        targets,
+        collate_fn,
+    )
+
+
+def build_collate_fn(node: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
+    """Construct the function that makes a batch of samples: what `_target_` names, or an object of
+    a class.
+
+    Args:
+        node: the config group `data.collate_fn`.
+
+    Returns:
+        None if the config names none.
+
+    Raises:
+        ConfigError: the constructor fails, or its object cannot be called.
+    """
+    if node.get("_target_") is None:
+        return None
+    is_class = inspect.isclass(get_object(node["_target_"]))
+    built = construct("data.collate_fn", node, _partial_=not is_class)
+    if not callable(built):
+        raise ConfigError(
+            f"data.collate_fn._target_={node['_target_']}: must be a function of a list of "
+            "samples, or a class whose objects can be called with one, by __call__"
+        )
+    return built
 
 
 def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
@@ -410,6 +458,8 @@ def arrange(
     strategy.example, _ = dataset.train.example(2, "meta")
     if dataset.train.is_tree:
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+    elif not dataset.train.has_fixed_shapes:
+        strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
     strategy.partition(model, plan.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)
@@ -556,7 +606,10 @@ def open_run(folder: Path, choice: str) -> "TrainedRun":
     data = read_data(folder)
     path = checkpoint_of(folder, choice, Runtime("cpu"))
     model = load_trained(build_model(cfg.model, data.shape), path)
-    inputs = InputFormat(list(cfg.data.mean), list(cfg.data.std), image_options(cfg.data))
+    collates = OmegaConf.select(cfg, "data.collate_fn._target_") is not None
+    inputs = InputFormat(
+        list(cfg.data.mean), list(cfg.data.std), image_options(cfg.data), is_fixed=not collates
+    )
     task = get_object(cfg.task["_target_"])
     return TrainedRun(data, path, model, task, inputs, cfg.precision, cfg.float32_matmul)
 

@@ -164,7 +164,10 @@ def describe(job: Job) -> list[Finding]:
     strategy = job.strategy
     plan = job.plan
     sizes = ", ".join(f"{name} {found.size:,}" for name, found in dataset.sets.items())
-    images = f"images of {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
+    inputs, _ = dataset.train.first
+    shape = "x".join(map(str, dataset.train.shape))
+    kind = f"images of {shape}" if isinstance(inputs, torch.Tensor) else "inputs of several parts"
+    images = f"{kind}, {len(dataset.classes)} classes"
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
     warning = plan.warning()

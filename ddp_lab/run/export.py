@@ -41,6 +41,8 @@ def find_writer(path: Path) -> Writer:
 
 def describe_input(run: TrainedRun) -> str:
     """Return a line that tells how images, or other inputs, become the model's input."""
+    if not input_shape_of(run.data.shape):
+        return "inputs of several tensors, by name or by place"
     shape = f"input {['batch', *example(run.data).shape[1:]]}".replace("'", "")
     if "image_size" not in run.data.shape:
         return shape
@@ -60,6 +62,7 @@ def write_safetensors(run: TrainedRun, path: Path) -> None:
 
 def write_onnx(run: TrainedRun, path: Path) -> None:
     """Write the model as ONNX, in one file."""
+    require_fixed_inputs(run, path)
     with exporting(path):
         torch.onnx.export(
             run.model,
@@ -76,6 +79,7 @@ def write_onnx(run: TrainedRun, path: Path) -> None:
 
 def write_pt2(run: TrainedRun, path: Path) -> None:
     """Write the model as a program of torch.export."""
+    require_fixed_inputs(run, path)
     with exporting(path):
         torch.export.save(
             torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path
@@ -97,6 +101,24 @@ def exporting(path: Path) -> Generator[None]:
             f"{reason}). Its forward must not depend on the values or the number of its inputs; "
             ".safetensors works for any model"
         ) from None
+
+
+def require_fixed_inputs(run: TrainedRun, path: Path) -> None:
+    """Check that the model has one input, of a shape that is known.
+
+    Raises:
+        ConfigError: its inputs are a tuple or dict, or batches of data.collate_fn.
+    """
+    if not input_shape_of(run.data.shape):
+        raise ConfigError(
+            f"--output {path}: {path.suffix} needs a model of one input, but the inputs of this "
+            "run are several tensors. Use .safetensors, which has the weights of any model"
+        )
+    if not run.inputs.is_fixed:
+        raise ConfigError(
+            f"--output {path}: {path.suffix} needs inputs of one shape, but data.collate_fn made "
+            "batches of any shape in this run. Use .safetensors, which has the weights of any model"
+        )
 
 
 def example(data: DataRecord) -> torch.Tensor:

@@ -41,7 +41,12 @@ def check_divided_loss(
 
 def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:
     """Return outputs of the model for random inputs, and targets of the first training samples."""
+    from ddp_lab.data.collated import Collated
+
     train = dataset.train
+    if isinstance(train, Collated):  # whose samples alone may have other shapes than in a batch
+        inputs, targets = train.batch(0, range(min(SAMPLES, train.size)))
+        return outputs_for(model, apply(as_numbers, inputs), apply(as_numbers, targets))
     inputs, _ = train.example(2)
     targets = [train.sample(0, index)[1] for index in range(min(SAMPLES, train.size))]
     return outputs_for(model, random_like(inputs), apply(as_numbers, stack(targets)))

@@ -28,11 +28,14 @@ class InputFormat(NamedTuple):
     Attributes:
         mean, std: of each channel of pixels in [0, 1], or one value for all.
         images: how images of Pillow are transformed; None: the dataset consists of tensors.
+        is_fixed: whether all batches have samples of the same shape; False if `data.collate_fn`
+            makes them.
     """
 
     mean: list[float]
     std: list[float]
     images: ImageOptions | None
+    is_fixed: bool = True
 
 
 class TrainedRun(NamedTuple):

@@ -152,3 +152,77 @@ class Pairs:
         generator = torch.Generator().manual_seed(index)
         left, right = torch.rand(2, 3, generator=generator)
         return {"left": left, "right": right}, int(left.sum() > right.sum())
+
+
+class Texts:
+    """Samples that are dicts, of different lengths, with a part that is no number."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, size: int = 40):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(1, 11, (2 + index % 5,), generator=generator)
+        return {"ids": ids, "label": int(ids.sum()) % 2, "text": "some"}
+
+
+def pad(samples):
+    """Return the batch of some of these texts, padded to the longest one."""
+    return Pad(1)(samples)
+
+
+class Pad:
+    """Pads to multiples of a length."""
+
+    def __init__(self, multiple: int):
+        self.multiple = multiple
+
+    def __call__(self, samples):
+        ids = [sample["ids"] for sample in samples]
+        ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % self.multiple))
+        labels = torch.tensor([sample["label"] for sample in samples])
+        return {"ids": ids, "mask": (ids > 0).float(), "label": labels}
+
+
+def unlabelled(samples):
+    """Return the batch without labels."""
+    batch = pad(samples)
+    return {"ids": batch["ids"], "mask": batch["mask"]}
+
+
+def pad_ids(samples):
+    """Return the batch of texts as a tensor and the labels."""
+    batch = pad(samples)
+    return batch["ids"], batch["label"]
+
+
+class NoFunction:
+    """Has no __call__."""
+
+
+class Loaded:
+    """A source, with the method load."""
+
+    def load(self):
+        raise NotImplementedError
+
+
+class Points:
+    """Samples of three parts: two inputs with the target between them."""
+
+    def __init__(self, size: int = 40):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        left, right = torch.rand(2, 3, generator=generator)
+        return left, (left * right)[:2], right

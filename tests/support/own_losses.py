@@ -46,3 +46,9 @@ class Unfinished(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = self.missing
+
+
+def of_outputs(outputs, targets):
+    """Without targets."""
+    assert targets is None
+    return outputs["logits"].square().sum(1)

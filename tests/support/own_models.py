@@ -468,3 +468,53 @@ class Compared(nn.Module):
 
     def forward(self, left, right):
         return {"logits": self.head(torch.tanh(self.layer(left) - self.layer(right)))}
+
+
+class Reader(nn.Module):
+    """Texts with a mask, which are passed by name."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, num_classes)
+
+    def forward(self, ids, mask):
+        hidden = self.tokens(ids) * mask[..., None] / mask.sum(1)[:, None, None].clamp(min=1)
+        return {"logits": self.head(torch.tanh(self.mix(hidden.sum(1))))}
+
+
+class Sum(nn.Module):
+    """Sum over the second dimension."""
+
+    def forward(self, hidden):
+        return hidden.sum(1)
+
+
+def read_ids(num_classes: int) -> nn.Module:
+    """Texts as one tensor, in blocks; padding counts as nothing."""
+    embedding = nn.Embedding(11, 6, padding_idx=0)
+    mix = nn.Linear(6, 6, bias=False)
+    return nn.Sequential(embedding, mix, Sum(), nn.Tanh(), nn.Linear(6, num_classes))
+
+
+class Product(nn.Module):
+    """A model of two inputs by place."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, left, right):
+        return self.layer(left * right)
+
+
+class Norm(nn.Module):
+    """A model whose outputs are a dict without logits."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.tokens = nn.Embedding(11, num_classes)
+
+    def forward(self, ids, mask):
+        return {"scores": self.tokens(ids).mean(1)}
