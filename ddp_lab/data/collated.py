@@ -9,7 +9,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
 from ddp_lab.data.dataset import Samples
-from ddp_lab.data.parts import Place, as_tree, divide
+from ddp_lab.data.parts import TargetKey, as_tree, divide
 from ddp_lab.data.seeds import seeded
 from ddp_lab.data.trees import Tree, require_one_size, rows
 
@@ -29,7 +29,7 @@ class Collated(Samples):
 
     dataset: Any
     collate_fn: Callable[[list[Any]], Any]
-    targets: Place
+    targets: TargetKey
     numbers: torch.Tensor
     seed: int
     name: str
@@ -78,7 +78,7 @@ class Collated(Samples):
 
 
 def collate(
-    samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets: Place, name: str
+    samples: list[Any], collate_fn: Callable[[list[Any]], Any], targets: TargetKey, name: str
 ) -> tuple[Tree, Tree]:
     """Return inputs and targets of the batch that a function of the user makes of some samples.
 

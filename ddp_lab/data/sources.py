@@ -14,7 +14,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
 from ddp_lab.data.images import ImageOptions
-from ddp_lab.data.parts import PAIR, Place, as_tree, divide
+from ddp_lab.data.parts import PAIR, TargetKey, as_tree, divide
 from ddp_lab.data.trees import Tree, leaves
 
 
@@ -130,7 +130,7 @@ class Reading:
     seed: int
     images: ImageOptions | None = None
     classes: int = 0
-    targets: Place = PAIR
+    targets: TargetKey = PAIR
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 

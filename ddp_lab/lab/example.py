@@ -10,7 +10,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.collated import collate
 from ddp_lab.data.dataset import InMemory
 from ddp_lab.data.loader import as_numbers
-from ddp_lab.data.parts import Place, as_tree, divide, has_target
+from ddp_lab.data.parts import TargetKey, as_tree, divide, has_target
 from ddp_lab.data.trees import Tree, apply, leaves, stack
 
 
@@ -24,7 +24,7 @@ class Parts:
             stacked.
     """
 
-    targets: Place
+    targets: TargetKey
     collate_fn: Callable[[list[Any]], Any] | None
 
 

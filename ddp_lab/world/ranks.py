@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_lab.world.process import Place, env_int, launch_id
+from ddp_lab.world.process import RankInfo, env_int, launch_id
 
 # the longest wait is for a slow dataset download on another rank
 DECISION_TIMEOUT = timedelta(minutes=30)
@@ -35,17 +35,17 @@ class Ranks:
         abandoned: Threads that nothing needs any more, but that may still wait for the store.
 
     Args:
-        place: Which rank this is.
+        rank_info: Which rank this is.
         timeout: How long to wait for the store to open.
     """
 
-    def __init__(self, place: Place, timeout: timedelta):
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
-        self.node = place.node
-        self.nodes = place.nodes
+    def __init__(self, rank_info: RankInfo, timeout: timedelta):
+        self.rank = rank_info.rank
+        self.world_size = rank_info.world_size
+        self.local_rank = rank_info.local_rank
+        self.local_world_size = rank_info.local_world_size
+        self.node = rank_info.node
+        self.nodes = rank_info.nodes
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.device import card_of, find_device, list_devices, peak_flops
-from ddp_lab.world.process import Place, die_with_torchrun
+from ddp_lab.world.process import RankInfo, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
 # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
@@ -47,7 +47,7 @@ class Runtime(Ranks):
         device: The config key `device`.
         precision: "float32" or "bf16".
         timeout: Timeout of the collectives, in seconds.
-        place: Which rank this is; None: torchrun's environment variables say it.
+        rank_info: Which rank this is; None: torchrun's environment variables say it.
 
     Raises:
         NodeError: The device does not exist, there are more ranks than GPUs, or the device does not
@@ -60,9 +60,9 @@ class Runtime(Ranks):
         device: str = "auto",
         precision: str = "float32",
         timeout: float = 600.0,
-        place: Place | None = None,
+        rank_info: RankInfo | None = None,
     ):
-        super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
+        super().__init__(rank_info or RankInfo.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._kept: list[object] = []

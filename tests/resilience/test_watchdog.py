@@ -19,7 +19,7 @@ from ddp_lab.resilience import flight_recorder, heartbeats
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
-from ddp_lab.world.process import Place
+from ddp_lab.world.process import RankInfo
 from ddp_lab.world.runtime import Runtime
 
 
@@ -46,8 +46,8 @@ def table() -> Table:
 
 def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> Watchdog:
     """Return a rank's watchdog without its thread; instead of exiting it only reports."""
-    place = Place(rank, table.size, rank, table.size, 0, 1)
-    made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
+    rank_info = RankInfo(rank, table.size, rank, table.size, 0, 1)
+    made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", rank_info=rank_info), timeout)
     made.table = table
     made.leave = lambda grace: None
     made.heartbeat = OwnHeartbeat(table, rank, made.own)
@@ -262,7 +262,7 @@ def nodes() -> list[NodeLink]:
     store = HashStore()
     links = []
     for node in (0, 1):
-        runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
+        runtime = Runtime("cpu", rank_info=RankInfo(node, 2, 0, 1, node, 2))
         runtime._store = store
         runtime.agree = lambda key, create, per_node: create()
         runtime.collect = lambda key, value: None
