@@ -223,9 +223,9 @@ class Rank:
         runtime = self.runtime
         spec = self.spec
         check_network(runtime)
-        runtime.agree("source", lambda: None)
-        runtime.collect("dataset", "0" * 64)
-        runtime.agree("same dataset", lambda: None)
+        runtime.broadcast_from_rank0("source", lambda: None)
+        runtime.gather_objects("dataset", "0" * 64)
+        runtime.broadcast_from_rank0("same dataset", lambda: None)
         check_shared(Path(spec.runs_dir), runtime)
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)

@@ -140,7 +140,9 @@ class Checkpoints:
             group.update(options, lr=options["initial_lr"] * factor(step))
         best = self.best
         if (
-            not self.runtime.agree("best", lambda: self._abandon_later(path, progress))
+            not self.runtime.broadcast_from_rank0(
+                "best", lambda: self._abandon_later(path, progress)
+            )
             and best is not None
         ):
             progress = progress.without_best(best)

@@ -84,7 +84,7 @@ def damage_of(path: Path, runtime: Runtime) -> str | None:
     Collective: each rank reads some of the files.
     """
     own = find_damage(path, slice(runtime.rank, None, runtime.world_size))
-    return runtime.conclude(
+    return runtime.gather_and_decide(
         "damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
     )
 
@@ -129,7 +129,7 @@ def find_checkpoint(
         return [str(path) for path in [best, *reversed(newest)] if path]
 
     bad: list[str] = []
-    for found in runtime.agree("checkpoints", candidates):
+    for found in runtime.broadcast_from_rank0("checkpoints", candidates):
         problem = damage_of(Path(found), runtime)
         if problem is None:
             for each in bad if runtime.rank == 0 else []:

@@ -123,7 +123,7 @@ class State:
         return weights | tensors, plain
 
 
-def collect(
+def gather_full_state(
     strategy: Strategy, tensors: dict[str, torch.Tensor], rest: str = "{}"
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Return copies of all stages' full tensors in host memory, and the rest of each pipeline rank.
@@ -199,7 +199,7 @@ def copy_full(state: State, progress: Progress) -> Write | None:
 
     The other ranks get None.
     """
-    full, rests = collect(state.strategy, *state.part(progress))
+    full, rests = gather_full_state(state.strategy, *state.part(progress))
     if not rests:
         return None
 

@@ -193,7 +193,7 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
                 "every rank"
             )
 
-    runtime.conclude("weights", own, compare)
+    runtime.gather_and_decide("weights", own, compare)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,4 +241,4 @@ def require_same_form(inputs: Tree, strategy: Strategy) -> None:
                     f"model with it, got {expected}. Call it with the same inputs on both"
                 )
 
-    runtime.conclude("inputs", own, compare)
+    runtime.gather_and_decide("inputs", own, compare)

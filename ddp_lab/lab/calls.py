@@ -117,7 +117,7 @@ class Calls:
         """
         if self._others:
             said = self._say(what, facts or {}, waits=True)
-            self.runtime.conclude("call", said, require_same_calls)
+            self.runtime.gather_and_decide("call", said, require_same_calls)
 
     def leave(self, what: str) -> None:
         """Say that this rank makes no more calls, and end the thread.

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import Shapes, State, collect
+from ddp_lab.checkpoints.state import Shapes, State, gather_full_state
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
@@ -357,7 +357,7 @@ class Trainer(training.Trainer):
             ConfigError: the file cannot be written.
         """
         self._calls.begin("called save")
-        full, _ = collect(self.strategy, self.state.weights())
+        full, _ = gather_full_state(self.strategy, self.state.weights())
         weights = (
             {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes}
             if full
@@ -390,7 +390,9 @@ class Trainer(training.Trainer):
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(self.position)
         checkpoints.wait()
-        if problem := self.strategy.runtime.agree("checkpoint", lambda: checkpoints.problem):
+        if problem := self.strategy.runtime.broadcast_from_rank0(
+            "checkpoint", lambda: checkpoints.problem
+        ):
             raise ConfigError(problem)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
@@ -450,7 +452,7 @@ class Trainer(training.Trainer):
                     f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
                 ) from None
 
-        self.strategy.runtime.agree("write", attempt)
+        self.strategy.runtime.broadcast_from_rank0("write", attempt)
 
     def _averages(self) -> AbstractContextManager[None]:
         return self.ema.in_use() if self.ema else nullcontext()

@@ -47,7 +47,7 @@ def try_model(
     except ConfigError as error:
         problem = str(error)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    runtime.conclude("trial", [problem, trained], require_same_trial)
+    runtime.gather_and_decide("trial", [problem, trained], require_same_trial)
     return notes
 
 

@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 def check_network(runtime: Runtime) -> list[Finding]:
     """Check that the store, to which torchrun has given an address, accepts connections.
 
-    Call it before the first `agree`.
+    Call it before the first `broadcast_from_rank0`.
 
     Where rank 0 opens the store, only the name is checked.
 
@@ -103,10 +103,10 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
             ) from None
         return token.name
 
-    token = root / runtime.agree("token", write)
+    token = root / runtime.broadcast_from_rank0("token", write)
     problem = "" if runtime.local_rank else _try_token(token, runtime.rank)
 
-    def conclude(problems: list[str]) -> None:
+    def require_shared(problems: list[str]) -> None:
         token.unlink(missing_ok=True)
         if found := "; ".join(filter(None, problems)):
             raise ConfigError(
@@ -114,7 +114,7 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
                 "directory on a file system that every node has mounted for writing"
             )
 
-    runtime.conclude("shared", problem, conclude)
+    runtime.gather_and_decide("shared", problem, require_shared)
     return Finding(
         "ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else "")
     )

@@ -133,7 +133,7 @@ def load_weights(
         from ddp_lab.models.torchvision_models import find_weights, rename
 
         find = partial(find_weights, spec.name, weights)
-        state = rename(read(runtime.agree("weights", find, per_node=True)))
+        state = rename(read(runtime.broadcast_from_rank0("weights", find, per_node=True)))
     else:
         state = read(weights)
     given, notes = match_weights(

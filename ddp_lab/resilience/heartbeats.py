@@ -123,10 +123,10 @@ class Table:
 
     def __init__(self, runtime: Runtime):
         self.size = runtime.local_world_size
-        made = str(runtime.agree("heartbeats", self._create, per_node=True))
+        made = str(runtime.broadcast_from_rank0("heartbeats", self._create, per_node=True))
         self._file = os.open(made, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
-        runtime.collect("heartbeats opened", "")  # on rank 0 it waits for the others
+        runtime.gather_objects("heartbeats opened", "")  # on rank 0 it waits for the others
         keys = (
             [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
             if runtime.nodes > 1

@@ -48,7 +48,7 @@ class RunDir:
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
         _ = runtime.launch  # all ranks take part
-        chosen, self.failure = runtime.agree(
+        chosen, self.failure = runtime.broadcast_from_rank0(
             "run_dir", lambda: self._decide(runtime, root, name, resume, label)
         )
         self.path = root / chosen

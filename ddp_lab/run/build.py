@@ -121,10 +121,10 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     # The log begins with the run directory.
     slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
     with slow if runtime.rank == 0 else nullcontext():
-        runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
+        runtime.broadcast_from_rank0("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
     sizes = {name: samples.size for name, samples in dataset.sets.items()}
-    runtime.conclude("same dataset", [dataset.digest, sizes], require_same_data)
+    runtime.gather_and_decide("same dataset", [dataset.digest, sizes], require_same_data)
     return dataset
 
 

@@ -37,7 +37,7 @@ def check_job(job: Job, settings: RunSettings) -> None:
     runtime = job.runtime
     source = settings.source
     if source and (
-        other := runtime.agree(
+        other := runtime.broadcast_from_rank0(
             "data", partial(compare_data, run_of(source), job.dataset, resumes=True)
         )
     ):
@@ -54,7 +54,9 @@ def check_job(job: Job, settings: RunSettings) -> None:
 
         loaders = job.loaders.values()
         ranks = runtime.local_world_size
-        runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
+        runtime.broadcast_from_rank0(
+            "shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True
+        )
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         from ddp_lab.launchers.preflight import check_shared
 
@@ -64,7 +66,7 @@ def check_job(job: Job, settings: RunSettings) -> None:
         and source != run_of(source) / "checkpoints"
         and (path := find_checkpoint(source.parent, str(source), runtime))
     ):
-        runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
+        runtime.broadcast_from_rank0("resume", lambda: open_checkpoint(path).check(job.shapes))
 
 
 def warning(name: str, text: str) -> "Finding":
@@ -126,7 +128,7 @@ def restore_lost(
         if name:
             found.begin(resume)
 
-    runtime.agree("mirror", restore)
+    runtime.broadcast_from_rank0("mirror", restore)
 
 
 def agree_on_source(runs_dir: Path, name: str | None, resume: str, runtime: Runtime) -> Path | None:
@@ -141,5 +143,5 @@ def agree_on_source(runs_dir: Path, name: str | None, resume: str, runtime: Runt
         source = find_source(runs_dir, name, resume, restarted)
         return None if source is None else str(source)
 
-    source = runtime.agree("source", find)
+    source = runtime.broadcast_from_rank0("source", find)
     return None if source is None else Path(source)

@@ -102,14 +102,14 @@ def diagnose(
     """
     show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
     if mirror is not None:
-        where = runtime.agree("mirror", lambda: mirror().remote)
+        where = runtime.broadcast_from_rank0("mirror", lambda: mirror().remote)
         show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
     job = prepare()
     settings = job.settings
     assert settings is not None, "`prepare` makes them"
     findings = settings.findings
     if find_corrupt := job.dataset.find_corrupt:
-        runtime.agree("files", find_corrupt, per_node=True)
+        runtime.broadcast_from_rank0("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []
     show([*findings, *writable, *describe(job)], runtime.rank == 0)
     show(

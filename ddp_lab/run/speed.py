@@ -35,7 +35,7 @@ def find_options(
     if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
         reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    free = strategy.runtime.conclude("free memory", strategy.runtime.free_memory(), min)
+    free = strategy.runtime.gather_and_decide("free memory", strategy.runtime.free_memory(), min)
     return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
 
 

@@ -113,7 +113,9 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
     runtime = job.runtime
-    other = runtime.agree("data", partial(compare_data, folder, job.dataset, resumes=False))
+    other = runtime.broadcast_from_rank0(
+        "data", partial(compare_data, folder, job.dataset, resumes=False)
+    )
     sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
     if split not in sets:

@@ -86,7 +86,8 @@ class GraphStep:
         with unchanged(self.step), waits_for_gpu() as places:
             self.step.compute(batch)
         first = "".join(places[:1])
-        problem = self.step.strategy.runtime.conclude("waits for the GPU", first, first_wait)
+        runtime = self.step.strategy.runtime
+        problem = runtime.gather_and_decide("waits for the GPU", first, first_wait)
         if problem:
             raise RuntimeError(problem)
 

@@ -125,7 +125,7 @@ class LateHooks:
         self._seen |= present
         if self.strategy.replaces_parameters:
             names = [name for name, parameter in module.named_parameters() if id(parameter) in late]
-            self.strategy.runtime.conclude("late hooks", names, self._refuse)
+            self.strategy.runtime.gather_and_decide("late hooks", names, self._refuse)
         elif late:
             self.strategy.parameter_hooks = take_hooks(module, self._of_strategy)
 

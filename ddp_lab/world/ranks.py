@@ -103,7 +103,9 @@ class Ranks:
             )
         return "0"  # the store is rank 0's, and new at each start
 
-    def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
+    def broadcast_from_rank0(
+        self, key: str, decide: Callable[[], Answer], per_node: bool = False
+    ) -> Answer:
         """Run `decide` on one rank and return its answer on every rank.
 
         Collective; it does not need the process group.
@@ -207,7 +209,7 @@ class Ranks:
                 self._pass_on([outcomes[self.rank]], error)
             raise
         self.store.set(outcomes[self.rank], json.dumps({}))
-        self.agree(key, partial(self._check_ranks, outcomes))
+        self.broadcast_from_rank0(key, partial(self._check_ranks, outcomes))
         return result
 
     def _check_ranks(self, outcomes: list[str]) -> None:
@@ -233,7 +235,7 @@ class Ranks:
         self._collections += 1
         return [f"{key}/{self._collections}/{rank}" for rank in range(self.world_size)]
 
-    def collect(self, key: str, value: str) -> list[str] | None:
+    def gather_objects(self, key: str, value: str) -> list[str] | None:
         """Gather one string per rank on rank 0. Collective; it does not need the process group.
 
         Args:
@@ -252,10 +254,12 @@ class Ranks:
         self.store.wait(keys, DECISION_TIMEOUT)
         return [found.decode() for found in self.store.multi_get(keys)]
 
-    def conclude(self, key: str, value: Any, decide: Callable[[list[Any]], Answer]) -> Answer:
+    def gather_and_decide(
+        self, key: str, value: Any, decide: Callable[[list[Any]], Answer]
+    ) -> Answer:
         """Return on every rank what rank 0 concludes from the values of all ranks.
 
-        Collective, as `agree`.
+        Collective, as `broadcast_from_rank0`.
 
         Args:
             key: Name of the question in the store.
@@ -266,8 +270,8 @@ class Ranks:
             ConfigError: `decide` raised it.
             OtherRankError: `decide` raised another exception on rank 0.
         """
-        found = self.collect(key, json.dumps(value)) or []
-        return self.agree(key, lambda: decide([json.loads(each) for each in found]))
+        found = self.gather_objects(key, json.dumps(value)) or []
+        return self.broadcast_from_rank0(key, lambda: decide([json.loads(each) for each in found]))
 
     @property
     def launch(self) -> str:
@@ -279,7 +283,7 @@ class Ranks:
         """
         if self._launch is None:
             own = launch_id()
-            self._launch = "\n".join(dict.fromkeys(self.collect("launch", own) or [own]))
+            self._launch = "\n".join(dict.fromkeys(self.gather_objects("launch", own) or [own]))
         return self._launch
 
     def exit_if_abandoned(self, code: int) -> None:

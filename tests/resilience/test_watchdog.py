@@ -65,7 +65,7 @@ def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypa
     created = []
     create = Table._create
     monkeypatch.setattr(Table, "_create", lambda table: created.append(create(table)) or created[0])
-    runtime.collect = opened
+    runtime.gather_objects = opened
     table = Table(runtime)
     assert found == [0o600], "the file has a name until all ranks have opened it"
     assert not Path(created[0]).exists()
@@ -264,8 +264,8 @@ def nodes() -> list[NodeLink]:
     for node in (0, 1):
         runtime = Runtime("cpu", rank_info=RankInfo(node, 2, 0, 1, node, 2))
         runtime._store = store
-        runtime.agree = lambda key, create, per_node: create()
-        runtime.collect = lambda key, value: None
+        runtime.broadcast_from_rank0 = lambda key, create, per_node: create()
+        runtime.gather_objects = lambda key, value: None
         links.append(NodeLink(runtime, Table(runtime)))
         links[-1].table.write(0, beat(node))
     return links
