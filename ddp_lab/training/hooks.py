@@ -137,7 +137,7 @@ class Run:
         own = total(self.strategy, self.eager.running_sums.totals).tolist()
         earlier = begun.sums or [0.0] * len(own)
         sums = [before + now for before, now in zip(earlier, own, strict=True)]
-        self.sync.settle()
+        self.sync.flush()
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
 

@@ -55,7 +55,7 @@ class Exchanged(NamedTuple):
     weights_not_finite: bool
 
 
-class Sent(NamedTuple):
+class PendingReduce(NamedTuple):
     """The values of an exchange, and what this rank remembers for it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sync:
         self.next = sys.maxsize
         self.recorded: list[float] = []
         self._is_used = flags is not None or every != Every()
-        self._pending: Sent | None = None
+        self._pending: PendingReduce | None = None
 
     def begin(self, position: Progress) -> None:
         """Begin before the first step of this launch, at `position`."""
@@ -140,15 +140,15 @@ class Sync:
         """
         step = position.step
         if self._pending and (self._pending.arrived is None or self._pending.arrived.query()):
-            self.settle()
+            self.flush()
         exchanged = None
         if self.is_due(step):
-            self.settle()
+            self.flush()
             is_row = self._is_row(step)
             exchanged = self._receive(self._send(step, position, waited, is_row, waits=True))
             self._hand_on(exchanged)
         elif self._is_row_step(step):
-            self.settle()  # of the last row, whose step is long done
+            self.flush()  # of the last row, whose step is long done
             self._pending = self._send(step, position, waited, is_row=True, waits=False)
         self._set_next(step)
         return exchanged
@@ -172,7 +172,7 @@ class Sync:
         self._set_next(step)
         return exchanged
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Hand on the sums of the last row, if that was not done yet. It waits for them."""
         if self._pending is not None:
             sent = self._pending
@@ -209,7 +209,7 @@ class Sync:
         is_row: bool,
         waits: bool,
         weights: Iterable[torch.Tensor] = (),
-    ) -> Sent:
+    ) -> PendingReduce:
         """Add the values of all ranks: in the order in which `_receive` reads them."""
         runtime = self.strategy.runtime
         device = self.strategy.device
@@ -251,9 +251,9 @@ class Sync:
             arrived = torch.cuda.Event()
             values = values.to("cpu", non_blocking=True)
             arrived.record()
-        return Sent(values, arrived, first_bad, replace(position), now)
+        return PendingReduce(values, arrived, first_bad, replace(position), now)
 
-    def _receive(self, sent: Sent) -> Exchanged:
+    def _receive(self, sent: PendingReduce) -> Exchanged:
         """Return what the ranks have sent.
 
         Collective if a loss is not finite, which `_send` has made known to all.
