@@ -13,7 +13,7 @@ from ddp_lab.tasks.base import Task, in_float32
 LOGITS = "logits"
 
 
-class Taken(NamedTuple):
+class TaskInputs(NamedTuple):
     """Outputs and targets as a task takes them.
 
     Attributes:
@@ -27,7 +27,7 @@ class Taken(NamedTuple):
     counts: bool
 
 
-def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> Taken:
+def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> TaskInputs:
     """Return outputs and targets as a task takes them.
 
     Args:
@@ -46,8 +46,8 @@ def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> Taken:
     if isinstance(taken, torch.Tensor):
         taken = taken[:num_valid]
     elif num_valid == 0:
-        return Taken(taken, targets, False)
-    return Taken(taken, rows(targets, slice(num_valid)), True)
+        return TaskInputs(taken, targets, False)
+    return TaskInputs(taken, rows(targets, slice(num_valid)), True)
 
 
 def outputs_for(task: Task, outputs: Any, what: str = "the model") -> Any:
