@@ -25,7 +25,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.run.build import load_dataset, make_plan, make_task, make_trial
+from ddp_lab.run.build import load_dataset, make_sizes, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.planned import PlannedRuntime
 
@@ -177,7 +177,7 @@ class Advisor:
         runtime.free = self.free
         strategy = construct("strategy", cfg.strategy, runtime)
         plans = list[Planned]()
-        sizes = make_plan(cfg, strategy, self.dataset)
+        sizes = make_sizes(cfg, strategy, self.dataset)
         images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))

@@ -105,13 +105,13 @@ class Live(TorchDispatchMode):
         mode.
         """
         job = self.job
-        size = job.plan.samples_at_once * job.recipe.step.accumulate
+        size = job.sizes.samples_at_once * job.recipe.step.accumulate
         inputs, targets = job.dataset.train.example(size)
         if job.options.channels_last:
             inputs = apply(
                 lambda images: images.contiguous(memory_format=torch.channels_last), inputs
             )
-        batch = Batch(inputs, targets, job.plan.global_batch_size)
+        batch = Batch(inputs, targets, job.sizes.global_batch_size)
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
         job.strategy.train()

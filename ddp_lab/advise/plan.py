@@ -32,7 +32,7 @@ from ddp_lab.run.build import (
     arrange,
     build_model,
     make_model,
-    make_plan,
+    make_sizes,
     make_source,
     make_task,
     model_spec,
@@ -185,7 +185,7 @@ def plan_rank(
     # a copy, because the strategy changes it
     built = BuiltModel(meta_copy(model), FakeWeights(fake), [])
     job = arrange(
-        cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset)
+        cfg, strategy, dataset, make_sizes(cfg, strategy, dataset), built, make_task(cfg, dataset)
     )
     if strategy.name == "dp":
         raise CannotPlan(

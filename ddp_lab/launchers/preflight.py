@@ -3,7 +3,7 @@
 Do the ranks reach each other and share the run directory, and is there enough shared memory?
 
 train.py runs them before it opens the process group. Mistakes in the config are reported by the
-code that reads it: the strategies, Plan, the datasets, RunDir.
+code that reads it: the strategies, TrainSizes, the datasets, RunDir.
 """
 
 import math

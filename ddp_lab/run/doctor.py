@@ -162,15 +162,15 @@ def describe(job: Job) -> list[Finding]:
     """Return findings with the run's sizes; a warning if the training set is less than a batch."""
     dataset = job.dataset
     strategy = job.strategy
-    plan = job.plan
-    sizes = ", ".join(f"{name} {found.size:,}" for name, found in dataset.sets.items())
+    sizes = job.sizes
+    sets = ", ".join(f"{name} {samples.size:,}" for name, samples in dataset.sets.items())
     images = f"images of {'x'.join(map(str, dataset.train.shape))}, {len(dataset.classes)} classes"
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
-    warning = plan.warning()
+    warning = sizes.warning()
     return [
-        Finding("ok", "dataset", f"{sizes} {images}"),
+        Finding("ok", "dataset", f"{sets} {images}"),
         Finding("ok", "model", f"{parameters:,} parameters"),
         Finding("ok", "strategy", f"{strategy.name} on {strategy.where}: {axes}"),
-        Finding("warning", "batch", warning) if warning else Finding("ok", "batch", str(plan)),
+        Finding("warning", "batch", warning) if warning else Finding("ok", "batch", str(sizes)),
     ]

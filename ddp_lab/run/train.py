@@ -71,10 +71,10 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         if finding.level == "warning":
             log.warning(finding.text)
     log.info(f"{run_dir.path}: {settings.title}")
-    log.info(job.plan)
+    log.info(job.sizes)
     if job.dataset.val is not None:
         log.info(job.dataset.describe_sets())
-    if runtime.rank == 0 and (text := job.plan.warning()):
+    if runtime.rank == 0 and (text := job.sizes.warning()):
         log.warning(text)
     for note in job.notes:
         log.info(note)
@@ -122,7 +122,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     checkpoints = Checkpoints(
         folder, State.of(trainer, job.shapes), kept.keep, kept.best, sharded, before_write
     )
-    progress = checkpoints.resume(source, job.plan.steps_before)
+    progress = checkpoints.resume(source, job.sizes.steps_before)
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, kept.best)
     if reasons := stop_reasons(progress, job.fit_settings):
@@ -217,7 +217,7 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
 
     from ddp_lab.speed.fastest import build_step
 
-    steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(
+    steps_left = job.fit_settings.epochs * job.sizes.steps_per_epoch - job.sizes.steps_before(
         progress
     )
     with log_if_slow("preparing the training step: capturing or warming it up"):
@@ -290,7 +290,7 @@ def log_result(
 
 def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:
     """Return the logger of rank 0."""
-    plan = job.plan
+    sizes = job.sizes
     start = progress.epoch, progress.step
     trackers = None
     if settings.trackers:
@@ -303,8 +303,8 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
         run_dir,
         start=start,
         constants={
-            "global_batch_size": plan.global_batch_size,
-            "world_size": plan.world_size,
+            "global_batch_size": sizes.global_batch_size,
+            "world_size": sizes.world_size,
             "strategy": job.strategy.name,
         },
         trackers=trackers,

@@ -493,7 +493,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     ]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
     position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
-    steps_left = cfg.epochs * job.plan.steps_per_epoch
+    steps_left = cfg.epochs * job.sizes.steps_per_epoch
     step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
     eager = trainer.eager_step
