@@ -11,7 +11,7 @@ from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
 from ddp_lab.advise.plan import (
     CONTEXT,
     CannotPlan,
-    Planned,
+    DeviceEstimate,
     dataset_sizes,
     model_to_plan,
     plan_rank,
@@ -54,7 +54,7 @@ class Row:
     """
 
     overrides: list[str]
-    plans: list[Planned]
+    plans: list[DeviceEstimate]
     devices: int
     ranks: int
     images: int
@@ -68,7 +68,7 @@ class Row:
         return name_of(self.overrides)
 
     @property
-    def fullest(self) -> Planned:
+    def fullest(self) -> DeviceEstimate:
         return max(self.plans, key=lambda plan: plan.total)
 
 
@@ -176,7 +176,7 @@ class Advisor:
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
         strategy = construct("strategy", cfg.strategy, runtime)
-        plans = list[Planned]()
+        plans = list[DeviceEstimate]()
         sizes = make_sizes(cfg, strategy, self.dataset)
         images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
@@ -198,7 +198,7 @@ class Advisor:
             launch=devices.launch([*self.common, *overrides], ranks),
         )
 
-    def bound(self, plans: Iterable[Planned]) -> float | None:
+    def bound(self, plans: Iterable[DeviceEstimate]) -> float | None:
         """Return the seconds that a step takes at least; None if the devices' peak is not known."""
         devices = self.devices
         peak = self.devices.peak(self.cfg.precision)

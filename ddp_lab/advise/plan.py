@@ -53,7 +53,7 @@ COMMUNICATOR = 0.82 * 2**30  # NCCL's buffers, for each group of ranks
 WORKSPACE = 32 * 2**20  # cuBLAS, for each of the two threads that compute
 
 
-class Planned(NamedTuple):
+class DeviceEstimate(NamedTuple):
     """What a device of a rank holds, needs, sends and computes. All sizes are bytes.
 
     Attributes:
@@ -163,7 +163,7 @@ def model_to_plan(
 
 def plan_rank(
     cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime
-) -> list[Planned]:
+) -> list[DeviceEstimate]:
     """Return the plan of each device of a rank: of one, unless the strategy drives several.
 
     Args:
@@ -214,7 +214,9 @@ def plan_rank(
             live = Live(job, trainer)
             with fake, live:
                 live.take_steps()
-            return [planned(job, runtime, live, place) for place in range(len(live.modules))]
+            return [
+                estimate_device(job, runtime, live, place) for place in range(len(live.modules))
+            ]
     except ConfigError:
         raise
     except Exception as error:
@@ -234,7 +236,7 @@ def use_fake_wrapper(strategy: Strategy) -> None:
         strategy.wrapper_class = FakeDDP
 
 
-def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
+def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:
     """Return the plan of a device after the steps."""
     held = live.held[place]
     peak = live.peak(place)
@@ -257,7 +259,7 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
-    return Planned(
+    return DeviceEstimate(
         runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots
     )
 
