@@ -79,7 +79,7 @@ def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
     )
 
 
-class Unchanged(dict[Any, tuple[Any, int]]):
+class StalenessCounter(dict[Any, tuple[Any, int]]):
     """Counts how many looks in succession have found the same value.
 
     Time is counted in looks and not read from a clock: while the process that looks is suspended,
@@ -233,8 +233,8 @@ class NodeLink(threading.Thread):
         self.runtime = runtime
         self.table = table
         self.vanished: Heartbeat | None = None
-        self._nodes = Unchanged()
-        self._looks = Unchanged()
+        self._nodes = StalenessCounter()
+        self._looks = StalenessCounter()
         self._last = threading.Event()  # the next exchange is the last one
 
     def stop(self) -> None:

@@ -27,8 +27,8 @@ from ddp_lab.resilience.heartbeats import (
     Heartbeat,
     NodeLink,
     OwnHeartbeat,
+    StalenessCounter,
     Table,
-    Unchanged,
 )
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.world.process import is_alive, show
@@ -98,7 +98,7 @@ class Watchdog:
         # on the rank that leads its node, if there are several nodes
         self.link: NodeLink | None = None
         self._main = threading.get_ident()
-        self._unchanged = Unchanged()
+        self._unchanged = StalenessCounter()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
