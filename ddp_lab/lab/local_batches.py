@@ -35,7 +35,7 @@ Purpose = Literal["shuffled", "ordered", "evaluation"]
 
 
 @dataclass(frozen=True)
-class Handed:
+class CurrentBatch:
     """The batch that the loop has now.
 
     Attributes:
@@ -80,7 +80,7 @@ class LocalBatches:
         num_workers: processes that read a dataset which is not in memory.
 
     Attributes:
-        handed: the batch that the loop has now; None outside of `iterate`.
+        current: the batch that the loop has now; None outside of `iterate`.
     """
 
     def __init__(self, strategy: Strategy, batch_size: int, reading: Reading, num_workers: int):
@@ -89,7 +89,7 @@ class LocalBatches:
         self.num_workers = num_workers
         self.reading = reading
         self.seed = reading.seed
-        self.handed: Handed | None = None
+        self.current: CurrentBatch | None = None
         # by the id of the dataset, the most recently used one last
         self._kept: dict[int, Kept] = {}
         self._iterated: list[Loader] = []  # of the loops that have not ended
@@ -175,7 +175,7 @@ class LocalBatches:
             for inputs, targets, global_size in loader:
                 samples += global_size
                 num_valid = self.strategy.valid_samples(global_size)
-                self.handed = Handed(
+                self.current = CurrentBatch(
                     order,
                     samples,
                     num_valid,
@@ -185,10 +185,10 @@ class LocalBatches:
                 )
                 yield rows(inputs, slice(num_valid)), rows(targets, slice(num_valid))
         finally:
-            self.handed = None
+            self.current = None
             self._iterated.remove(loader)
 
-    def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
+    def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, CurrentBatch | None]:
         """Return a local batch with padding, and which batch of `iterate` it is.
 
         With padding it has the same size on every rank.
@@ -201,18 +201,18 @@ class LocalBatches:
             ConfigError: it has another number of samples.
         """
         samples = self._samples_in(inputs, targets)
-        handed = self.handed
+        current = self.current
         full = self.batch_size // self.strategy.dp_size
-        if handed and samples == handed.num_valid:
+        if current and samples == current.num_valid:
             if not samples and not isinstance(inputs, torch.Tensor):
-                inputs, targets = self._in_place_of_none(inputs, targets, handed.spare)
+                inputs, targets = self._in_place_of_none(inputs, targets, current.spare)
             return Batch(
-                pad(inputs, handed.size), pad(targets, handed.size), handed.global_size
-            ), handed
+                pad(inputs, current.size), pad(targets, current.size), current.global_size
+            ), current
         if samples != full:
             expected = (
-                f"{handed.num_valid}, as the last one from `batches`, or {full}"
-                if handed and handed.num_valid != full
+                f"{current.num_valid}, as the last one from `batches`, or {full}"
+                if current and current.num_valid != full
                 else full
             )
             raise ConfigError(

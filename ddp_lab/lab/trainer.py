@@ -184,8 +184,8 @@ class Trainer(training.Trainer):
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the targets of this rank are not what the task needs.
         """
-        batch, handed = self._batches.padded(inputs, targets)
-        epochs_ahead = handed.order - self.position.order if handed else 0
+        batch, current = self._batches.padded(inputs, targets)
+        epochs_ahead = current.order - self.position.order if current else 0
         self._calls.begin_step(self.position.step + 1, self.progress.epoch + 1 + epochs_ahead)
         strategy = self.strategy
         if strategy.task.labels is not None:
@@ -199,9 +199,9 @@ class Trainer(training.Trainer):
             self.eager_step(batch)
         self.eager_step.seed_alike()
         self.position.step += 1
-        if handed:
+        if current:
             self.position.epoch += epochs_ahead
-            self.position.samples = handed.samples
+            self.position.samples = current.samples
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
