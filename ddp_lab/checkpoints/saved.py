@@ -156,7 +156,7 @@ class SavedCheckpoint(ABC):
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
         if state.ema and not self.has_averages:
-            state.ema.begin_again()
+            state.ema.reset_to_weights()
         self._load_optimizer(
             state.optimizer,
             {tensor: name for name, tensor in state.strategy.module.named_parameters()},

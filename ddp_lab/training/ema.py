@@ -124,7 +124,7 @@ class EMA:
             for name, own in self._names.items()
         }
 
-    def begin_again(self) -> None:
+    def reset_to_weights(self) -> None:
         """Let the averages start from the weights."""
         for name, average in self.averages.items():
             average.copy_(local(self.tensors[name].detach()))
