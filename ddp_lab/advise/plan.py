@@ -29,7 +29,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import Trial, freeze_unused, meta_copy
 from ddp_lab.run.build import (
-    arrange,
+    assemble,
     build_model,
     make_model,
     make_sizes,
@@ -184,7 +184,7 @@ def plan_rank(
     use_fake_wrapper(strategy)
     # a copy, because the strategy changes it
     built = BuiltModel(meta_copy(model), FakeWeights(fake), [])
-    job = arrange(
+    job = assemble(
         cfg, strategy, dataset, make_sizes(cfg, strategy, dataset), built, make_task(cfg, dataset)
     )
     if strategy.name == "dp":

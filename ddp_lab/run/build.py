@@ -106,7 +106,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
         built.notes.extend(
             check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
         )
-    job = arrange(cfg, strategy, dataset, sizes, built, task)
+    job = assemble(cfg, strategy, dataset, sizes, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 
 
@@ -375,7 +375,7 @@ def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-def arrange(
+def assemble(
     cfg: DictConfig,
     strategy: Strategy,
     dataset: Dataset,
