@@ -93,12 +93,12 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
         name, _, metric = (
             ("val", "", "") if key == "patience" and value else str(value).partition("_")
         )
-        known = task.choosing(len(dataset.classes))
+        known = task.monitorable(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(
                 f"{key}={value}: {type(task).__name__} has no such metric for these data; allowed: "
                 f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others "
-                "in its attribute `better`"
+                "in its attribute `metric_mode`"
             )
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]

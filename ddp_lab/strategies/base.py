@@ -295,7 +295,7 @@ class Strategy(ABC):
                 are in memory at a time.
 
         Returns:
-            [loss_sum, *task.running, weight] of the local batch.
+            [loss_sum, *task.train_metrics, weight] of the local batch.
         """
         if self.check_first is not None:
             check = self.check_first
@@ -398,12 +398,15 @@ class Strategy(ABC):
     def add_gradient(
         self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad`; return [loss_sum, *task.running, weight].
+        """Add the gradient of one micro-batch to `.grad`; return its sums.
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
             num_valid: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
+
+        Returns:
+            [loss_sum, *task.train_metrics, weight] of the micro-batch.
         """
         with self._mixed_precision():
             outputs = (

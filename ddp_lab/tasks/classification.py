@@ -56,18 +56,20 @@ class Classification(Task):
         loss: as in `Task`.
     """
 
-    running = ("accuracy",)
+    train_metrics = ("accuracy",)
     pictures = True
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
+    metric_mode: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
         self.labels: LabelRange = LabelRange()  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def choosing(self, classes: int) -> list[str]:
+    def monitorable(self, classes: int) -> list[str]:
         return [
-            name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP
+            name
+            for name in super().monitorable(classes)
+            if name != "top5_accuracy" or classes > TOP
         ]
 
     def loss_sum(

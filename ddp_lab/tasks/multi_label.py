@@ -22,11 +22,11 @@ class MultiLabel(Task):
         loss: as in `Task`.
     """
 
-    running = ("accuracy",)
+    train_metrics = ("accuracy",)
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
+    metric_mode: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)
         return F.binary_cross_entropy_with_logits(
             outputs, targets.to(outputs.dtype), reduction="none"

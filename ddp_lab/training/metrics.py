@@ -98,11 +98,11 @@ def evaluate(
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
-    """Return the mean loss and running metrics, by name, of [loss_sum, *task.running, weight]."""
+    """Return the mean loss and metrics, by name, of [loss_sum, *task.train_metrics, weight]."""
     *found, weight = sums
     return {
         name: value / weight if weight else math.nan
-        for name, value in zip(("loss", *task.running), found, strict=True)
+        for name, value in zip(("loss", *task.train_metrics), found, strict=True)
     }
 
 
@@ -115,10 +115,10 @@ class RunningSums:
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed
-            it.
+        totals: [loss_sum, *task.train_metrics, weight] in `sum_dtype` since the training loop last
+            zeroed it.
         norm: L2 norm of the last step's gradient, [1], before clipping; None: no step computes it.
-        add: counts the next step, by its [loss_sum, *task.running, weight].
+        add: counts the next step, by its [loss_sum, *task.train_metrics, weight].
     """
 
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):

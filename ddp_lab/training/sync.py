@@ -33,7 +33,7 @@ class Exchanged(NamedTuple):
     Attributes:
         position: after the step of the exchange, as hooks get it.
         time: on this rank, as time.perf_counter counts it.
-        sums: [loss_sum, *task.running, weight] of the epoch so far.
+        sums: [loss_sum, *task.train_metrics, weight] of the epoch so far.
         gradient_norm: of the step; None if it does not compute one.
         waited: seconds in which a rank has waited for batches in this epoch, on average over the
             ranks.
