@@ -124,11 +124,11 @@ class Advisor:
         ]
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]
-        own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
+        own_overrides = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
         free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
         trial = make_trial(dataset, make_task(cfg, dataset))
         model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
-        return cls(cfg, dataset, model, devices, free, common, own)
+        return cls(cfg, dataset, model, devices, free, common, own_overrides)
 
     def candidates(self) -> list[list[str]]:
         """Return the overrides of the strategies, simple ones first.
@@ -155,8 +155,8 @@ class Advisor:
             (pair and number > 2, ["strategy=ddp_pipeline", "strategy.pp=2"]),
             (pair and number > 2, ["strategy=mesh", "strategy.tp=2"]),
         ]
-        found = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
-        return found if not self.own or self.own in found else [*found, self.own]
+        fitting = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
+        return fitting if not self.own or self.own in fitting else [*fitting, self.own]
 
     def plan(self, overrides: list[str]) -> Row:
         """Return the plan of a strategy.
@@ -224,15 +224,15 @@ class Advisor:
                 self.rows.append(self.plan(overrides))
             except (ConfigError, CannotPlan) as error:
                 refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
-        own = name_of(self.own)
+        own_name = name_of(self.own)
         if not self.rows:
-            name = own or next(iter(refused))
+            name = own_name or next(iter(refused))
             raise ConfigError(
                 f"no strategy can be planned on these devices. {name}: {refused[name]}"
             )
         for name, reason in refused.items():  # of what nobody chose the first sentence
             self.notes.append(
-                f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}"
+                f"not in the table: {name}: {reason if name == own_name else reason.split('. ')[0]}"
             )
         return self
 

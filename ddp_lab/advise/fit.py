@@ -51,13 +51,13 @@ def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
     Collective.
     """
     if cfg.memory_limit:
-        own = [int(cfg.memory_limit * 2**30)] * 2
+        local_bytes = [int(cfg.memory_limit * 2**30)] * 2
     elif runtime.device.type == "cuda":
-        own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
+        local_bytes = [*reversed(torch.cuda.mem_get_info(runtime.device))]
     else:
-        own = [0, psutil.virtual_memory().available // runtime.local_world_size]
+        local_bytes = [0, psutil.virtual_memory().available // runtime.local_world_size]
     return runtime.gather_and_decide(
-        "memory", own, lambda found: [min(each) for each in zip(*found, strict=True)]
+        "memory", local_bytes, lambda found: [min(each) for each in zip(*found, strict=True)]
     )
 
 
@@ -102,10 +102,10 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
     advisor = replace(advisor, devices=devices).advise()
     if not advisor.ranked:
         return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
-    found = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
+    launches = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
     return (
-        f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} "
-        "such devices"
+        f"Use {' or '.join(launches[:2])}, the simplest of {len(launches)} that fit on "
+        f"{devices.number} such devices"
     )
 
 
@@ -222,9 +222,9 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
                 "a device"
             )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
-    found = problem or f"takes {size(taken)} of {size(memory)}"
+    problem_text = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(
-        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number"
+        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {problem_text}. Use a number"
     )
 
 

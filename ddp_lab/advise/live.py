@@ -122,8 +122,8 @@ class Live(TorchDispatchMode):
         self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         # during an update, state can be that of local shards, by other keys
-        for place, held in enumerate(self.held):
-            held |= {
+        for place, bytes_held in enumerate(self.held):
+            bytes_held |= {
                 kind: nbytes(tensors)
                 for kind, tensors in self.state(place).items()
                 if kind != "gradients"
@@ -136,13 +136,15 @@ class Live(TorchDispatchMode):
         owned = self.owned[place]
         buffers = list(self.modules[place].buffers())
         states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
-        own = {id(tensor) for tensor in [*owned, *buffers]}
+        model_ids = {id(tensor) for tensor in [*owned, *buffers]}
         return {
             "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
             "parameters": [*owned],
             "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
             "averages": [
-                ema.averages[name] for name, tensor in ema.tensors.items() if id(tensor) in own
+                ema.averages[name]
+                for name, tensor in ema.tensors.items()
+                if id(tensor) in model_ids
             ]
             if ema
             else [],
@@ -244,8 +246,8 @@ class Live(TorchDispatchMode):
                 self._places |= dict.fromkeys(map(key_of, tensors), place)
 
     def _begin_update(self) -> None:
-        for place, held in enumerate(self.held):
-            held["gradients"] = nbytes(self.state(place)["gradients"])
+        for place, bytes_held in enumerate(self.held):
+            bytes_held["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
         self._place = 0
 
@@ -291,6 +293,6 @@ def group_of(args: tuple[Any, ...]) -> tuple[int, ...]:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
         if isinstance(argument, str):
-            found = dist.distributed_c10d._resolve_process_group(argument)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
-            return tuple(dist.get_process_group_ranks(found))
+            group = dist.distributed_c10d._resolve_process_group(argument)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
+            return tuple(dist.get_process_group_ranks(group))
     return tuple(range(dist.get_world_size()))

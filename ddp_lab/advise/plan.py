@@ -123,7 +123,7 @@ def dataset_sizes(data: Config) -> Dataset | None:
     with torch.device("meta"):
         images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
         train, test = (
-            InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images
+            InMemory(inputs, torch.empty(len(inputs), dtype=torch.int64)) for inputs in images
         )
     classes = [str(label) for label in range(source.num_classes)]
     return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
@@ -238,7 +238,7 @@ def use_fake_wrapper(strategy: Strategy) -> None:
 
 def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:
     """Return the plan of a device after the steps."""
-    held = live.held[place]
+    bytes_held = live.held[place]
     peak = live.peak(place)
     options = job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first
@@ -251,7 +251,7 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
         if options.compile
         else set[str]()
     )
-    peak["copies"] = sum(held[kind] for kind in copied)
+    peak["copies"] = sum(bytes_held[kind] for kind in copied)
     outside = 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
@@ -260,7 +260,15 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
     return DeviceEstimate(
-        runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots
+        runtime.rank,
+        place,
+        bytes_held,
+        peak,
+        outside,
+        live.calls,
+        live.sent,
+        live.flops[place],
+        slots,
     )
 
 
@@ -280,8 +288,7 @@ def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, st
         for rank, actions in order.items()
     }
     left = {
-        rank: deque((int(found[1]), found[2]) for found in row if found)
-        for rank, row in passes.items()
+        rank: deque((int(cell[1]), cell[2]) for cell in row if cell) for rank, row in passes.items()
     }
     last = max(stage for row in left.values() for stage, _ in row)
     slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}

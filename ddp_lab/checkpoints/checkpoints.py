@@ -176,8 +176,8 @@ class Checkpoints:
                 link_best(path.resolve())
         if (best := self.best) is None:
             return False
-        found = result_in(self.folder, best)
-        if found and found[1].best[best] == progress.best.get(best):
+        best_result = result_in(self.folder, best)
+        if best_result and best_result[1].best[best] == progress.best.get(best):
             return True
         forget_best(self.folder)
         return False

@@ -83,9 +83,9 @@ def damage_of(path: Path, runtime: Runtime) -> str | None:
 
     Collective: each rank reads some of the files.
     """
-    own = find_damage(path, slice(runtime.rank, None, runtime.world_size))
+    own_damage = find_damage(path, slice(runtime.rank, None, runtime.world_size))
     return runtime.gather_and_decide(
-        "damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
+        "damage", own_damage, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
     )
 
 
@@ -129,13 +129,13 @@ def find_checkpoint(
         return [str(path) for path in [best, *reversed(newest)] if path]
 
     bad: list[str] = []
-    for found in runtime.broadcast_from_rank0("checkpoints", candidates):
-        problem = damage_of(Path(found), runtime)
+    for candidate in runtime.broadcast_from_rank0("checkpoints", candidates):
+        problem = damage_of(Path(candidate), runtime)
         if problem is None:
             for each in bad if runtime.rank == 0 else []:
-                log.warning(f"{each}; using {found}, the newest valid checkpoint")
-            return Path(found)
-        bad.append(f"{found} is damaged ({problem})")
+                log.warning(f"{each}; using {candidate}, the newest valid checkpoint")
+            return Path(candidate)
+        bad.append(f"{candidate} is damaged ({problem})")
     if bad:
         raise ConfigError(
             f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore "

@@ -138,7 +138,7 @@ class Mirror(Hook):
         target = f"{self.remote}/{path.name}"
         sums = sums_of(path).read_text()
         self._remove(path.name)  # an earlier one of the same step
-        outdated = set(self._names()) - {kept.name for kept in steps_in(self.folder)}
+        outdated = set(self._names()) - {step.name for step in steps_in(self.folder)}
         spared = {*self._complete()[:1], self._best()}
         for name in outdated - spared:
             self._remove(name)
@@ -275,13 +275,15 @@ class Mirror(Hook):
                 return False
             sync(folder / file)
         path = self.folder / name
-        own = digests.keys() & set(RUN_FILES)
-        for file in own:
+        run_files = digests.keys() & set(RUN_FILES)
+        for file in run_files:
             if (self.run_dir / file).exists():  # from a newer checkpoint
                 (folder / file).unlink()
             else:
                 os.replace(folder / file, self.run_dir / file)
-        sums = "".join(f"{digest}  {file}\n" for file, digest in digests.items() if file not in own)
+        sums = "".join(
+            f"{digest}  {file}\n" for file, digest in digests.items() if file not in run_files
+        )
         write_text(folder / SUMS if is_sharded(path) else sums_of(path), sums)
         sync(folder)
         os.replace(folder if is_sharded(path) else folder / name, path)

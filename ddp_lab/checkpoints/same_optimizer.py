@@ -69,10 +69,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
     """
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - {"params"}
-    given = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted}
+    arguments = {
+        name: value for name, value in optimizer.param_groups[0].items() if name in accepted
+    }
     plain: dict[str, Any] = {
         name: value.item() if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)

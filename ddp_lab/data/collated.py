@@ -90,14 +90,14 @@ def collate(
         ConfigError: the function fails or returns no batch of these samples.
     """
     try:
-        made = collate_fn(samples)
+        user_batch = collate_fn(samples)
     except MemoryError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
         ) from None
-    inputs, expected = divide(made, targets, f"{name}: the batch from collate_fn")
+    inputs, expected = divide(user_batch, targets, f"{name}: the batch from collate_fn")
     try:
         batch = as_tree(inputs, "inputs"), as_tree(expected, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
@@ -105,12 +105,10 @@ def collate(
             f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: "
             f"{error}"
         ) from None
-    found = require_one_size(
-        f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1]
-    )
-    if found != len(samples):
+    size = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
+    if size != len(samples):
         raise ConfigError(
             f"{name}: collate_fn must return a batch of the {len(samples)} samples that it got, "
-            f"got {found}"
+            f"got {size}"
         )
     return batch

@@ -74,15 +74,15 @@ def open_split(
         )
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = datasets.load_from_disk(root)
-        found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     else:
-        found = datasets.load_dataset(str(folder.resolve()))
-    if split not in found:
+        splits = datasets.load_dataset(str(folder.resolve()))
+    if split not in splits:
         raise ConfigError(
-            f"{key}: has no split {split}; it has {', '.join(map(str, found))}. data.val_split and "
-            "data.test_split name two"
+            f"{key}: has no split {split}; it has {', '.join(map(str, splits))}. data.val_split "
+            "and data.test_split name two"
         )
-    rows = found[split]
+    rows = splits[split]
     for name, column in {"inputs": inputs, "targets": targets}.items():
         if column is not None and column not in rows.column_names:
             raise ConfigError(

@@ -61,18 +61,18 @@ class Own:
 
     def load(self) -> Dataset:
         """Construct the training, validation and test set, and check the first sample of each."""
-        made = self.sets()
-        found = (
-            range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
+        loaded = self.sets()
+        parts = (
+            range(self.num_classes) if self.num_classes else getattr(loaded["train"], "classes", ())
         )
-        classes = [str(name) for name in found] if isinstance(found, Sequence) else []
+        classes = [str(name) for name in parts] if isinstance(parts, Sequence) else []
         reading = Reading(self.name, self.seed, self.images, len(classes))
         sets = {
             name: samples_of(dataset, reading, augment=name == "train")
-            for name, dataset in made.items()
+            for name, dataset in loaded.items()
         }
         # to hash all samples would read them
-        facts = repr((classes, {name: found.size for name, found in sets.items()}))
+        facts = repr((classes, {name: parts.size for name, parts in sets.items()}))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
 
@@ -106,9 +106,9 @@ class Own:
                 if names
                 else ""
             )
-            given = f" with {key}={value}" if key else ""
+            setting = f" with {key}={value}" if key else ""
             raise ConfigError(
-                f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}"
+                f"{self.name}: cannot be constructed{setting}: {describe_error(error)}{hint}"
             ) from None
 
 

@@ -188,7 +188,7 @@ class WorkerLoader(Loader):
         if self._stream is None:
             raise ConfigError(CLOSED)
         try:
-            inputs, targets, found = next(self._stream)
+            inputs, targets, label_range = next(self._stream)
         # of a worker process, the text is a traceback that ends with the message
         except SampleError as error:
             raise SampleError(
@@ -203,7 +203,7 @@ class WorkerLoader(Loader):
                 raise lost from None
             raise
         if self.options.labels is not None:
-            self.options.labels.add(*found)
+            self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)
         if self._is_image and not isinstance(
             self.data, Collated

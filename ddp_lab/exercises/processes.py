@@ -67,7 +67,9 @@ def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[
             for process, (_, theirs) in zip(processes, pipes, strict=True):
                 process.start()
                 theirs.close()
-            outcomes = receive([cast(Any, own) for own, _ in pipes], time.monotonic() + limit)
+            outcomes = receive(
+                [cast(Any, receiver) for receiver, _ in pipes], time.monotonic() + limit
+            )
         finally:
             for process in processes:
                 process.kill()

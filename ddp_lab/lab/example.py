@@ -84,8 +84,11 @@ def find_example(given: Any, parts: Parts) -> Example | None:
             "example: the target of a sample must be a tensor or a number, got "
             f"{type(target).__name__}{problem}"
         )
-    own = as_tree(sample, "inputs")
-    return Example(*as_loaded(*stack([(own, expected), (own, expected)])), is_complete=is_complete)
+    own_inputs = as_tree(sample, "inputs")
+    return Example(
+        *as_loaded(*stack([(own_inputs, expected), (own_inputs, expected)])),
+        is_complete=is_complete,
+    )
 
 
 def consists_of_tensors(sample: Any) -> bool:

@@ -106,22 +106,22 @@ class LocalBatches:
             ConfigError: it is not map-style, is empty, or its first sample has not the parts that
                 `reading` names.
         """
-        kept = self._kept.pop(id(dataset), None)
-        if kept is None:
-            kept = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
+        entry = self._kept.pop(id(dataset), None)
+        if entry is None:
+            entry = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
             self._make_room()
-        self._kept[id(dataset)] = kept
-        if purpose not in kept.loaders:
-            samples = kept.samples
+        self._kept[id(dataset)] = entry
+        if purpose not in entry.loaders:
+            samples = entry.samples
             is_here = isinstance(samples, InMemory) and samples.device == self.strategy.device
             make = DeviceLoader if is_here else WorkerLoader
-            kept.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
-        return kept.loaders[purpose]
+            entry.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+        return entry.loaders[purpose]
 
     def close(self) -> None:
         """End the worker processes of all loaders."""
-        for kept in self._kept.values():
-            close_all(kept)
+        for entry in self._kept.values():
+            close_all(entry)
         self._kept.clear()
 
     def _make_room(self) -> None:
@@ -129,9 +129,9 @@ class LocalBatches:
 
         Those that a loop still reads remain.
         """
-        for key, kept in list(self._kept.items()):
+        for key, entry in list(self._kept.items()):
             if len(self._kept) >= KEPT and not any(
-                each in self._iterated for each in kept.loaders.values()
+                each in self._iterated for each in entry.loaders.values()
             ):
                 close_all(self._kept.pop(key))
 
@@ -258,7 +258,7 @@ class LocalBatches:
         return spare if form_of(batch) == form_of(spare) else batch
 
 
-def close_all(kept: Kept) -> None:
+def close_all(entry: Kept) -> None:
     """End the worker processes of the loaders of a dataset."""
-    for loader in kept.loaders.values():
+    for loader in entry.loaders.values():
         loader.close()

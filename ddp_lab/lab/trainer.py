@@ -308,9 +308,9 @@ class Trainer(training.Trainer):
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
-            found = evaluate(self.strategy, loader, self._on_device(task))
-        self._notes.check({"": found})
-        return found.values
+            evaluation = evaluate(self.strategy, loader, self._on_device(task))
+        self._notes.check({"": evaluation})
+        return evaluation.values
 
     def predict(self, inputs: Any) -> Any:
         """Return the outputs of the model in evaluation mode, without gradients.
@@ -337,11 +337,11 @@ class Trainer(training.Trainer):
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
-            given = max(1, samples)
-            outputs = self.strategy.predict(pad(inputs, given))
+            num_samples = max(1, samples)
+            outputs = self.strategy.predict(pad(inputs, num_samples))
         if not isinstance(outputs, torch.Tensor):
             return outputs if samples else map_outputs(lambda tensor: tensor[:0], outputs)
-        require_samples(outputs.shape, given)
+        require_samples(outputs.shape, num_samples)
         return outputs[:samples]
 
     def save(self, path: str | Path) -> None:

@@ -108,10 +108,10 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
 
     def require_shared(problems: list[str]) -> None:
         token.unlink(missing_ok=True)
-        if found := "; ".join(filter(None, problems)):
+        if problem := "; ".join(filter(None, problems)):
             raise ConfigError(
-                f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a "
-                "directory on a file system that every node has mounted for writing"
+                f"runs_dir={root}: is not shared by all nodes: {problem}. Use the absolute path of "
+                "a directory on a file system that every node has mounted for writing"
             )
 
     runtime.gather_and_decide("shared", problem, require_shared)
@@ -128,10 +128,10 @@ def _try_token(token: Path, rank: int) -> str:
         if time.monotonic() > deadline:
             return f"{here} does not see the file that rank 0 wrote there"
         time.sleep(0.1)
-    own = token.with_name(f"{token.name}-{rank}")
+    own_token = token.with_name(f"{token.name}-{rank}")
     try:
-        own.touch()
-        own.unlink()
+        own_token.touch()
+        own_token.unlink()
     except OSError as error:
         return f"{here} cannot write to it ({error.strerror})"
     return ""

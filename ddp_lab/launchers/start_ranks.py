@@ -54,17 +54,17 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     flags = [
         each for each in others if re.match("-[a-z]", each) or each.partition("=")[0] in of_hydra
     ]
-    given = [each for each in others if each.startswith("--") and each not in flags]
+    unknown = [each for each in others if each.startswith("--") and each not in flags]
     if flags or "RANK" in os.environ:
-        if given:
+        if unknown:
             sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
             other = flags[0] if flags else "torchrun, which started this process"
             raise ConfigError(
-                f"{given[0]}: cannot be combined with {other}. The ranks of a sweep are started by "
-                f"`{sweep}`"
+                f"{unknown[0]}: cannot be combined with {other}. The ranks of a sweep are started "
+                f"by `{sweep}`"
             )
         return None, arguments
-    options, overrides = parse(others) if given else (None, others)
+    options, overrides = parse(others) if unknown else (None, others)
     if options:
         choose_rendezvous(options)
     cfg = compose_config(quote_faults(overrides), config_dir)

@@ -176,9 +176,9 @@ def job_return(job: Job, failed: bool = False) -> JobReturn:
 
     The metric is None if the job failed or did not run.
     """
-    made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
-    made.return_value = None if failed else job.result()[1]
-    return made
+    job_result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+    job_result.return_value = None if failed else job.result()[1]
+    return job_result
 
 
 def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
@@ -200,8 +200,8 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
         return []
     with (folder / "results.csv").open("w", newline="") as file:
         rows = (
-            (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found)
-            for job, *found in results
+            (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *cells)
+            for job, *cells in results
         )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
     metric = next(iter(scores.values()))[0]

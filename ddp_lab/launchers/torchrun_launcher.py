@@ -152,12 +152,12 @@ class TorchrunLauncher(Launcher):
         """
         jobs: list[Job] = []
         own_keys = ("name", "runs_dir")  # set below for each job
-        given = [
+        swept = [
             [o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys]
             for job in job_overrides
         ]
         chosen = self._chosen_keys()
-        for overrides, all_overrides in zip(given, job_overrides, strict=True):
+        for overrides, all_overrides in zip(swept, job_overrides, strict=True):
             cfg = self.hydra_context.config_loader.load_sweep_config(
                 self.config, list(all_overrides)
             )
@@ -178,8 +178,8 @@ class TorchrunLauncher(Launcher):
 
         They have several values, here or in the sweeper's config.
         """
-        given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
+        overrides = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        return {each.get_key_element() for each in overrides if each.is_sweep_override()} | set(
             self.config.hydra.sweeper.params or ()
         )
 

@@ -66,10 +66,10 @@ def drop_paths_of(modules: Iterable[nn.Module]) -> list[DropPath]:
 
     A scale is on the device of the module that the branch belongs to.
     """
-    found: list[DropPath] = []
+    branches: list[DropPath] = []
     for module in modules:
         for layer in module.children():
             if isinstance(layer, DropPath):
                 layer.scale = torch.ones((), device=next(module.parameters()).device)
-                found.append(layer)
-    return found
+                branches.append(layer)
+    return branches

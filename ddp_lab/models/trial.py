@@ -124,8 +124,11 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         else "not used by two samples"
     )
     notes = {"frozen": frozen, what: unused}
-    found = {what: names for what, names in notes.items() if names}
-    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in found.items()]
+    names_by_note = {what: names for what, names in notes.items() if names}
+    lines = [
+        f"{len(names)} parameters are {what}: {some(names)}"
+        for what, names in names_by_note.items()
+    ]
     return Tried(frozenset(unused), lines)
 
 
@@ -226,9 +229,9 @@ def count_flops(model: nn.Module, inputs: Tree) -> float | None:
 def require_batch(outputs: Any, size: int, when: str) -> None:
     """Raise a TypeError if a model has returned one tensor that is not [size, ...]."""
     if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
-        found = list(outputs.shape)
+        shape = list(outputs.shape)
         raise TypeError(
-            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}"
+            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {shape}"
         )
 
 

@@ -147,12 +147,12 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     """Return the metrics in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        found = [
+        texts = [
             f"{kind} {value:.4f}"
             for kind in kinds_of([row])
             if (value := row.get(f"{name}_{kind}")) is not None
         ]
-        parts += [f"{name} {' '.join(found)}"] if found else []
+        parts += [f"{name} {' '.join(texts)}"] if texts else []
     return " | ".join(parts)
 
 
@@ -190,15 +190,15 @@ def describe_result(
     rows = read_epochs(metrics)
     row = row_of(metrics, epoch)
     which = f"best {criterion}" if criterion else "last"
-    found = describe_metrics(row, SETS[1:]) or "no metrics"
+    text = describe_metrics(row, SETS[1:]) or "no metrics"
     if rows:
         alike = [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]
         seconds, rate = (
             statistics.median(row[key] for row in alike)
             for key in ("seconds", "samples_per_second")
         )
-        found += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
-    return f"result: epoch {epoch} ({which}), {found} ({weights})"
+        text += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
+    return f"result: epoch {epoch} ({which}), {text} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
@@ -206,13 +206,13 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     records = read_epochs(metrics)
     plots = list[Plot]()
     for kind in kinds_of(records):
-        found = {
+        panels = {
             name: [
                 (r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None
             ]
             for name in SETS
         }
-        lines = [Curve(name, points) for name, points in found.items() if points]
+        lines = [Curve(name, points) for name, points in panels.items() if points]
         plots += (
             [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")]
             if lines

@@ -106,7 +106,7 @@ def split(
         loading: the times in which the loader worked.
         on_host: whether the device is the CPU.
     """
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     before = 0.0
     for asked, until in steps:
         mine = [(part, when) for part, launched, when in activities if asked <= launched < until]
@@ -126,8 +126,8 @@ def split(
             now = sum(max(0.0, min(b, end) - max(a, start)) for a, b in covered)
             times[name] = (now - known) / 1000
             known = now
-        found.append(times | {"idle": (end - start - known) / 1000})
-    return found
+        rows.append(times | {"idle": (end - start - known) / 1000})
+    return rows
 
 
 def compare(ranks: list[dict[str, list[dict[str, float]]]], pipeline: bool) -> list[dict[str, Any]]:

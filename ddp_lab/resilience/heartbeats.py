@@ -123,8 +123,8 @@ class Table:
 
     def __init__(self, runtime: Runtime):
         self.size = runtime.local_world_size
-        made = str(runtime.broadcast_from_rank0("heartbeats", self._create, per_node=True))
-        self._file = os.open(made, os.O_RDWR)
+        path = str(runtime.broadcast_from_rank0("heartbeats", self._create, per_node=True))
+        self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         runtime.gather_objects("heartbeats opened", "")  # on rank 0 it waits for the others
         keys = (
@@ -137,7 +137,7 @@ class Table:
         elif keys and runtime.local_rank == 0:
             runtime.store.wait(keys, DECISION_TIMEOUT)
         if runtime.local_rank == 0:
-            os.unlink(made)
+            os.unlink(path)
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def _create(self) -> str:
@@ -271,8 +271,8 @@ class NodeLink(threading.Thread):
             self.table.write("overview", json.loads(overview))
         if failure:
             self.table.write("failure", json.loads(failure))
-        elif own := self.table.read("failure"):
-            store.set("failure", json.dumps(own))
+        elif own_failure := self.table.read("failure"):
+            store.set("failure", json.dumps(own_failure))
 
     def _merge(self, store: Store, starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""

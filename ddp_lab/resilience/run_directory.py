@@ -147,14 +147,14 @@ def find_launch(root: Path, launch: str) -> str | None:
             launch, or joined it.
     """
     agents = set(launch.splitlines())
-    found: list[tuple[float, str]] = []
+    starts: list[tuple[float, str]] = []
     for folder in root.glob("*"):  # none if there is no root yet
         file = folder / LAUNCH_FILE
         # A file that is missing, has just been removed, or is another user's is not this launch's.
         with suppress(OSError):
             if agents & set(file.read_text().splitlines()):
-                found.append((file.stat().st_mtime, folder.name))
-    return max(found)[1] if found else None
+                starts.append((file.stat().st_mtime, folder.name))
+    return max(starts)[1] if starts else None
 
 
 def make_unused(root: Path, label: str) -> str:

@@ -522,8 +522,8 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
     )
     return {
-        name: make(found, training if name == "train" else evaluated)
-        for name, found in job.dataset.sets.items()
+        name: make(samples, training if name == "train" else evaluated)
+        for name, samples in job.dataset.sets.items()
     }
 
 
@@ -668,7 +668,7 @@ def make_settings(
     }
     keys = ("every_epochs", "every_steps", "keep", "on_error", "format", "mirror")
     checkpoint = {key: cfg.checkpoint[key] for key in keys}
-    kept = {
+    protection = {
         key: cfg[key]
         for key in ("name", "resume", "on_nan", "check_replicas", "inject", "profile", "timeout")
     }
@@ -686,5 +686,5 @@ def make_settings(
         tracked=without_secrets(config),
         hparams=hparams,
         trackers=chosen_trackers(config["tracker"], config["tracker_options"]),
-        **kept,
+        **protection,
     )

@@ -124,9 +124,9 @@ def restore_lost(
     from ddp_lab.checkpoints.mirror import Mirror
 
     def restore() -> None:
-        found = Mirror(mirror, runs_dir / (name or "unnamed"))
+        copies = Mirror(mirror, runs_dir / (name or "unnamed"))
         if name:
-            found.begin(resume)
+            copies.begin(resume)
 
     runtime.broadcast_from_rank0("mirror", restore)
 

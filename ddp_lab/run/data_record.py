@@ -107,19 +107,19 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
             "samples is another"
         )
     if record.held_out != dataset.held_out:
-        given, recorded = (
+        own_classes, recorded = (
             text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out)
         )
         if resumes:
             raise ConfigError(
-                f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with "
-                "another validation set. Use the recorded values, or start a new run with "
+                f"{own_classes}: {folder} was trained with {recorded}, and a run cannot be resumed "
+                "with another validation set. Use the recorded values, or start a new run with "
                 "name=NEW resume=never, from these weights with model.weights=CHECKPOINT"
             )
         if dataset.held_out:
             warnings.append(
-                f"{given}: {folder} was trained with {recorded}, so its weights may have been "
-                "trained on samples that now validate them"
+                f"{own_classes}: {folder} was trained with {recorded}, so its weights may have "
+                "been trained on samples that now validate them"
             )
     return "; ".join(warnings) or None
 

@@ -32,14 +32,14 @@ SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|headers", re
 IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")
 
 
-def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Finding]:
+def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Finding]:
     """Return what a report of a bug needs before the findings.
 
     It has versions, environment variables and config, without secrets.
 
     Args:
         usual: the default values, by key.
-        given: those of this launch.
+        current: those of this launch.
     """
     root = Path(__file__).parents[2]
     source = "from a wheel"
@@ -67,7 +67,7 @@ def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Findin
     ]
     changed = [
         f"{key}={shown(key, value)}"
-        for key, value in given.items()
+        for key, value in current.items()
         if key not in usual or usual[key] != value
     ]
     return [

@@ -44,13 +44,13 @@ class Run:
         self.name = str(path.relative_to(root))
         self.rows = read_epochs(path / "metrics.jsonl")
         config = path / "config.yaml"
-        found = (
+        match = (
             re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
             if config.exists()
             else None
         )
         # of a hundred runs, YAML's parser would take seconds
-        self.epochs = int(found[1]) if found else None
+        self.epochs = int(match[1]) if match else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
         status = (read_json(path / "status.json") or {}).get("status", "not started")
         with reserved(path) as free:

@@ -76,9 +76,9 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
 
 def bytes_of(dataset: Dataset) -> int | None:
     """Return the size of all sets in host memory; None if images are read one by one."""
-    sets = [found for found in dataset.sets.values() if isinstance(found, InMemory)]
+    sets = [samples for samples in dataset.sets.values() if isinstance(samples, InMemory)]
     if len(sets) < len(dataset.sets):
         return None
     from ddp_lab.data.trees import number_of_bytes
 
-    return sum(number_of_bytes((found.inputs, found.targets)) for found in sets)
+    return sum(number_of_bytes((samples.inputs, samples.targets)) for samples in sets)

@@ -74,14 +74,16 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
         )
     record = find_data(folder)
     criterion = record.criterion if record else None
-    found = find_checkpoint(folder / "checkpoints", choice, runtime, criterion, key="--checkpoint ")
-    if found is None:
+    checkpoint = find_checkpoint(
+        folder / "checkpoints", choice, runtime, criterion, key="--checkpoint "
+    )
+    if checkpoint is None:
         name = "best" if choice == "best" else "step_*"
         raise ConfigError(
             f"--checkpoint {choice}: {folder}/checkpoints contains no {name}.pt and no "
             f"{name}.sharded"
         )
-    return found
+    return checkpoint
 
 
 def load_trained(model: nn.Module, path: Path) -> nn.Module:
@@ -140,10 +142,10 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     progress = Progress.of(saved.state["progress"])
     # the last one that it has been trained in, at least in part
     epoch = progress.epoch - (progress.samples == 0)
-    found = {
+    row = {
         "checkpoint": str(path),
         "epoch": epoch,
         "step": progress.step,
         "samples": metrics.samples,
     }
-    return found | metrics.metrics(split) | {"where": job.strategy.where}
+    return row | metrics.metrics(split) | {"where": job.strategy.where}

@@ -127,12 +127,14 @@ def find_algorithm(name: str) -> Algorithm:
         "import, for example mine.tree from a file mine.py in the current directory"
     )
     try:
-        found = pkgutil.resolve_name(name)
+        function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"strategy.algorithm={name}: {allowed} ({error})") from None
-    if not callable(found):
-        raise ConfigError(f"strategy.algorithm={name}: {allowed}; it is a {type(found).__name__}")
-    return cast("Algorithm", found)
+    if not callable(function):
+        raise ConfigError(
+            f"strategy.algorithm={name}: {allowed}; it is a {type(function).__name__}"
+        )
+    return cast("Algorithm", function)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> None:

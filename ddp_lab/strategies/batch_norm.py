@@ -256,8 +256,8 @@ def require_no_others(model: nn.Module, example: Tree) -> None:
     Raises:
         ConfigError: it does; the message names the module.
     """
-    if found := other_statistics(model, example):
-        name, reason = found
+    if problem := other_statistics(model, example):
+        name, reason = problem
         place = f"{name or 'that is the model'}, {type(model.get_submodule(name)).__name__}"
         raise ConfigError(
             f"strategy.batch_norm=sync: does not support the module {place}: {reason}. "

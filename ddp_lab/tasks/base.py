@@ -141,8 +141,8 @@ class Task(nn.Module):
             TrainingError: the loss is reduced, the weights have another shape, or `weighted` is
                 False and there is not one loss of weight 1 for each sample.
         """
-        found = (self.loss or self.loss_fn)(outputs, targets)
-        losses, weights = found if isinstance(found, tuple) else (found, found)
+        returned = (self.loss or self.loss_fn)(outputs, targets)
+        losses, weights = returned if isinstance(returned, tuple) else (returned, returned)
         samples = (
             len(targets)
             if isinstance(targets, torch.Tensor)
@@ -168,7 +168,7 @@ class Task(nn.Module):
                 f"[{samples}], but the loss returned {what}. Remove the attribute weighted of "
                 "the loss or the task, or set it to True",
             )
-        return found
+        return returned
 
     def loss_sum(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of losses * weights and the sum of the weights, both [].
@@ -180,10 +180,10 @@ class Task(nn.Module):
         Raises:
             TrainingError: the loss is reduced, or the weights have another shape.
         """
-        found = self.losses(outputs, targets)
-        if isinstance(found, tuple):
-            return (found[0] * found[1]).sum(), found[1].sum()
-        return found.sum(), torch.full((), found.numel(), device=found.device)
+        losses = self.losses(outputs, targets)
+        if isinstance(losses, tuple):
+            return (losses[0] * losses[1]).sum(), losses[1].sum()
+        return losses.sum(), torch.full((), losses.numel(), device=losses.device)
 
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.
@@ -234,8 +234,8 @@ class Task(nn.Module):
         if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
-            found = self.losses(outputs, targets)
-        weights = found[1] if isinstance(found, tuple) else torch.ones_like(found)
+            losses = self.losses(outputs, targets)
+        weights = losses[1] if isinstance(losses, tuple) else torch.ones_like(losses)
         dtype = sum_dtype(outputs.device)
         values = values.to(dtype)
         weights = weights.to(dtype)

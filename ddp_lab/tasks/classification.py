@@ -118,18 +118,18 @@ class Classification(Task):
         classes = outputs.size(1)
         top = outputs.topk(min(TOP, classes), dim=1).indices
         predicted = outputs.argmax(1)
-        found = {
+        sums_of_batch = {
             "top5": (top == targets.unsqueeze(1)).any(1).sum(),
             "correct": (predicted == targets).sum(),
         }
-        found["samples"] = torch.full_like(found["correct"], len(targets))
+        sums_of_batch["samples"] = torch.full_like(sums_of_batch["correct"], len(targets))
         if classes <= MOST_CLASSES:
             cells = targets * classes + predicted
             ones = torch.ones_like(targets)
-            found["confusion"] = (
+            sums_of_batch["confusion"] = (
                 ones.new_zeros(classes * classes).index_add_(0, cells, ones).view(classes, classes)
             )
-        return found
+        return sums_of_batch
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         accuracy = {"accuracy": float(sums["correct"] / sums["samples"])}

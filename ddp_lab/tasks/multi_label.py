@@ -40,8 +40,8 @@ class MultiLabel(Task):
         decided = outputs > 0
         true = targets > 0.5
         counts = {"true_positive": decided & true, "positive": true, "decided": decided}
-        found = {name: value.sum(0).double() for name, value in counts.items()}
-        return found | {
+        sums_of_batch = {name: value.sum(0).double() for name, value in counts.items()}
+        return sums_of_batch | {
             "correct": (decided == true).sum().double(),
             "decisions": outputs.new_tensor(true.numel()).double(),
         }

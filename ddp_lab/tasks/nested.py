@@ -93,13 +93,13 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
     Raises:
         ConfigError: there is no such tensor.
     """
-    found = outputs
+    logits = outputs
     if not isinstance(outputs, torch.Tensor):
-        found = (
+        logits = (
             outputs.get(LOGITS) if isinstance(outputs, Mapping) else getattr(outputs, LOGITS, None)
         )
-    if isinstance(found, torch.Tensor):
-        return found
+    if isinstance(logits, torch.Tensor):
+        return logits
     content, place = describe_content(outputs)
     raise ConfigError(
         f"{what} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a part "

@@ -49,12 +49,12 @@ class Tokens(Task):
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         valid = targets != IGNORE
         losses, _ = self.loss_fn(outputs, targets)
-        found = {
+        sums_of_batch = {
             "tokens": valid.sum(),
             "nats": losses.double().sum(),
             "correct": ((outputs.argmax(-1) == targets) & valid).sum(),
         }
-        return {name: value.double() for name, value in found.items()}
+        return {name: value.double() for name, value in sums_of_batch.items()}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         nats = float(sums["nats"] / sums["tokens"])

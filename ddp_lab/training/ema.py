@@ -120,8 +120,8 @@ class EMA:
         Nothing is copied.
         """
         return {
-            name: sharded_as(self.tensors[own], self.averages[own])
-            for name, own in self._names.items()
+            name: sharded_as(self.tensors[names], self.averages[names])
+            for name, names in self._names.items()
         }
 
     def reset_to_weights(self) -> None:

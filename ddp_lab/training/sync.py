@@ -231,7 +231,7 @@ class Sync:
             float(is_first and is_row),
             *map(float, self.flags()),
         ]
-        own = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
+        own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
         first_bad = self.running_sums.first_bad(step) if waits else None
         is_bad = totals.new_zeros(()) if first_bad is None else first_bad.isfinite().to(totals)
         bad_weights = [1.0 - tensor.isfinite().all().to(totals) for tensor in weights]
@@ -239,7 +239,7 @@ class Sync:
         on_host = torch.tensor(host, dtype=totals.dtype, pin_memory=cuda).to(
             device, non_blocking=cuda
         )
-        on_device = [on_host, torch.stack([is_bad, worst_weight]), own]
+        on_device = [on_host, torch.stack([is_bad, worst_weight]), own_totals]
         if self.running_sums.norm is not None:  # the same on every rank
             on_device.append(self.running_sums.norm * is_first)
         values = runtime.all_reduce(torch.cat(on_device))
@@ -290,7 +290,7 @@ class Sync:
         """
         runtime = self.strategy.runtime
         encoded = -(first_bad * runtime.world_size + runtime.rank)
-        found = runtime.all_reduce(encoded, dist.ReduceOp.MAX).item()
-        assert found != -math.inf, "a rank has said that a loss is not finite"
-        step, rank = divmod(int(-found), runtime.world_size)
+        earliest = runtime.all_reduce(encoded, dist.ReduceOp.MAX).item()
+        assert earliest != -math.inf, "a rank has said that a loss is not finite"
+        step, rank = divmod(int(-earliest), runtime.world_size)
         return step, rank

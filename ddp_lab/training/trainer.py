@@ -130,8 +130,8 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
     try:
         optimizer = construct_optimizer(make, groups)
     except (TypeError, ValueError, AttributeError) as error:
-        given = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
-        raise ConfigError(f"optimizer: {describe_error(error)}{given}") from None
+        hint = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
+        raise ConfigError(f"optimizer: {describe_error(error)}{hint}") from None
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided

@@ -193,6 +193,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    kept = mallopt(TRIM_THRESHOLD, NEVER)
+    is_set = mallopt(TRIM_THRESHOLD, NEVER)
     in_heap = mallopt(MMAP_THRESHOLD, LARGEST)
-    return bool(kept and in_heap)
+    return bool(is_set and in_heap)

@@ -156,15 +156,15 @@ class Ranks:
             self.store.set(answer_key, answer)
             return value
         self.store.wait([answer_key], DECISION_TIMEOUT)
-        found = json.loads(self.store.get(answer_key))
-        if "error" in found:
+        reply = json.loads(self.store.get(answer_key))
+        if "error" in reply:
             from ddp_lab.config.causes import from_record
 
-            raise from_record(found)
-        if found["question"] != name:
-            other = found["question"]
+            raise from_record(reply)
+        if reply["question"] != name:
+            other = reply["question"]
             raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {other}")
-        return found["value"]
+        return reply["value"]
 
     def _pass_on(self, keys: list[str], error: BaseException) -> None:
         """Set some keys of the store to this rank's exception, unless the store is gone."""
@@ -252,7 +252,7 @@ class Ranks:
         if self.rank != 0:
             return None
         self.store.wait(keys, DECISION_TIMEOUT)
-        return [found.decode() for found in self.store.multi_get(keys)]
+        return [value_found.decode() for value_found in self.store.multi_get(keys)]
 
     def gather_and_decide(
         self, key: str, value: Any, decide: Callable[[list[Any]], Answer]
@@ -270,8 +270,8 @@ class Ranks:
             ConfigError: `decide` raised it.
             OtherRankError: `decide` raised another exception on rank 0.
         """
-        found = self.gather_objects(key, json.dumps(value)) or []
-        return self.broadcast_from_rank0(key, lambda: decide([json.loads(each) for each in found]))
+        texts = self.gather_objects(key, json.dumps(value)) or []
+        return self.broadcast_from_rank0(key, lambda: decide([json.loads(each) for each in texts]))
 
     @property
     def launch(self) -> str:
@@ -282,8 +282,10 @@ class Ranks:
         They are complete on rank 0 only.
         """
         if self._launch is None:
-            own = launch_id()
-            self._launch = "\n".join(dict.fromkeys(self.gather_objects("launch", own) or [own]))
+            own_id = launch_id()
+            self._launch = "\n".join(
+                dict.fromkeys(self.gather_objects("launch", own_id) or [own_id])
+            )
         return self._launch
 
     def exit_if_abandoned(self, code: int) -> None:

@@ -51,7 +51,7 @@ class WandB:
         settings = wandb.Settings(console="off", silent=True, **often)
         # else it would ask for a key on a terminal, from which nobody reads in this thread
         wandb.setup(settings)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "name": run.path.name,
             "resume": "allow",
             "allow_val_change": True,
@@ -66,7 +66,7 @@ class WandB:
             id=run.id,
             config=run.config,
             settings=settings,
-            **given,
+            **arguments,
         )
         log.info(f"tracker=wandb: {self.run.dir if self.run.offline else self.run.url}")
 
