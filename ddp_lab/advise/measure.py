@@ -126,11 +126,10 @@ def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
     devices = advisor.devices
     run = text_without(advisor.cfg, ["strategy"])
-    name = (
-        torch.cuda.get_device_name()
-        if devices.kind == "cuda"
-        else f"{platform.node()} {platform.processor()}"
-    )
+    if devices.kind == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{platform.node()} {platform.processor()}"
     key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {run}".encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"

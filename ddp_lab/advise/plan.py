@@ -244,13 +244,12 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first
     # one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
-    copied = (
-        {*HELD} - {"gradients"}
-        if again
-        else {"parameters", "buffers", "averages"}
-        if options.compile
-        else set[str]()
-    )
+    if again:
+        copied = {*HELD} - {"gradients"}
+    elif options.compile:
+        copied = {"parameters", "buffers", "averages"}
+    else:
+        copied = set[str]()
     peak["copies"] = sum(bytes_held[kind] for kind in copied)
     outside = 0.0
     if runtime.kind == "cuda":

@@ -87,11 +87,10 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
         format(row.measured[key], form) if key in row.measured else ""
         for key, form in MEASURED.values()
     ]
-    measured_cells += (
-        [gib(plan.allocated), gib(row.measured["allocated"])]
-        if "allocated" in row.measured
-        else [""] * len(PEAKS)
-    )
+    if "allocated" in row.measured:
+        measured_cells += [gib(plan.allocated), gib(row.measured["allocated"])]
+    else:
+        measured_cells += [""] * len(PEAKS)
     return (
         *(row.name, str(row.devices)),
         *map(gib, (plan.total, state, activations, plan.total - state - activations)),

@@ -35,11 +35,9 @@ def find_source(
 
 def run_of(source: Path) -> Path:
     """Return the directory of the run to which a checkpoint, or a directory of them, belongs."""
-    return (
-        source.parent
-        if source.is_dir() and not is_sharded(source)
-        else source.absolute().parent.parent
-    )
+    if source.is_dir() and not is_sharded(source):
+        return source.parent
+    return source.absolute().parent.parent
 
 
 def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":

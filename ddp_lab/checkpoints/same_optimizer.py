@@ -53,11 +53,9 @@ def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) ->
     options = options_of(optimizer)
     new = sorted(options - saved.options)
     old = sorted(saved.options - options)
-    parts = (
-        [f"has no option {', '.join(new)}, of which the values of this launch are used"]
-        if new
-        else []
-    )
+    parts = []
+    if new:
+        parts = [f"has no option {', '.join(new)}, of which the values of this launch are used"]
     parts += [f"has the option {', '.join(old)}, which this launch does not have"] if old else []
     return f"the optimizer in the checkpoint {' and '.join(parts)}" if parts else None
 

@@ -117,9 +117,10 @@ class SavedCheckpoint(ABC):
         trained = {name for group in groups for name in group["params"]}
         for name, parameter in state.strategy.module.named_parameters():
             if parameter.requires_grad != (name in trained) and name not in state.strategy.idle:
-                now, then = (
-                    ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
-                )
+                if parameter.requires_grad:
+                    now, then = "trained", "frozen"
+                else:
+                    now, then = "frozen", "trained"
                 raise ConfigError(
                     f"{self.about}: the parameter {name} is {now} in this launch and was {then} "
                     "when the checkpoint was written. Freeze the same parameters, or begin a new "

@@ -85,13 +85,12 @@ def main(arguments: list[str]) -> None:
     shape = run.data.shape
     kind = run.task
     if not issubclass(kind, Tokens if namespace.prompt else Classification):
-        needs = (
-            "needs --prompt TEXT"
-            if issubclass(kind, Tokens)
-            else "needs images"
-            if issubclass(kind, Classification)
-            else "is not made"
-        )
+        if issubclass(kind, Tokens):
+            needs = "needs --prompt TEXT"
+        elif issubclass(kind, Classification):
+            needs = "needs images"
+        else:
+            needs = "is not made"
         raise ConfigError(
             f"{namespace.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
             "predict --help"

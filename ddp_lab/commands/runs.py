@@ -142,11 +142,8 @@ def show(run: Run) -> str:
             name: [(x, y) for x, y in line if y is not None and math.isfinite(y)]
             for name, line in curves.items()
         }
-        parts += (
-            [curve(kind, lines)]
-            if (lines := {name: line for name, line in finite.items() if line})
-            else []
-        )
+        if lines := {name: line for name, line in finite.items() if line}:
+            parts += [curve(kind, lines)]
     return "\n\n".join(parts if run.rows else [*parts, "no epoch is finished"])
 
 

@@ -248,11 +248,9 @@ class Dataset:
         is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape
         if self.classes and is_next and len(shape) == 1 and not inputs.is_floating_point():
             arguments |= {"vocabulary": len(self.classes), "context": shape[0]}
-        return (
-            arguments | {"in_channels": shape[0], "image_size": shape[-1]}
-            if len(shape) == 3
-            else arguments
-        )
+        if len(shape) == 3:
+            return arguments | {"in_channels": shape[0], "image_size": shape[-1]}
+        return arguments
 
 
 def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:

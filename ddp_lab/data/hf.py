@@ -90,18 +90,17 @@ def open_split(
                 f"{', '.join(rows.column_names)}"
             )
         if column is not None and targets is not None and is_text(rows, column):
-            remedy = (
-                "use data.dataset.targets=null task=tokens for a model of text"
-                if name == "inputs"
-                else f"make it classes with dataset.class_encode_column('{column}') of the package "
-                "datasets, and save_to_disk"
-            )
+            if name == "inputs":
+                remedy = "use data.dataset.targets=null task=tokens for a model of text"
+            else:
+                remedy = (
+                    f"make it classes with dataset.class_encode_column('{column}') of the package "
+                    "datasets, and save_to_disk"
+                )
             raise ConfigError(f"data.dataset.{name}={column}: is text; {remedy}")
-    return (
-        tokens_of(rows, inputs, context, root)
-        if targets is None
-        else Labelled(rows, inputs, targets)
-    )
+    if targets is None:
+        return tokens_of(rows, inputs, context, root)
+    return Labelled(rows, inputs, targets)
 
 
 def is_text(rows: Any, column: str) -> bool:

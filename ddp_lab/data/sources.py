@@ -62,9 +62,10 @@ class Own:
     def load(self) -> Dataset:
         """Construct the training, validation and test set, and check the first sample of each."""
         loaded = self.sets()
-        parts = (
-            range(self.num_classes) if self.num_classes else getattr(loaded["train"], "classes", ())
-        )
+        if self.num_classes:
+            parts = range(self.num_classes)
+        else:
+            parts = getattr(loaded["train"], "classes", ())
         classes = [str(name) for name in parts] if isinstance(parts, Sequence) else []
         reading = Reading(self.name, self.seed, self.images, len(classes))
         sets = {
@@ -101,11 +102,9 @@ class Own:
             names = [
                 name for name, split in self.splits.items() if split == value and name != "train"
             ]
-            hint = (
-                f". data.{names[0]}_split is the name of this split; null: there is none"
-                if names
-                else ""
-            )
+            hint = ""
+            if names:
+                hint = f". data.{names[0]}_split is the name of this split; null: there is none"
             setting = f" with {key}={value}" if key else ""
             raise ConfigError(
                 f"{self.name}: cannot be constructed{setting}: {describe_error(error)}{hint}"

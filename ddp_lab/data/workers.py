@@ -92,9 +92,9 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
             )
         if other is not None:
             name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
-            ways = (
-                "" if isinstance(samples[0][place], torch.Tensor) else ", or pad them in collate_fn"
-            )
+            ways = ""
+            if not isinstance(samples[0][place], torch.Tensor):
+                ways = ", or pad them in collate_fn"
             raise SampleError(
                 f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
                 f"their {name} have the shapes {forms[0][name]} and {forms[other][name]}. Pad them "

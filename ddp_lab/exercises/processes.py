@@ -114,11 +114,10 @@ def exited(process: BaseProcess) -> Outcome:
             "dtype the same on all ranks?"
         )
         return Outcome("exited", f"the process was aborted; {cause}")
-    how = (
-        f"was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with code {code}, as by os._exit"
-    )
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    else:
+        how = f"ended with code {code}, as by os._exit"
     return Outcome("exited", f"the process {how}, without a result.")
 
 

@@ -282,9 +282,9 @@ class Lab:
             self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
-        complete = (
-            (tried.inputs, tried.targets) if tried is not None and tried.is_complete else None
-        )
+        complete = None
+        if tried is not None and tried.is_complete:
+            complete = (tried.inputs, tried.targets)
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)

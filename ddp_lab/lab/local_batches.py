@@ -210,11 +210,10 @@ class LocalBatches:
                 pad(inputs, current.size), pad(targets, current.size), current.global_size
             ), current
         if samples != full:
-            expected = (
-                f"{current.num_valid}, as the last one from `batches`, or {full}"
-                if current and current.num_valid != full
-                else full
-            )
+            if current and current.num_valid != full:
+                expected = f"{current.num_valid}, as the last one from `batches`, or {full}"
+            else:
+                expected = full
             raise ConfigError(
                 f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected "
                 f"{expected}: batch_size={self.batch_size} is that of all ranks, and is divided "

@@ -358,11 +358,11 @@ class Trainer(training.Trainer):
         """
         self._calls.begin("called save")
         full, _ = gather_full_state(self.strategy, self.state.weights())
-        weights = (
-            {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes}
-            if full
-            else {}
-        )
+        weights = {}
+        if full:
+            weights = {
+                name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes
+            }
         path = Path(path)
 
         def write() -> None:

@@ -196,9 +196,9 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         return 1
     except (DistError, OSError) as error:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
-        advice = (
-            "the port is in use; choose another one, the same on every machine. " if in_use else ""
-        )
+        advice = ""
+        if in_use:
+            advice = "the port is in use; choose another one, the same on every machine. "
         print(
             f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr
         )
@@ -230,11 +230,10 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     for rank, code in codes.items():
         # such ranks were ended because of another one
         if code not in (1, REFUSED, -signal.SIGTERM):
-            how = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
+            if code < 0:
+                how = f"was ended by {signal.Signals(-code).name}"
+            else:
+                how = f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
     if first:
         return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1

@@ -227,11 +227,10 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
-    state = (
-        status["status"]
-        if status
-        else "did not start"
-        if job.run_dir.parent.exists()
-        else "its directory was deleted"
-    )
+    if status:
+        state = status["status"]
+    elif job.run_dir.parent.exists():
+        state = "did not start"
+    else:
+        state = "its directory was deleted"
     return f"{job.name}: {state} (exit code {code}): {reason}"

@@ -109,11 +109,10 @@ class TorchrunLauncher(Launcher):
         """
         slots = self._slots()
         jobs = self._jobs(job_overrides)
-        numbers = (
-            f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
-            if len(jobs) > 1
-            else f" {initial_job_idx + 1}"
-        )
+        if len(jobs) > 1:
+            numbers = f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
+        else:
+            numbers = f" {initial_job_idx + 1}"
         print(f"job{numbers} in {self.sweep_dir}", flush=True)
         different = {job.run_dir: job for job in jobs}  # a search may propose the same job twice
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:

@@ -114,9 +114,10 @@ def run(block: Block, activation: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: the output is no tensor.
     """
-    inputs = (
-        activation if block.device == "meta" else torch.ones_like(activation, device=block.device)
-    )
+    if block.device == "meta":
+        inputs = activation
+    else:
+        inputs = torch.ones_like(activation, device=block.device)
     with state_kept(block.module, weights=False):
         output = block.module(inputs)
     if not isinstance(output, torch.Tensor):

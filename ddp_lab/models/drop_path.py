@@ -49,11 +49,9 @@ class DropPath(nn.Module):
         digest = hashlib.sha256(
             f"drop_path seed={seed} step={step} branch={self.name}".encode()
         ).digest()
-        return (
-            0.0
-            if Random(int.from_bytes(digest, "big")).random() < self.rate
-            else 1 / (1 - self.rate)
-        )
+        if Random(int.from_bytes(digest, "big")).random() < self.rate:
+            return 0.0
+        return 1 / (1 - self.rate)
 
     def prepare(self, seed: int, step: int) -> None:
         """Draw whether a step, numbered from the beginning of the run, drops the branch."""

@@ -74,9 +74,9 @@ def random_like(inputs: T, draw: int = 0) -> T:
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         has_fraction = tensor.is_floating_point()
-        return (
-            make(tensor.shape, generator=generator, dtype=tensor.dtype) if has_fraction else tensor
-        )
+        if has_fraction:
+            return make(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor
 
     return apply(drawn, inputs)
 
@@ -118,11 +118,10 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         )
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
-    what = (
-        "not used in training, so they stay as they are"
-        if trial.freezes
-        else "not used by two samples"
-    )
+    if trial.freezes:
+        what = "not used in training, so they stay as they are"
+    else:
+        what = "not used by two samples"
     notes = {"frozen": frozen, what: unused}
     names_by_note = {what: names for what, names in notes.items() if names}
     lines = [
@@ -157,11 +156,9 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     except Exception as error:
         if problem := describe_arguments(error, model):
             raise ConfigError(f"{key}: {problem}") from None
-        other = (
-            ""
-            if runtime.precision == "float32"
-            else "precision=float32, if a layer does not support bf16 on this device, or "
-        )
+        other = ""
+        if runtime.precision != "float32":
+            other = "precision=float32, if a layer does not support bf16 on this device, or "
         small = " (a common cause is that they are too small)" if is_images(trial.inputs) else ""
         raise ConfigError(
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "

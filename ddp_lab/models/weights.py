@@ -192,11 +192,10 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
     if isinstance(state, dict) and not candidates:
         candidates = [state[name] for name in NESTED if is_weights(state.get(name))]
     if len(candidates) != 1:
-        has = (
-            f"has {some([str(name) for name in state], 6)}"
-            if isinstance(state, dict)
-            else f"is a {type(state).__name__}"
-        )
+        if isinstance(state, dict):
+            has = f"has {some([str(name) for name in state], 6)}"
+        else:
+            has = f"is a {type(state).__name__}"
         raise ConfigError(
             f"{key}: must be a dict of tensors by name, or have exactly one under "
             f"{', '.join(NESTED)}; it {has}. Save the weights alone: "

@@ -213,10 +213,9 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
             for name in SETS
         }
         lines = [Curve(name, points) for name, points in panels.items() if points]
-        plots += (
-            [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")]
-            if lines
-            else []
-        )
+        if lines:
+            plots += [
+                curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")
+            ]
     if plots:
         beside(plots, picture)

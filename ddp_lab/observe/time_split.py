@@ -70,7 +70,12 @@ def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
         when = span(event)
         if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
             between = "nccl" in name.lower() or "symmetric_memory" in name or "PtoP" in name
-            part = "communication" if between else "data" if "HtoD" in name else "compute"
+            if between:
+                part = "communication"
+            elif "HtoD" in name:
+                part = "data"
+            else:
+                part = "compute"
             # a copy between devices has no device in its args
             gpu = args.get("device", event["pid"])
             devices[f"cuda:{gpu}"].append((part, launched.get(args.get("correlation"), -1.0), when))
@@ -208,11 +213,10 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
             "with backward"
         )
     if share["idle"] > 0.4:
-        remedy = (
-            "a larger batch helps"
-            if graph
-            else "cuda_graph=true, compile=true or a larger batch help"
-        )
+        if graph:
+            remedy = "a larger batch helps"
+        else:
+            remedy = "cuda_graph=true, compile=true or a larger batch help"
         lines.append(
             f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python "
             f"launches work; {remedy}"

@@ -127,11 +127,9 @@ class Table:
         self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
         runtime.gather_objects("heartbeats opened", "")  # on rank 0 it waits for the others
-        keys = (
-            [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
-            if runtime.nodes > 1
-            else []
-        )
+        keys = []
+        if runtime.nodes > 1:
+            keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
         if keys and runtime.rank == 0:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:

@@ -651,11 +651,10 @@ def make_settings(
     cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]"
 ) -> RunSettings:
     """Return where the run is recorded, and what protects it."""
-    choices = (
-        HydraConfig.get().runtime.choices
-        if HydraConfig.initialized()
-        else dict.fromkeys(GROUPS, "")
-    )
+    if HydraConfig.initialized():
+        choices = HydraConfig.get().runtime.choices
+    else:
+        choices = dict.fromkeys(GROUPS, "")
     config = plain(cfg)
     hparams = {group: choices[group] for group in GROUPS} | {
         key: cfg[key] for key in ("epochs", "precision", "seed")

@@ -90,9 +90,10 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
         ConfigError: one does not.
     """
     for key, value in wanted.items():
-        name, _, metric = (
-            ("val", "", "") if key == "patience" and value else str(value).partition("_")
-        )
+        if key == "patience" and value:
+            name, _, metric = "val", "", ""
+        else:
+            name, _, metric = str(value).partition("_")
         known = task.monitorable(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(

@@ -63,11 +63,9 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    return (
-        DataRecord(**record)
-        if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys()
-        else None
-    )
+    if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys():
+        return DataRecord(**record)
+    return None
 
 
 def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:

@@ -48,11 +48,10 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
             ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True
         )
         source = f"commit {described.stdout.strip() or 'unknown'}"
-    cuda = (
-        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        if torch.version.cuda
-        else "torch without CUDA"
-    )
+    if torch.version.cuda:
+        cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    else:
+        cuda = "torch without CUDA"
     versions = [
         *map(installed, PACKAGES),
         source,
@@ -128,11 +127,10 @@ def describe_devices() -> Finding:
     """Return a finding that lists every visible GPU with its index, name and memory."""
     listed = f"{socket.gethostname()}: {list_devices()}"
     if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
-        remedy = (
-            "this torch is a CPU build; install one for CUDA"
-            if torch.version.cuda is None
-            else "check CUDA_VISIBLE_DEVICES"
-        )
+        if torch.version.cuda is None:
+            remedy = "this torch is a CPU build; install one for CUDA"
+        else:
+            remedy = "check CUDA_VISIBLE_DEVICES"
         return Finding(
             "warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {remedy}"
         )
@@ -146,9 +144,10 @@ def describe_backend(runtime: Runtime) -> Finding:
         NodeError: This build of torch has no backend for the chosen device.
     """
     cuda = runtime.device.type == "cuda"
-    name, available = (
-        ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
-    )
+    if cuda:
+        name, available = "nccl", dist.is_nccl_available()
+    else:
+        name, available = "gloo", dist.is_gloo_available()
     if not available:
         raise NodeError(
             f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install "

@@ -44,17 +44,20 @@ class Run:
         self.name = str(path.relative_to(root))
         self.rows = read_epochs(path / "metrics.jsonl")
         config = path / "config.yaml"
-        match = (
-            re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
-            if config.exists()
-            else None
-        )
+        match = None
+        if config.exists():
+            match = re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
         # of a hundred runs, YAML's parser would take seconds
         self.epochs = int(match[1]) if match else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
         status = (read_json(path / "status.json") or {}).get("status", "not started")
         with reserved(path) as free:
-            self.state = status if free and status != "running" else "killed" if free else "running"
+            if free and status != "running":
+                self.state = status
+            elif free:
+                self.state = "killed"
+            else:
+                self.state = "running"
         here = (
             self.state != "running"
             and f" on {socket.gethostname()} " in (path / LOCK_FILE).read_text()

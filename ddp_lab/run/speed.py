@@ -64,9 +64,10 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
             "(github.com/pytorch/pytorch/issues/107214)"
         )
     if device != "cuda":
-        reasons["cuda_graph"] = (
-            "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
-        )
+        if device == "mps":
+            reasons["cuda_graph"] = "it needs an NVIDIA GPU"
+        else:
+            reasons["cuda_graph"] = "no GPU is available"
     by_strategy = f"not supported by strategy={strategy.name}"
     for name in KEYS:
         if name != "loader" and name not in strategy.supported_options:

@@ -131,11 +131,10 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     saved.check(job.shapes)
     setup_distributed(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
-    slow = (
-        log_if_slow("evaluating", partial(print, file=sys.stderr))
-        if runtime.rank == 0
-        else nullcontext()
-    )
+    if runtime.rank == 0:
+        slow = log_if_slow("evaluating", partial(print, file=sys.stderr))
+    else:
+        slow = nullcontext()
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     NotFiniteNotes(runtime.rank == 0).check({split: metrics})

@@ -86,9 +86,10 @@ def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | Gra
     Collective.
     """
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
-    first_steps = (
-        compiling(step, captured, options.channels_last) if options.compile else nullcontext()
-    )
+    if options.compile:
+        first_steps = compiling(step, captured, options.channels_last)
+    else:
+        first_steps = nullcontext()
     if captured is not None:
         graph = GraphStep(step, captured)
         graph.capture(first_steps)

@@ -36,11 +36,9 @@ def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     devices.
     """
     for gradient in map(in_memory_order, gradients):
-        from_ranks = (
-            [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-            if dist.get_rank() == 0
-            else None
-        )
+        from_ranks = None
+        if dist.get_rank() == 0:
+            from_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
         dist.gather(gradient, from_ranks, dst=0)
         if from_ranks is not None:
             gradient.copy_(torch.stack(from_ranks).sum(0))

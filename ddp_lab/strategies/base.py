@@ -175,11 +175,10 @@ class Strategy(ABC):
     @property
     def where(self) -> str:
         """Number and kind of the devices, for the log, for example "2 x cpu"."""
-        kind = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else self.device.type
-        )
+        if self.device.type == "cuda":
+            kind = torch.cuda.get_device_name(self.device)
+        else:
+            kind = self.device.type
         return f"{self.num_devices} x {kind}"
 
     @property
@@ -414,9 +413,10 @@ class Strategy(ABC):
             [loss_sum, *task.train_metrics, weight] of the micro-batch.
         """
         with self._mixed_precision():
-            outputs = (
-                self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
-            )
+            if isinstance(inputs, torch.Tensor):
+                outputs = self.forward(inputs)
+            else:
+                outputs = self._call(inputs)
         size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
         if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
             outputs = self._of_samples(outputs, self._size(inputs), num_valid)

@@ -29,11 +29,9 @@ def why_unsupported(layer: nn.Module) -> str:
     Return "" if they can, or if it keeps none.
     """
     if isinstance(layer, _InstanceNorm):
-        return (
-            "its running statistics would be those of the local batch"
-            if layer.track_running_stats
-            else ""
-        )
+        if layer.track_running_stats:
+            return "its running statistics would be those of the local batch"
+        return ""
     if isinstance(layer, _BatchNorm):
         if not layer.track_running_stats:
             return (

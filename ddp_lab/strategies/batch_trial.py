@@ -114,11 +114,9 @@ def samples(model: nn.Module, example: Tree, draw: int) -> Tree:
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         values = torch.full_like(tensor, draw, device="cpu")
-        return (
-            values.uniform_(draw, 2 * draw + 1, generator=generator)
-            if values.is_floating_point()
-            else values
-        )
+        if values.is_floating_point():
+            return values.uniform_(draw, 2 * draw + 1, generator=generator)
+        return values
 
     device = next((tensor.device for tensor in model.parameters()), "cpu")
     return to(apply(drawn, example), device)

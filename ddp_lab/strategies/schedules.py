@@ -83,9 +83,10 @@ class PipelinePlan:
         require_microbatches(schedule, number, ranks, samples)
         one_stage = has_one_stage(schedule)
         if cut and (len(cut) + 1 != ranks if one_stage else (len(cut) + 1) % ranks):
-            needs = (
-                f"{ranks} stages, one for each" if one_stage else f"a multiple of {ranks} stages"
-            )
+            if one_stage:
+                needs = f"{ranks} stages, one for each"
+            else:
+                needs = f"a multiple of {ranks} stages"
             raise ConfigError(
                 f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but "
                 f"strategy.schedule={schedule} on {ranks} ranks needs {needs}"

@@ -331,11 +331,10 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
             )
         linear = is_linear(modules[path])
         if word not in (WORDS if linear else WORDS[-2:]):
-            allowed = (
-                f"one of {', '.join(WORDS)}"
-                if linear
-                else "tokens or gather, because it is no nn.Linear"
-            )
+            if linear:
+                allowed = f"one of {', '.join(WORDS)}"
+            else:
+                allowed = "tokens or gather, because it is no nn.Linear"
             raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:

@@ -143,11 +143,10 @@ class Task(nn.Module):
         """
         returned = (self.loss or self.loss_fn)(outputs, targets)
         losses, weights = returned if isinstance(returned, tuple) else (returned, returned)
-        samples = (
-            len(targets)
-            if isinstance(targets, torch.Tensor)
-            else samples_in(outputs, targets, losses)
-        )
+        if isinstance(targets, torch.Tensor):
+            samples = len(targets)
+        else:
+            samples = samples_in(outputs, targets, losses)
         if losses.shape[:1] != (samples,):
             raise TrainingError(
                 f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, "

@@ -134,9 +134,9 @@ class Classification(Task):
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         accuracy = {"accuracy": float(sums["correct"] / sums["samples"])}
         few = "confusion" in sums and len(sums["confusion"]) <= TOP
-        return (
-            accuracy if few else accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
-        )
+        if few:
+            return accuracy
+        return accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
 
 
 def classes_of(targets: torch.Tensor) -> torch.Tensor:

@@ -50,11 +50,10 @@ class MultiLabel(Task):
         true_positive = sums["true_positive"]
         either = sums["positive"] + sums["decided"]
         used = either > 0
-        macro = (
-            (2 * true_positive[used] / either[used]).mean()
-            if used.any()
-            else torch.tensor(float("nan"))
-        )
+        if used.any():
+            macro = (2 * true_positive[used] / either[used]).mean()
+        else:
+            macro = torch.tensor(float("nan"))
         micro = 2 * true_positive.sum() / either.sum()
         values = {
             "accuracy": sums["correct"] / sums["decisions"],

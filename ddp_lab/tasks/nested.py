@@ -95,9 +95,10 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
     """
     logits = outputs
     if not isinstance(outputs, torch.Tensor):
-        logits = (
-            outputs.get(LOGITS) if isinstance(outputs, Mapping) else getattr(outputs, LOGITS, None)
-        )
+        if isinstance(outputs, Mapping):
+            logits = outputs.get(LOGITS)
+        else:
+            logits = getattr(outputs, LOGITS, None)
     if isinstance(logits, torch.Tensor):
         return logits
     content, place = describe_content(outputs)
@@ -113,9 +114,10 @@ def require_tensor_targets(targets: Tree, task: str) -> None:
     if isinstance(targets, torch.Tensor):
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""
-    what = (
-        "no targets" if targets is None else f"targets that are a {type(targets).__name__}{parts}"
-    )
+    if targets is None:
+        what = "no targets"
+    else:
+        what = f"targets that are a {type(targets).__name__}{parts}"
     raise ConfigError(
         f"{task}: needs targets that are one tensor [b, ...], got {what}. Choose one by `targets`, "
         "or use a loss function, which gets them as they are"

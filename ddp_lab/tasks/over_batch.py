@@ -136,9 +136,10 @@ def compare_with(
     task: Task, outputs: Any, targets: Tree, together: Sums, dtype: torch.dtype
 ) -> str | None:
     """As `compare`, given the sums over all samples and the coarsest dtype in them."""
-    tolerance = (
-        EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
-    )
+    if dtype == torch.float64:
+        tolerance = EXACT
+    else:
+        tolerance = measure_tolerance(task, outputs, targets, together)
     again, _ = sums_of(task, outputs, targets)
     if not all(map(np.isfinite, together)):
         return None

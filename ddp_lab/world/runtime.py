@@ -84,11 +84,10 @@ class Runtime(Ranks):
             )
         if name in ("cpu", "mps"):
             return [first]
-        devices = (
-            [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-            if name == "cuda"
-            else [first]
-        )
+        if name == "cuda":
+            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        else:
+            devices = [first]
         if self.local_world_size > len(devices):
             raise NodeError(
                 f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one "
@@ -121,11 +120,9 @@ class Runtime(Ranks):
 
     def peak_flops(self) -> float | None:
         """Return the FLOP/s of this rank's card by its data sheet; None without a known card."""
-        return (
-            peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
-            if self.device.type == "cuda"
-            else None
-        )
+        if self.device.type == "cuda":
+            return peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
+        return None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of mixed precision for the forward pass.

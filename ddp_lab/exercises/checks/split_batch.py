@@ -77,11 +77,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 def expect_rows(value: object, what: str) -> torch.Tensor:
     """Return the local batch, which must be two-dimensional as the global one."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        got = (
-            f"a tensor of {value.dim()} dimensions"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
+        if isinstance(value, torch.Tensor):
+            got = f"a tensor of {value.dim()} dimensions"
+        else:
+            got = type(value).__name__
         raise Wrong(
             f"{what}: local_batch returned {got}: expected a tensor of 2 dimensions like the "
             "global batch"

@@ -83,9 +83,9 @@ def compare(results: object, values: list[torch.Tensor], weights: list[torch.Ten
             "A rank without elements has the mean of all, too: every rank must call the all-reduce."
         )
     why = [cause for value, cause in causes.items() if abs(results - value) < 1e-9]
-    default = (
-        "It is not a number: a rank without elements divides 0 by 0." if results != results else ""
-    )
+    default = ""
+    if results != results:
+        default = "It is not a number: a rank without elements divides 0 by 0."
     sizes = [len(each) for each in values]
     raise Wrong(
         f"Ranks with {sizes} elements: rank {rank} returned {results:.6g}, expected "
