@@ -137,28 +137,28 @@ class Live(TorchDispatchMode):
         buffers = list(self.modules[place].buffers())
         states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
         model_ids = {id(tensor) for tensor in [*owned, *buffers]}
-        return {
-            "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
-            "parameters": [*owned],
-            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
-            "averages": [
+        averages = []
+        if ema:
+            averages = [
                 ema.averages[name]
                 for name, tensor in ema.tensors.items()
                 if id(tensor) in model_ids
             ]
-            if ema
-            else [],
+        return {
+            "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
+            "parameters": [*owned],
+            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+            "averages": averages,
             "buffers": buffers,
         }
 
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
         for tensor in tensors:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.device.type != "meta"
-                and (key := key_of(tensor)) not in self._storages
-            ):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            key = key_of(tensor)
+            if key not in self._storages:
                 self._storages[key] = local(tensor).untyped_storage()
                 self._places[key] = self._place
                 self._in_flight.discard(key)  # of an earlier storage at this address

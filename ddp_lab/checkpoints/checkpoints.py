@@ -174,7 +174,8 @@ class Checkpoints:
         ]:
             with suppress(OSError):  # the launch may have been killed before it did this
                 link_best(path.resolve())
-        if (best := self.best) is None:
+        best = self.best
+        if best is None:
             return False
         best_result = result_in(self.folder, best)
         if best_result and best_result[1].best[best] == progress.best.get(best):

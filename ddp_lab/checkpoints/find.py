@@ -112,7 +112,9 @@ def find_checkpoint(
     """
     if choice not in ("auto", "last", "best"):
         path = Path(choice)
-        if (path.is_dir() or sums_of(path).exists()) and (problem := damage_of(path, runtime)):
+        has_hashes = path.is_dir() or sums_of(path).exists()
+        problem = damage_of(path, runtime) if has_hashes else None
+        if problem:
             raise ConfigError(
                 f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint"
             )
@@ -135,13 +137,11 @@ def find_checkpoint(
             return Path(candidate)
         bad.append(f"{candidate} is damaged ({problem})")
     if bad:
+        remedy = "use --checkpoint PATH"
+        if key == "resume=":
+            remedy = "choose another name to start a new run"
         raise ConfigError(
             f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore "
-            "one, or "
-            + (
-                "choose another name to start a new run"
-                if key == "resume="
-                else "use --checkpoint PATH"
-            )
+            f"one, or {remedy}"
         )
     return None

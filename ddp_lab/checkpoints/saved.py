@@ -118,9 +118,11 @@ class SavedCheckpoint(ABC):
         for name, parameter in state.strategy.module.named_parameters():
             if parameter.requires_grad != (name in trained) and name not in state.strategy.idle:
                 if parameter.requires_grad:
-                    now, then = "trained", "frozen"
+                    now = "trained"
+                    then = "frozen"
                 else:
-                    now, then = "frozen", "trained"
+                    now = "frozen"
+                    then = "trained"
                 raise ConfigError(
                     f"{self.about}: the parameter {name} is {now} in this launch and was {then} "
                     "when the checkpoint was written. Freeze the same parameters, or begin a new "

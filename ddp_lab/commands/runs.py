@@ -74,11 +74,10 @@ def main(arguments: list[str]) -> None:
     if namespace.clean:
         clean(root, [run for run in runs.values() if run.is_removable()], namespace.yes)
     elif not namespace.action:
-        print(
-            table(list(runs.values()))
-            if runs
-            else f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs"
-        )
+        if runs:
+            print(table(list(runs.values())))
+        else:
+            print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
     elif run := runs.get(namespace.name):
         print(show(run))
     else:
@@ -133,7 +132,8 @@ def show(run: Run) -> str:
     """Return the row of a run, the error with which it failed, and a curve of each metric."""
     parts = [table([run])]
     failure = read_json(run.path / "failure.json")
-    parts += [failure["message"]] if failure else []
+    if failure:
+        parts.append(failure["message"])
     for kind in kinds_of(run.rows):
         curves = {
             name: [(row["epoch"], row.get(f"{name}_{kind}")) for row in run.rows] for name in SETS
@@ -142,8 +142,9 @@ def show(run: Run) -> str:
             name: [(x, y) for x, y in line if y is not None and math.isfinite(y)]
             for name, line in curves.items()
         }
-        if lines := {name: line for name, line in finite.items() if line}:
-            parts += [curve(kind, lines)]
+        lines = {name: line for name, line in finite.items() if line}
+        if lines:
+            parts.append(curve(kind, lines))
     return "\n\n".join(parts if run.rows else [*parts, "no epoch is finished"])
 
 

@@ -116,10 +116,8 @@ def submit(command: list[str], sent: str | None) -> None:
         ConfigError: the command is not installed on this machine.
         SystemExit: the scheduler rejected the job, which the command has reported.
     """
-    if (
-        shutil.which(name := next(word for word in command if word in ("sbatch", "kubectl")))
-        is None
-    ):
+    name = next(word for word in command if word in ("sbatch", "kubectl"))
+    if shutil.which(name) is None:
         raise ConfigError(
             f"{name}: is not installed on this machine; submit where it is, with what is printed "
             "above"

@@ -109,9 +109,10 @@ def check_trackers(tracker: str | Sequence[str], tracker_options: Mapping[str, A
                 "tracker=none"
             )
         target = find_target("tracker", node["_target_"])
-        if missing := [
-            method for method in METHODS if isinstance(target, type) and not hasattr(target, method)
-        ]:
+        missing = []
+        if isinstance(target, type):
+            missing = [method for method in METHODS if not hasattr(target, method)]
+        if missing:
             raise ConfigError(
                 f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker "
                 f"has {', '.join(METHODS)}, as ddp_lab.observe.trackers.base.Tracker"
@@ -167,7 +168,10 @@ def explain(
     """
     first = min(error.errors(), key=lambda found: found["type"] != "missing")
     name, *rest = map(str, first["loc"])
-    while rest and is_model(nested := model.model_fields[name].annotation):
+    while rest:
+        nested = model.model_fields[name].annotation
+        if not is_model(nested):
+            break
         model = nested
         values = values[name]
         prefix = f"{prefix}{name}."

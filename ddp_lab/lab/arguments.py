@@ -186,9 +186,9 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
     own_sums = [tensor.double().sum().item() for tensor in tensors]
 
     def compare(sums_of_ranks: list[list[float]]) -> None:
-        if other := [
-            rank for rank, values in enumerate(sums_of_ranks) if values != sums_of_ranks[0]
-        ]:
+        first = sums_of_ranks[0]
+        other = [rank for rank, values in enumerate(sums_of_ranks) if values != first]
+        if other:
             raise ConfigError(
                 f"the model of rank {other[0]} has other initial weights than that of rank 0. "
                 "Construct it within `with Lab(...)`, which seeds torch, in the same order on "

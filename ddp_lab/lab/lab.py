@@ -124,9 +124,10 @@ class Lab:
         Lab._open = None
         for trainer in list(self._trainers):
             trainer.close()
-        self._log.close("finished", self._log.last) if error is None else self._log.close(
-            "failed", {}
-        )
+        if error is None:
+            self._log.close("finished", self._log.last)
+        else:
+            self._log.close("failed", {})
         explained = find_lost_worker(error)
         try:
             if explained is not None:

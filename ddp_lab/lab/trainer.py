@@ -367,7 +367,8 @@ class Trainer(training.Trainer):
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_weights(temporary := path.with_name(f"{path.name}.tmp"), weights, {})
+            temporary = path.with_name(f"{path.name}.tmp")
+            write_weights(temporary, weights, {})
             temporary.replace(path)
 
         self._on_rank_0(path, write)
@@ -390,9 +391,9 @@ class Trainer(training.Trainer):
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(self.position)
         checkpoints.wait()
-        if problem := self.strategy.runtime.broadcast_from_rank0(
-            "checkpoint", lambda: checkpoints.problem
-        ):
+        runtime = self.strategy.runtime
+        problem = runtime.broadcast_from_rank0("checkpoint", lambda: checkpoints.problem)
+        if problem:
             raise ConfigError(problem)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:

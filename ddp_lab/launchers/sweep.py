@@ -163,7 +163,8 @@ def is_finished(job: Job) -> bool:
         or not (status["epoch"] >= job.epochs or stopped)
     ):
         return False
-    if not row_of(metrics := job.run_dir / "metrics.jsonl", status["epoch"]):
+    metrics = job.run_dir / "metrics.jsonl"
+    if not row_of(metrics, status["epoch"]):
         raise ConfigError(
             f"{metrics}: lacks epoch {status['epoch']} of a finished run, so the sweep does not "
             f"know its result. Delete {job.run_dir} to train this job again"

@@ -42,7 +42,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     try:
         with path.open("ab", buffering=0) as file:
             size = file.tell()
-            if (written := file.write(line)) < len(line):
+            written = file.write(line)
+            if written < len(line):
                 file.truncate(size)
                 raise OSError(f"only {written} of {len(line)} bytes were written")
     except OSError as error:  # missing records must not end the training
@@ -147,12 +148,10 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     """Return the metrics in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        texts = [
-            f"{kind} {value:.4f}"
-            for kind in kinds_of([row])
-            if (value := row.get(f"{name}_{kind}")) is not None
-        ]
-        parts += [f"{name} {' '.join(texts)}"] if texts else []
+        values = {kind: row.get(f"{name}_{kind}") for kind in kinds_of([row])}
+        texts = [f"{kind} {value:.4f}" for kind, value in values.items() if value is not None]
+        if texts:
+            parts.append(f"{name} {' '.join(texts)}")
     return " | ".join(parts)
 
 
@@ -206,13 +205,12 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     records = read_epochs(metrics)
     plots = list[Plot]()
     for kind in kinds_of(records):
-        panels = {
-            name: [
-                (r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None
-            ]
-            for name in SETS
-        }
-        lines = [Curve(name, points) for name, points in panels.items() if points]
+        lines: list[Curve] = []
+        for name in SETS:
+            key = f"{name}_{kind}"
+            points = [(row["epoch"], row[key]) for row in records if row.get(key) is not None]
+            if points:
+                lines.append(Curve(name, points))
         if lines:
             plots += [
                 curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")

@@ -549,7 +549,9 @@ def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
     With None the last weights are the result.
     """
     best = cfg.checkpoint.best
-    return ("val_loss" if dataset.val is not None else None) if best == "auto" else best
+    if best != "auto":
+        return best
+    return None if dataset.val is None else "val_loss"
 
 
 def open_run(folder: Path, choice: str) -> "TrainedRun":

@@ -36,12 +36,11 @@ def check_job(job: Job, settings: RunSettings) -> None:
     """
     runtime = job.runtime
     source = settings.source
-    if source and (
-        other := runtime.broadcast_from_rank0(
-            "data", partial(compare_data, run_of(source), job.dataset, resumes=True)
-        )
-    ):
-        settings.findings.append(warning("dataset", other))
+    if source:
+        compare = partial(compare_data, run_of(source), job.dataset, resumes=True)
+        other = runtime.broadcast_from_rank0("data", compare)
+        if other:
+            settings.findings.append(warning("dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = (
@@ -61,11 +60,10 @@ def check_job(job: Job, settings: RunSettings) -> None:
         from ddp_lab.launchers.preflight import check_shared
 
         settings.findings.append(check_shared(settings.runs_dir, runtime))
-    if (
-        source
-        and source != run_of(source) / "checkpoints"
-        and (path := find_checkpoint(source.parent, str(source), runtime))
-    ):
+    path = None
+    if source and source != run_of(source) / "checkpoints":
+        path = find_checkpoint(source.parent, str(source), runtime)
+    if path:
         runtime.broadcast_from_rank0("resume", lambda: open_checkpoint(path).check(job.shapes))
 
 
@@ -90,10 +88,10 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
         ConfigError: one does not.
     """
     for key, value in wanted.items():
+        name, _, metric = str(value).partition("_")
         if key == "patience" and value:
-            name, _, metric = "val", "", ""
-        else:
-            name, _, metric = str(value).partition("_")
+            name = "val"
+            metric = ""
         known = task.monitorable(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(

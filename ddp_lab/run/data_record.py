@@ -89,9 +89,8 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
     if record is None:
         return None
     pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
-    if different := [
-        (number, then, now) for number, (then, now) in enumerate(pairs) if then != now
-    ]:
+    different = [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]
+    if different:
         number, then, now = different[0]
         raise ConfigError(
             f"{folder}: was trained with other classes: number {number} of {len(record.classes)} "

@@ -145,9 +145,11 @@ def describe_backend(runtime: Runtime) -> Finding:
     """
     cuda = runtime.device.type == "cuda"
     if cuda:
-        name, available = "nccl", dist.is_nccl_available()
+        name = "nccl"
+        available = dist.is_nccl_available()
     else:
-        name, available = "gloo", dist.is_gloo_available()
+        name = "gloo"
+        available = dist.is_gloo_available()
     if not available:
         raise NodeError(
             f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install "

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.metrics_file import objective, read_epochs
@@ -70,16 +69,15 @@ class Run:
         Without one, return the same as `objective`.
         """
         criterion = (read_json(self.path / "data.json") or {}).get("criterion")
-        links = (
+        links = [
             link.resolve().stem
             for link in self.path.glob("checkpoints/best.*")
             if link.suffix != ".sha256"
-        )
-        chosen: list[dict[str, Any]] = [
-            row for link in links for row in self.rows if f"step_{row.get('step', 0):08}" == link
         ]
-        if criterion and chosen and criterion in chosen[0]:
-            return criterion, chosen[0][criterion]
+        rows = {f"step_{row.get('step', 0):08}": row for row in reversed(self.rows)}
+        chosen = next((rows[link] for link in links if link in rows), {})
+        if criterion and criterion in chosen:
+            return criterion, chosen[criterion]
         return objective(self.path / "metrics.jsonl", "auto")
 
     def is_removable(self) -> bool:

@@ -229,11 +229,10 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
     """
     for name, layer in model.named_modules():
         place = f"{name or 'that is the model'}, {' '.join(str(layer).split())}"
-        if (
-            mode == "sync"
-            and not isinstance(layer, SyncBatchNorm)
-            and (reason := why_unsupported(layer))
-        ):
+        reason = ""
+        if mode == "sync" and not isinstance(layer, SyncBatchNorm):
+            reason = why_unsupported(layer)
+        if reason:
             raise ConfigError(
                 f"strategy.batch_norm=sync: does not support the layer {place}: {reason}. Allowed: "
                 f"{ALLOWED}. Use strategy.batch_norm=local"

@@ -179,12 +179,11 @@ class TP(Strategy):
         self.plans, self.why_layers = plans_for(model, self.axes["tp"])
         self.peer_sums: PeerSums | None = None
         if self.plans:
-            self.layers = {
-                f"{name}.{path}": model.get_submodule(f"{name}.{path}")
-                for name, block in self.plans.items()
-                for path, word in (plan_of(block) or {}).items()
-                if word in ("column", "heads", "row")
-            }
+            self.layers = dict[str, nn.Module]()
+            for name, block in self.plans.items():
+                for path, word in (plan_of(block) or {}).items():
+                    if word in ("column", "heads", "row"):
+                        self.layers[f"{name}.{path}"] = block.get_submodule(path)
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
         else:
             self._choose_layers(model)

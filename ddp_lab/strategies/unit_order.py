@@ -92,7 +92,8 @@ class UnitOrder:
         rank, expected, without_gradient = json.loads(store.compare_set(f"{key}/first", "", mine))
         if expected != name:
             differing = self.without_gradient.symmetric_difference(without_gradient)
-            store.set(answer, message := self._describe(rank, expected, name, differing))
+            message = self._describe(rank, expected, name, differing)
+            store.set(answer, message)
             raise TrainingError(message, rank=ranks.rank)
         if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")

@@ -267,6 +267,9 @@ class Sync:
         if ahead:
             self._exchange_at = self._last_step + int(ahead)
         sums = [before + now for before, now in zip(self._sums_before, rest, strict=False)]
+        not_finite = None
+        if is_bad and sent.first_bad is not None:
+            not_finite = self._find_first(sent.first_bad)
         return Exchanged(
             position=sent.position,
             time=sent.time,
@@ -275,9 +278,7 @@ class Sync:
             waited=waited / self.strategy.runtime.world_size,
             is_row=bool(is_row),
             flags=flags,
-            not_finite=self._find_first(sent.first_bad)
-            if is_bad and sent.first_bad is not None
-            else None,
+            not_finite=not_finite,
             weights_not_finite=bool(bad_weights),
         )
 

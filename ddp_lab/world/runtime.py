@@ -89,15 +89,13 @@ class Runtime(Ranks):
         else:
             devices = [first]
         if self.local_world_size > len(devices):
+            remedy = f"Use --nproc_per_node={len(devices)}, or set device=cpu"
+            if name != "cuda":
+                remedy += ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
             raise NodeError(
                 f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one "
                 f"GPU each, but this setting provides {len(devices)}. Available: {list_devices()}. "
-                f"Use --nproc_per_node={len(devices)}, or set device=cpu"
-                + (
-                    ""
-                    if name == "cuda"
-                    else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
-                )
+                f"{remedy}"
             )
         return devices
 

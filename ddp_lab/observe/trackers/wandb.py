@@ -74,14 +74,9 @@ class WandB:
         self.run.log({**metrics, **({} if epoch is None else {"epoch": epoch})}, step=step)
 
     def log_media(self, name: str, media: Media, step: int, epoch: int) -> None:
-        self.run.log(
-            {
-                name: self.html(f"<pre>{media}</pre>")
-                if isinstance(media, str)
-                else self.image(media)
-            },
-            step=step,
-        )
+        is_text = isinstance(media, str)
+        shown = self.html(f"<pre>{media}</pre>") if is_text else self.image(media)
+        self.run.log({name: shown}, step=step)
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         self.run.summary.update(dict(summary))
