@@ -81,14 +81,17 @@ class PipelinePlan:
         number = keys["num_microbatches"]
         cut = [str(name) for name in keys["cut"] or ()]  # the blocks of a Sequential have numbers
         require_microbatches(schedule, number, ranks, samples)
-        one = has_one_stage(schedule)
-        if cut and (len(cut) + 1 != ranks if one else (len(cut) + 1) % ranks):
-            needs = f"{ranks} stages, one for each" if one else f"a multiple of {ranks} stages"
+        one_stage = has_one_stage(schedule)
+        if cut and (len(cut) + 1 != ranks if one_stage else (len(cut) + 1) % ranks):
+            if one_stage:
+                needs = f"{ranks} stages, one for each"
+            else:
+                needs = f"a multiple of {ranks} stages"
             raise ConfigError(
                 f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but "
                 f"strategy.schedule={schedule} on {ranks} ranks needs {needs}"
             )
-        parts = Partition(model, cut or (ranks if one else 2 * ranks))
+        parts = Partition(model, cut or (ranks if one_stage else 2 * ranks))
         stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
         require_one_place(
             model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage"
