@@ -50,6 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="submit without asking")
     namespace = parser.parse_intermixed_args(arguments[:end])
     namespace.options = arguments[end + 1 :]
+
     for option, least in {"nodes": 1, "gpus": 0}.items():
         if getattr(namespace, option) < least:
             raise ConfigError(
@@ -71,6 +72,7 @@ def main(arguments: list[str]) -> None:
             f"--nodes {namespace.nodes}: this strategy drives all devices from one process; use "
             "--nodes 1"
         )
+
     overrides = [
         *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),
         *overrides,
@@ -102,6 +104,7 @@ def main(arguments: list[str]) -> None:
         )
         command = ["kubectl", "create", "--filename=-", *namespace.options]
         text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
+
     print(f"{text}\n{shlex.join(command)}", flush=True)
     confirm(f"Submit this to {namespace.scheduler}?", namespace.yes)
     submit(command, sent)

@@ -62,6 +62,7 @@ def augment(
     images = torch.where(flip.bool()[:, None, None, None], images.flip(-1), images)
     if crop_padding == 0:
         return images
+
     size, channels, height, width = images.shape
     sample, channel, y, x = (
         torch.arange(n, device=images.device) for n in (size, channels, height, width)

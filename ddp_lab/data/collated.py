@@ -97,6 +97,7 @@ def collate(
         raise ConfigError(
             f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
         ) from None
+
     inputs, expected = divide(user_batch, targets, f"{name}: the batch from collate_fn")
     try:
         batch = as_tree(inputs, "inputs"), as_tree(expected, "targets")
@@ -105,6 +106,7 @@ def collate(
             f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: "
             f"{error}"
         ) from None
+
     size = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
     if size != len(samples):
         raise ConfigError(

@@ -37,17 +37,20 @@ def divide(item: Any, targets: TargetKey, what: str) -> tuple[Any, Any]:
                 "if there is no target"
             )
         return {key: part for key, part in item.items() if key != targets}, item[targets]
+
     is_tuple = isinstance(item, (tuple, list))
     count = len(item) if is_tuple else 0
     if targets == PAIR and count != 2:
         raise ConfigError(
             f"{what} must be (input, target), got {describe_sample(item)}. {advice_on_target(item)}"
         )
+
     if count < 2 or not -count <= targets < count:
         raise ConfigError(
             f"{what} must be a tuple with the target at targets={targets} and inputs, got "
             f"{describe_sample(item)}. {advice_on_target(item)}"
         )
+
     parts = [*item]
     target = parts.pop(targets)
     return parts[0] if len(parts) == 1 else tuple(parts), target

@@ -90,6 +90,7 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
                 f"their {what} are {', '.join(forms[0]) or None} and "
                 f"{', '.join(forms[other]) or None}. Return the same parts for all samples"
             )
+
         if other is not None:
             name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
             ways = ""
@@ -202,6 +203,7 @@ class WorkerLoader(Loader):
             if lost := find_ended(error, workers):
                 raise lost from None
             raise
+
         if self.options.labels is not None:
             self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)

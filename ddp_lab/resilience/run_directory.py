@@ -130,6 +130,7 @@ def lock(path: Path, wait: float) -> TextIO:
                     f"({file.read().strip()}). Wait until it ends, stop it, or choose another name"
                 ) from None
             time.sleep(0.2)
+
     file.truncate(0)
     file.write(
         f"pid {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"

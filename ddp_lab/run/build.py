@@ -88,9 +88,10 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     sizes = make_sizes(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
     spec = model_spec(cfg.model, dataset.model_shape())
-    trial = None
     if isinstance(task, Classification):
         require_classes(dataset)
+
+    trial = None
     if not (spec.is_own and isinstance(task, Classification)):
         trial = make_trial(dataset, task, freezes=not strategy.may_leave_unused)
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
@@ -146,6 +147,7 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
         # DictConfig.
         arguments = [images] if "images" in inspect.signature(target).parameters else []
         return construct("data.dataset", node, *arguments)
+
     if images is None or "val_split" not in data:
         raise ConfigError(
             f"data.dataset._target_={node['_target_']}: must have the method load; a map-style "
@@ -199,6 +201,7 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
                 "loss=own"
             )
         return construct("task", cfg.task, loss=loss)
+
     is_tokens = "vocabulary" in dataset.model_shape()
     if is_tokens or not dataset.classes:
         advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
@@ -281,6 +284,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
             f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; "
             "leave it out"
         )
+
     return ModelSpec(
         make=partial(instantiate, options, **passed),
         target=target,
@@ -407,6 +411,7 @@ def assemble(
             shape["num_classes"],
             seed=cfg.seed,
         )
+
     steps = sizes.steps_per_epoch
     scheduler = partial(
         make_scheduler,
@@ -419,6 +424,7 @@ def assemble(
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
+
     if strategy.needs_chain:
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
     strategy.example, _ = dataset.train.example(2, "meta")
@@ -629,6 +635,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     checks.check_selection(
         {key: OmegaConf.select(cfg, key) for key in checks.SELECTING}, job.dataset, job.task
     )
+
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 

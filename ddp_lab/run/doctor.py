@@ -48,6 +48,7 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
             ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True
         )
         source = f"commit {described.stdout.strip() or 'unknown'}"
+
     if torch.version.cuda:
         cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     else:
@@ -107,6 +108,7 @@ def diagnose(
     settings = job.settings
     assert settings is not None, "`prepare` makes them"
     findings = settings.findings
+
     if find_corrupt := job.dataset.find_corrupt:
         runtime.broadcast_from_rank0("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []

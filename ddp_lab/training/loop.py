@@ -40,6 +40,7 @@ def fit(run: Run) -> Progress:
         run.position = following
         for hook in run.hooks:
             hook.on_epoch_end(run.position)
+
     if run.position.epoch <= settings.epochs:
         log.info(f"stopped early: {' and '.join(stop_reasons(run.position, settings).values())}")
     return run.position
@@ -54,6 +55,7 @@ def train_epoch(run: Run) -> None:
     loader.set_epoch(run.position.order, run.position.samples)
     run.strategy.train()
     run.begin_epoch()
+
     position = run.position
     steps_done = -(-position.samples // loader.batch_size)
     label = f"epoch {position.epoch}/{run.settings.epochs}"
@@ -134,6 +136,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     metrics = {f"train_{name}": value for name, value in training.items()}
     for name, evaluation in results.items():
         metrics |= evaluation.metrics(name)
+
     run.logger.epoch(
         position.epoch,
         step=position.step,
