@@ -81,6 +81,7 @@ class Live(TorchDispatchMode):
         self.calls = Counter[Collective]()
         self.sent = Counter[Collective]()
         self.flops = Counter[int]()
+
         self._data: list[int] = []  # storages of the batch that is recorded
         self._place = 0  # where the operation computes
         self._places: dict[int, int] = {}  # of storages
@@ -90,6 +91,7 @@ class Live(TorchDispatchMode):
         self._peaks: list[dict[int, int]] = [{} for _ in self.modules]
         # of storages in `_peaks` that are not state
         self._kinds: list[dict[int, str]] = [{} for _ in self.modules]
+
         trainer.optimizer.register_step_pre_hook(StepObserver(self._begin_update))
         trainer.optimizer.register_step_post_hook(StepObserver(self._end_update))
         if len(self.modules) > 1:

@@ -48,6 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="directory of your own yaml, which the job must find there, too",
     )
     parser.add_argument("--yes", action="store_true", help="submit without asking")
+
     namespace = parser.parse_intermixed_args(arguments[:end])
     namespace.options = arguments[end + 1 :]
 
@@ -63,6 +64,7 @@ def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab submit: runs in one process; start it without torchrun")
+
     overrides = quote_faults(namespace.overrides)
     cfg = compose_config(overrides, namespace.config_dir)
     check(cfg)
@@ -77,6 +79,7 @@ def main(arguments: list[str]) -> None:
         *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),
         *overrides,
     ]
+
     if namespace.scheduler == "slurm":
         options = [
             f"--nodes={namespace.nodes}",

@@ -51,9 +51,11 @@ class Folder:
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
+
         # worker processes share an array, unlike a list
         packed = np.array([os.fsencode(name) for name in names])
         read = partial(read_labelled, self.root, packed, targets)
+
         splits = {split: [i for i, part in enumerate(parts) if part[0] == split] for split in SETS}
         sets = {
             split: Indexed(
@@ -62,6 +64,7 @@ class Folder:
             for split, numbers in splits.items()
             if numbers
         }
+
         return Dataset(
             sets["train"],
             sets.get("test"),

@@ -149,6 +149,7 @@ class WorkerLoader(Loader):
             # without it, every `iter` would draw from the global generator
             generator=torch.Generator(),
         )
+
         self._stream: Iterator[RawBatch] | None = None
         # Called when the loader is freed or, where an exception's frames keep it, before this
         # process waits for its children to exit. A child of multiprocessing, as the ranks of

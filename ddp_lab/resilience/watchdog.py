@@ -81,6 +81,7 @@ class Watchdog:
         self.rank = runtime.rank
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
+
         self.own: Heartbeat = {
             "rank": runtime.rank,
             "host": socket.gethostname(),
@@ -94,6 +95,7 @@ class Watchdog:
             "beat": 0,
             **BUSY,
         }
+
         self.before_exit = before_exit
         # on the rank that leads its node, if there are several nodes
         self.link: NodeLink | None = None

@@ -420,6 +420,7 @@ def assemble(
         steps_per_epoch=steps,
         warmup_steps=round(cfg.warmup_epochs * steps),
     )
+
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -432,6 +433,7 @@ def assemble(
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     strategy.partition(model, sizes.samples_at_once)
     strategy.initial_weights = built.initial_weights
+
     options = find_performance(cfg, strategy, dataset, model)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
     batch_size = sizes.global_batch_size
@@ -523,6 +525,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         ignore=getattr(job.task, "ignore", 255),
         labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )
+
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(
         training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
@@ -674,6 +677,7 @@ def make_settings(
         "global_batch_size": sizes.global_batch_size,
         "devices": job.strategy.num_devices,
     }
+
     keys = ("every_epochs", "every_steps", "keep", "on_error", "format", "mirror")
     checkpoint = {key: cfg.checkpoint[key] for key in keys}
     protection = {

@@ -53,6 +53,7 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
         cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     else:
         cuda = "torch without CUDA"
+
     versions = [
         *map(installed, PACKAGES),
         source,
@@ -65,6 +66,7 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
         for key, value in sorted(os.environ.items())
         if VARIABLES.fullmatch(key)
     ]
+
     changed = [
         f"{key}={shown(key, value)}"
         for key, value in current.items()

@@ -143,12 +143,14 @@ class Strategy(ABC):
         self.runtime = runtime
         self.device = runtime.device
         self.num_devices = runtime.world_size
+
         mesh_axes = mesh_axes or {}
         require_division(runtime.world_size, mesh_axes)
         ranks_per_replica = math.prod(mesh_axes.values())
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
         self.axes = {"dp": self.dp_size, **mesh_axes}
+
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
@@ -160,6 +162,7 @@ class Strategy(ABC):
         self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = (
             measure
         )
+
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.unsupported: dict[str, str] = {}

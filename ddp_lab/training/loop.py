@@ -70,6 +70,7 @@ def train_epoch(run: Run) -> None:
             for change in before_step:
                 batch = change(batch)
             step(batch)
+
             position.samples += global_size
             position.step += 1
             position.lr = run.eager.lr
@@ -77,6 +78,7 @@ def train_epoch(run: Run) -> None:
                 react(position)
             if advance_bar is not None:
                 advance_bar()
+
             asked = time.perf_counter()
             batch = next(batches, None)
     run.position = run.current()
