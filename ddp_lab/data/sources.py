@@ -169,6 +169,7 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
             f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
             "sample"
         )
+
     if reading.collate_fn is not None:
         if images and images.augments:
             raise ConfigError(
@@ -187,6 +188,7 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
         )
         _ = collated.first
         return collated
+
     if isinstance(dataset, TensorDataset):
         inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0", reading.key)
         require_no_transforms(inputs, name, images)
@@ -201,6 +203,7 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
                 targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes
             )
         return InMemory(inputs, targets)
+
     samples = Indexed(
         partial(read, dataset, reading), torch.arange(len(dataset)), seed, images, augment
     )
@@ -241,17 +244,20 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
             f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} "
             f"({error})"
         ) from None
+
     is_tensor = isinstance(target, torch.Tensor)
     if isinstance(inputs, Image.Image) and not is_tensor:
         raise ConfigError(
             f"{name}: the targets of sample {number} are {type(target).__name__}, but would not be "
             "changed with its image of Pillow. Return the image as a tensor"
         )
+
     if isinstance(inputs, Image.Image) and is_tensor and target.dim() > 1:
         raise ConfigError(
             f"{name}: the target of sample {number} is {list(target.shape)}, but would not be "
             "resized with its image of Pillow. Return both as tensors of one size"
         )
+
     if (
         classes
         and isinstance(target, torch.Tensor)

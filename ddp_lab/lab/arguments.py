@@ -109,6 +109,7 @@ def as_task(loss: LossFunction | Task) -> Task:
             f"loss={loss}: must be a function of (outputs, targets), or a task such as "
             "tasks.Segmentation(); a class must be called first"
         )
+
     trained: list[str] = []
     if isinstance(loss, nn.Module):
         named = loss.named_parameters()
@@ -143,6 +144,7 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> 
     give_shapes(model, example)
     if not strategy.needs_chain or isinstance(model, Chain):
         return model
+
     if form is not None:
         strategy.require_inputs(form)
     chain = as_chain(model, tuple(form.shape[1:]) if isinstance(form, torch.Tensor) else ())
@@ -152,6 +154,7 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> 
             f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs "
             "a sample for them: lab.trainer(..., example=dataset[0])"
         )
+
     assert isinstance(chain, Chain)
     chain.input_dtype = form.dtype
     return chain

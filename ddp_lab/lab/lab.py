@@ -128,6 +128,7 @@ class Lab:
             self._log.close("finished", self._log.last)
         else:
             self._log.close("failed", {})
+
         explained = find_lost_worker(error)
         try:
             if explained is not None:
@@ -271,12 +272,14 @@ class Lab:
                 f"{strategy.replicas} replicas that share it; use "
                 f"{multiples(batch_size, strategy.replicas)}"
             )
+
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
         model = in_blocks(model, strategy, tried)
         task = as_task(loss)
         for note in try_model(model, task, tried, strategy):
             self.print(note)
+
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
@@ -286,6 +289,7 @@ class Lab:
         complete = None
         if tried is not None and tried.is_complete:
             complete = (tried.inputs, tried.targets)
+
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)

@@ -209,6 +209,7 @@ class LocalBatches:
             return Batch(
                 pad(inputs, current.size), pad(targets, current.size), current.global_size
             ), current
+
         if samples != full:
             if current and current.num_valid != full:
                 expected = f"{current.num_valid}, as the last one from `batches`, or {full}"

@@ -191,6 +191,7 @@ class Trainer(training.Trainer):
         if strategy.task.labels is not None:
             # of a loop's own batches, which no loader has read
             strategy.task.labels.add_from(targets)
+
         if strategy.module.training is not self._training:
             self._late_hooks.take()
             strategy.train()
@@ -198,6 +199,7 @@ class Trainer(training.Trainer):
         with mistakes_reported(strategy):
             self.eager_step(batch)
         self.eager_step.seed_alike()
+
         self.position.step += 1
         if current:
             self.position.epoch += epochs_ahead
@@ -254,18 +256,21 @@ class Trainer(training.Trainer):
         )
         self._resumed = False
         self._first_order(1)
+
         position = self.position
         if position.samples == loaders["train"].data.size and not position.sums:
             # A loop was left after the last step of an epoch, of which nothing is left to train.
             self.position = position.next_epoch({}, self.strategy.task.lower_is_better)
         self.logger.last_epoch = {}
         step = self.eager_step
+
         hooks: list[Hook] = [CountedSteps(self._calls)]
         read = None
         if settings.log_every != Every():
             meter = Meter(self.strategy.task, settings, self.logger)
             read = meter.read
             hooks += [Exchanges(), meter]
+
         sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
         run = Run(
             eager=step,
@@ -281,6 +286,7 @@ class Trainer(training.Trainer):
         )
         self._training = None
         self._late_hooks.take()
+
         with mistakes_reported(self.strategy):
             self.position = fit(run)
         step.seed_alike()
@@ -334,6 +340,7 @@ class Trainer(training.Trainer):
         self._training = None
         if communicates(self.strategy):
             self._calls.begin("called predict")
+
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)

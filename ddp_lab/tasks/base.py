@@ -147,6 +147,7 @@ class Task(nn.Module):
             samples = len(targets)
         else:
             samples = samples_in(outputs, targets, losses)
+
         if losses.shape[:1] != (samples,):
             raise TrainingError(
                 f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, "
@@ -154,6 +155,7 @@ class Task(nn.Module):
                 "of the global batch. A loss that is one number for a batch returns it for each "
                 "sample, loss.expand(len(outputs))",
             )
+
         if weights.shape != losses.shape:
             raise TrainingError(
                 f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, "
@@ -320,6 +322,7 @@ def measure(
             outputs = outputs[:num_valid]
             targets = targets[:num_valid]
         outputs = in_float32(outputs)
+
     if task.check_first is not None and num_valid:
         check = task.check_first
         task.check_first = None

@@ -36,6 +36,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part "
             "of the model, or a buffer"
         )
+
     if num_classes is None:
         return
     targets = torch.arange(2) % num_classes
@@ -44,6 +45,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
             f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; "
             f"for b=2 it {problem}"
         )
+
     if not mixed:
         return
     probabilities = F.one_hot(targets, num_classes).float()

@@ -81,6 +81,7 @@ def evaluate(
                 expected = targets[:num_valid]
                 loss, weight = strategy.task.loss_sum(own_outputs, expected)
                 sums_of_batch = {"loss": loss, "weight": weight, **task.sums(own_outputs, expected)}
+
         if sums_of_batch is None:
             from ddp_lab.training.nested import sums_of
 
@@ -90,6 +91,7 @@ def evaluate(
             totals[name] = totals[name] + value if name in totals else value
         samples += global_size
         after_batch()
+
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss = sums.pop("loss").item()
     weight = sums.pop("weight").item()

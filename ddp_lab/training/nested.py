@@ -30,6 +30,7 @@ def sums_of(
         batch = rows(batch, slice(max(num_valid, 1)))
         inputs, _ = batch
         outputs = strategy.predict(inputs)
+
     inputs, targets = batch
     samples = size(inputs)
     if isinstance(outputs, torch.Tensor):
@@ -37,6 +38,7 @@ def sums_of(
     else:
         strategy.cuts_padding = True
         outputs = without_padding(outputs, samples, num_valid)
+
     loss_inputs = for_task(strategy.task, outputs, targets, num_valid)
     other = loss_inputs if task is strategy.task else for_task(task, outputs, targets, num_valid)
     loss, weight = strategy.task.loss_sum(loss_inputs.outputs, loss_inputs.targets)
