@@ -15,7 +15,7 @@ import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy, total
-from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
+from ddp_lab.tasks.base import Task, in_float32, sum_dtype, sums_of_loss, width
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -82,7 +82,7 @@ def evaluate(
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
                 own = in_float32(outputs[:real])
                 expected = targets[:real]
-                loss, weight = strategy.task.loss_sum(own, expected)
+                loss, weight = sums_of_loss(strategy.task, own, expected, real)
                 found = {"loss": loss, "weight": weight, **task.sums(own, expected)}
         if found is None:
             from ddp_lab.training.nested import sums_of

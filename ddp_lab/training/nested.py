@@ -7,7 +7,7 @@ import torch
 from ddp_lab.data.trees import Tree, rows, size
 from ddp_lab.models.outputs import require_samples, without_padding
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.base import Task, sums_of_loss
 from ddp_lab.tasks.nested import for_task
 
 
@@ -39,7 +39,7 @@ def sums_of(
         outputs = without_padding(outputs, samples, real)
     own = for_task(strategy.task, outputs, targets, real)
     other = own if task is strategy.task else for_task(task, outputs, targets, real)
-    loss, weight = strategy.task.loss_sum(own.outputs, own.targets)
+    loss, weight = sums_of_loss(strategy.task, own.outputs, own.targets, real)
     found = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
     counted = {"loss": own.counts, "weight": own.counts}
     return {
