@@ -31,7 +31,7 @@ def as_pair(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return found
     kind = type(found).__name__
     what = f"a tuple of {len(found)}: {names_of(found)}" if is_tuple else kind
-    advice = f"Return a tuple of two tensors in place of {kind}"
+    advice = "Return one of these"
     if isinstance(found, (int, float)):
         advice = "Return the tensor, without .item()"
     elif isinstance(found, dict):
