@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.collated import Collated
@@ -164,11 +164,7 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
     seed = reading.seed
     images = reading.images
     classes = reading.classes
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
-        raise ConfigError(
-            f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
-            "sample"
-        )
+    require_map_style(dataset, name)
 
     if reading.collate_fn is not None:
         if images and images.augments:
@@ -209,6 +205,37 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
     )
     _ = samples.first
     return samples
+
+
+def require_map_style(dataset: Any, name: str) -> None:
+    """Check that a dataset returns samples by their numbers.
+
+    Args:
+        dataset: of the user.
+        name: of the argument or the key that it is the value of, which begins the message.
+
+    Raises:
+        ConfigError: it does not, or it is empty.
+    """
+    hint = ""
+    if isinstance(dataset, DataLoader):
+        hint = (
+            ", got a DataLoader. Pass its dataset, loader.dataset: batches, their order and the "
+            "part of each rank are made of it here, with batch_size and, if it is needed, "
+            "collate_fn"
+        )
+    elif isinstance(dataset, IterableDataset):
+        hint = (
+            f", got the IterableDataset {type(dataset).__name__}. A stream has no samples by "
+            "number, of which each rank could read its own ones. Read it into a list, or write a "
+            "class with __getitem__"
+        )
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
+        return
+    raise ConfigError(
+        f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
+        f"sample{hint}"
+    )
 
 
 def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Image, Tree]:

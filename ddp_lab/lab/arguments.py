@@ -54,6 +54,7 @@ class TrainerKeys(Keys):
     ema_warmup: bool
     num_workers: NaturalNumber
     loss_over_batch: bool
+    targets: str | int | None
 
 
 class FitKeys(Keys):

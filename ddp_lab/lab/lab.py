@@ -262,7 +262,11 @@ class Lab:
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
-        others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
+        others = {
+            "max_grad_norm": max_grad_norm,
+            "loss_over_batch": loss_over_batch,
+            "targets": targets,
+        }
         validate(TrainerKeys, {**sizes, **averaging, **others})
         self._calls.begin("called lab.trainer", {**sizes, **averaging, **others})
         strategy: Strategy = construct("strategy", self._strategy, runtime)
@@ -272,7 +276,11 @@ class Lab:
                 f"{strategy.replicas} replicas that share it; use "
                 f"{multiples(batch_size, strategy.replicas)}"
             )
-
+        given_collate_fn: Any = collate_fn  # what a user passes may be something else
+        if given_collate_fn is not None and not callable(given_collate_fn):
+            raise ConfigError(
+                f"collate_fn={given_collate_fn}: must be a function of a list of samples, or None"
+            )
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
         model = in_blocks(model, strategy, tried)

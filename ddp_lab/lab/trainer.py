@@ -215,14 +215,16 @@ class Trainer(training.Trainer):
         task: Task | None = None,
         log_every: int | str | None = None,
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done in total, and evaluate after each.
+        """Train until `epochs` epochs are done in total, and evaluate after each, if there is a
+        validation set.
 
         Epochs of a loop over `batches`, and those before `resume`, count. The metrics of each epoch
         are logged; the rows count epochs from 1.
 
         Args:
             train: dataset to train on, as for `batches`.
-            validation: dataset to evaluate on after each epoch, as for `batches`.
+            validation: dataset to evaluate on after each epoch, as for `batches`; None: there is
+                none, and no `val_...` metrics.
             epochs: number of epochs in total.
             task: task whose metrics are computed; None: the task that is the trainer's loss, if it
                 is one.
@@ -241,18 +243,16 @@ class Trainer(training.Trainer):
         """
         validate(FitKeys, {"epochs": epochs, "log_every": log_every})
         settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
-        loaders = {
-            "train": self._batches.loader(train, "shuffled"),
-            "val": self._batches.loader(validation, "evaluation"),
-        }
+        loaders = {"train": self._batches.loader(train, "shuffled", "train")}
+        lengths = {"the length of the training dataset": loaders["train"].data.size}
+        if validation is not None:
+            loaders["val"] = self._batches.loader(validation, "evaluation", "validation")
+        lengths["the length of the validation dataset"] = (
+            loaders["val"].data.size if "val" in loaders else 0
+        )
         self._calls.begin(
             "called fit",
-            {
-                "epochs": epochs,
-                "log_every": log_every,
-                "the length of the training dataset": loaders["train"].data.size,
-                "the length of the validation dataset": loaders["val"].data.size,
-            },
+            {"epochs": epochs, "log_every": log_every, **lengths},
         )
         self._resumed = False
         self._first_order(1)

@@ -63,6 +63,11 @@ def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> s
             losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
         return f"failed: {describe_error(error)}"
+    if isinstance(losses, tuple):
+        return (
+            "returned a tuple. (losses, weights) or (sum, weight) need "
+            "task._target_=ddp_lab.tasks.Task, which has no accuracy"
+        )
     if not isinstance(losses, torch.Tensor):
         return f"returned {type(losses).__name__}"
     if losses.shape != targets.shape[:1]:

@@ -14,7 +14,7 @@ import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy, total
-from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
+from ddp_lab.tasks.base import Task, in_float32, sum_dtype, sums_of_loss, width
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -79,9 +79,8 @@ def evaluate(
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
                 own_outputs = in_float32(outputs[:num_valid])
                 expected = targets[:num_valid]
-                loss, weight = strategy.task.loss_sum(own_outputs, expected)
+                loss, weight = sums_of_loss(strategy.task, own_outputs, expected, num_valid)
                 sums_of_batch = {"loss": loss, "weight": weight, **task.sums(own_outputs, expected)}
-
         if sums_of_batch is None:
             from ddp_lab.training.nested import sums_of
 
