@@ -198,7 +198,8 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
             "accumulate out"
         )
 
-    cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
+    cfg[key] = "auto"
+    _, memory = memory_of(cfg, runtime)
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, steps or 1)
