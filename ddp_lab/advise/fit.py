@@ -226,9 +226,9 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
             )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
 
-    problem_text = problem or f"takes {size(taken)} of {size(memory)}"
+    reason = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(
-        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {problem_text}. Use a number"
+        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {reason}. Use a number"
     )
 
 
