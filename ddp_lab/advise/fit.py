@@ -198,7 +198,8 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
             "accumulate out"
         )
 
-    cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
+    cfg[key] = "auto"
+    _, memory = memory_of(cfg, runtime)
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
     values = values_of(cfg, strategy, dataset.train.size, steps or 1)
@@ -225,9 +226,9 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
             )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
 
-    problem_text = problem or f"takes {size(taken)} of {size(memory)}"
+    reason = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(
-        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {problem_text}. Use a number"
+        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {reason}. Use a number"
     )
 
 

@@ -123,7 +123,8 @@ def predict(
     sums = 0.0
     for block, flops, shape in zip(model, parts.flops, parts.shapes, strict=False):
         rows = list((plan_of(block) or {}).values()).count("row")
-        divided += 3 * samples * flops if rows else 0
+        if rows:
+            divided += 3 * samples * flops
         sums += 2 * (tp - 1) / tp * rows * samples * shape.numel() * item
 
     gradients = sum(parameter.nbytes for parameter in model.parameters())

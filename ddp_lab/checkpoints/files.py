@@ -186,4 +186,7 @@ def forget_best(folder: Path, but: str = "") -> None:
 def delete(paths: Iterable[Path]) -> None:
     """Remove files, links and directories."""
     for path in list(paths):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -56,7 +56,8 @@ def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) ->
     parts = []
     if new:
         parts = [f"has no option {', '.join(new)}, of which the values of this launch are used"]
-    parts += [f"has the option {', '.join(old)}, which this launch does not have"] if old else []
+    if old:
+        parts.append(f"has the option {', '.join(old)}, which this launch does not have")
     return f"the optimizer in the checkpoint {' and '.join(parts)}" if parts else None
 
 

@@ -85,7 +85,8 @@ def main(arguments: list[str]) -> None:
             f"--nodes={namespace.nodes}",
             *([f"--gpus-per-node={namespace.gpus}"] if namespace.gpus else []),
         ]
-        options += [f"--partition={namespace.queue}"] if namespace.queue else []
+        if namespace.queue:
+            options.append(f"--partition={namespace.queue}")
         alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
         name = f"--job-name={cfg.name or 'ddp_lab'}"
         command = [
@@ -106,7 +107,8 @@ def main(arguments: list[str]) -> None:
             cfg.name, namespace.nodes, namespace.gpus, ranks, namespace.queue, overrides
         )
         command = ["kubectl", "create", "--filename=-", *namespace.options]
-        text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
+        text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
+        sent = text
 
     print(f"{text}\n{shlex.join(command)}", flush=True)
     confirm(f"Submit this to {namespace.scheduler}?", namespace.yes)

@@ -85,7 +85,8 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
 def for_cpu(optimizer: Any) -> Any:
     """Return an optimizer for a trial on the CPU, without `capturable`, which CPUs lack."""
     for group in optimizer.param_groups:
-        group |= {"capturable": False} if "capturable" in group else {}
+        if "capturable" in group:
+            group["capturable"] = False
     return optimizer
 
 

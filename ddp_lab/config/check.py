@@ -62,13 +62,13 @@ def check(cfg: DictConfig) -> RunConfig:
     validate(OptimizerConfig, config.optimizer, "optimizer.")
 
     for group, node in groups.items():
-        values_given = {
+        group_options = {
             key: value for key, value in node.items() if not key.startswith("_") and value != "???"
         }
         schema = options(group, node)
         if group == "optimizer" and not takes_fused(node):
-            del values_given["fused"]
-        validate(schema, values_given, f"{group}.")
+            del group_options["fused"]
+        validate(schema, group_options, f"{group}.")
     check_optimizer(config.optimizer)
     return config
 
@@ -153,12 +153,12 @@ def check_optimizer(node: dict[str, Any]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
-        values_given = ", ".join(
+        options_text = ", ".join(
             f"{key}={value}" for key, value in node.items() if not key.startswith("_")
         )
         raise ConfigError(
             f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given "
-            f"{values_given}"
+            f"{options_text}"
         ) from None
 
 

@@ -62,7 +62,8 @@ def torchvision_model(
 
     if in_channels == 1:
         conv = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-        conv.in_channels, conv.weight = 1, nn.Parameter(conv.weight.detach().sum(1, keepdim=True))
+        conv.in_channels = 1
+        conv.weight = nn.Parameter(conv.weight.detach().sum(1, keepdim=True))
     return model
 
 

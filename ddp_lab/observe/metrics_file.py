@@ -165,7 +165,8 @@ def describe_steps(row: Mapping[str, Any]) -> str:
         f"{row['samples_per_second']:,.0f} samples/s",
         f"{row['data_wait']:.0%} waiting for data",
     ]
-    parts += [f"MFU {row['mfu']:.1%}"] if "mfu" in row else []
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
     epoch, run = (tqdm.format_interval(row[name]) for name in ("eta_epoch", "eta"))
     return ", ".join(
         [*parts, f"{row['peak_memory_MiB']:,.0f} MiB, left: {epoch} of the epoch, {run} of the run"]

@@ -205,4 +205,7 @@ def unchanged(step: Step) -> Generator[None]:
                 tensor.copy_(old)
             for parameter, key, value in state_tensors(optimizer):
                 old = moments.get((parameter, key))
-                value.zero_() if old is None else value.copy_(old)
+                if old is None:
+                    value.zero_()
+                else:
+                    value.copy_(old)

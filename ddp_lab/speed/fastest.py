@@ -125,7 +125,8 @@ def reset(step: Step, options: PerformanceOptions) -> None:
     """Free what an earlier attempt has left, and configure the optimizer for these options."""
     step.optimizer.zero_grad()
     for group in step.optimizer.param_groups:
-        group |= {"fused": None} if "fused" in group and "fused" in options.reasons else {}
+        if "fused" in group and "fused" in options.reasons:
+            group["fused"] = None
     device = step.strategy.device
     configure_optimizer(
         step.optimizer, device, options.fused, options.cuda_graph, options.compile is True

@@ -98,9 +98,9 @@ class UnitOrder:
 
         if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")
-        answer_found = self._wait(answer, name)
-        if answer_found:
-            raise TrainingError(answer_found, rank=ranks.rank)
+        problem = self._wait(answer, name)
+        if problem:
+            raise TrainingError(problem, rank=ranks.rank)
 
         if ranks.rank == self.group[0]:  # all ranks have read the answers to what was asked before
             for old in self._asked:

@@ -80,7 +80,8 @@ class TrainSizes:
         """
         batch_size = keys["batch_size"]
         scaling = keys["scaling"]
-        batch_size *= replicas if scaling == "weak" else 1
+        if scaling == "weak":
+            batch_size *= replicas
         if batch_size % replicas:
             raise ConfigError(
                 f"batch_size={batch_size}: is the global batch and must be divisible by the "

@@ -34,7 +34,8 @@ def list_devices() -> str:
         f"cuda:{i} ({gpu.name}, {gpu.total_memory / 2**30:.0f} GiB)"
         for i, gpu in enumerate(properties)
     ]
-    gpus += ["mps"] if torch.backends.mps.is_available() else []
+    if torch.backends.mps.is_available():
+        gpus.append("mps")
     return ", ".join(["cpu", *gpus]) + ("" if gpus else " (no GPU is visible)")
 
 

@@ -256,7 +256,7 @@ class Ranks:
         if self.rank != 0:
             return None
         self.store.wait(keys, DECISION_TIMEOUT)
-        return [value_found.decode() for value_found in self.store.multi_get(keys)]
+        return [text.decode() for text in self.store.multi_get(keys)]
 
     def gather_and_decide(
         self, key: str, value: Any, decide: Callable[[list[Any]], Answer]

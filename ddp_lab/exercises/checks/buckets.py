@@ -55,11 +55,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             raise Wrong(text)
 
         if collectives != len(expected):
-            text = (
+            raise Wrong(
                 f"limit={limit}: the sums are right, but took {collectives} all-reduces: expected "
-                f"{len(expected)}, "
+                f"{len(expected)}, one for each bucket."
             )
-            raise Wrong(text + "one for each bucket.")
 
 
 def check_buckets(buckets: object, expected: list[list[int]], sizes: list[int], limit: int) -> None:

@@ -92,4 +92,4 @@ def rows_in(gathered: torch.Tensor, weight: torch.Tensor) -> list[int | str]:
     equal = [
         [index for index, row in enumerate(weight) if torch.equal(row, each)] for each in gathered
     ]
-    return [ranks_equal[0] if ranks_equal else "unknown" for ranks_equal in equal]
+    return [matching[0] if matching else "unknown" for matching in equal]

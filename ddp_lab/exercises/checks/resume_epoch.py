@@ -60,9 +60,9 @@ def explain(
     if sorted(read) == sorted(order[done:]):
         text += (
             "All remaining samples are read once, but not in the batches of an uninterrupted run: "
-            "cut the permutation into "
+            "cut the permutation into global batches first, then take every world_size-th position "
+            "of each."
         )
-        text += "global batches first, then take every world_size-th position of each."
     elif done and len(read) == len(order) and set(read) == set(order):
         text += "The epoch begins again: leave out what was read before the checkpoint."
     elif again and not lost:

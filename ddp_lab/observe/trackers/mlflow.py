@@ -49,8 +49,8 @@ class MLflow:
         artifacts = None if uri and uri.startswith(SERVERS) else (folder / "mlartifacts").as_uri()
         self.client = client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
 
-        if experiment_found := client.get_experiment_by_name(experiment):
-            experiment_id = experiment_found.experiment_id
+        if existing := client.get_experiment_by_name(experiment):
+            experiment_id = existing.experiment_id
         else:
             experiment_id = client.create_experiment(experiment, artifacts)
         if runs := client.search_runs([experiment_id], f"tags.`{RUN_ID}` = '{run.id}'"):
