@@ -1,0 +1,106 @@
+"""A model that is no Chain, under a pipeline: its cut, and this rank's part of it."""
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.cut_points import CutPoints
+from ddp_lab.models.module_hooks import hook_of
+from ddp_lab.strategies.parameters import to_device
+from ddp_lab.strategies.schedules import PipelinePlan
+from ddp_lab.strategies.stage_weights import StageWeights, names_in
+from ddp_lab.strategies.traced import INNER, Blueprint
+from ddp_lab.strategies.traced_stages import TracedExecutor
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.pipeline import Pipeline
+
+
+class TracedModel:
+    """The stages of a model that is cut by a trace.
+
+    Args:
+        strategy: in `partition`.
+        model: complete.
+        samples: number of samples that the pipeline gets at once.
+
+    Attributes:
+        plan: of the pipeline.
+
+    Raises:
+        ConfigError: there is no example, the model has hooks, or it cannot be traced or cut.
+    """
+
+    def __init__(self, strategy: "Pipeline", model: nn.Module, samples: int):
+        if strategy.example is None:
+            raise ConfigError(
+                f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
+                "lab.trainer(..., example=dataset[0])"
+            )
+        require_no_hooks(model, strategy.name)
+        self.task = strategy.task
+        self.rank = strategy.pp_rank
+        self.device = strategy.device
+        self.blueprint = Blueprint(model, strategy.device, strategy.autocast, strategy.name)
+        few = self.blueprint.inputs(strategy.example, 2)
+        self.plan = PipelinePlan.make(
+            strategy.keys,
+            model,
+            strategy.axes["pp"],
+            samples,
+            strategy.name,
+            lambda cut_at: CutPoints(self.blueprint.model, few, cut_at),
+        )
+        assert isinstance(self.plan.parts, CutPoints)
+        starts = self.plan.parts.starts
+        size = -(-samples // self.plan.num_microbatches)
+        inputs = self.blueprint.inputs(strategy.example, size)
+        used: list[set[str]] = [set() for _ in range(self.plan.num_stages)]
+        for training in (True, False):
+            traced = self.blueprint.trace(inputs, starts, training)
+            for names, stage in zip(used, traced.stages, strict=True):
+                names |= names_in(stage.graph, f"{INNER}.")
+        self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return the model with what this rank uses of it, on the device, and nothing else."""
+        self.weights.keep(model, self.rank)
+        return to_device(model, self.device, None)
+
+    def executor(self, model: nn.Module, group: dist.ProcessGroup) -> TracedExecutor:
+        """Return what runs batches through the stages.
+
+        Args:
+            model: from `place`.
+            group: the ranks of the pipeline.
+        """
+        return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, self.task)
+
+    def sum_copies(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """Sum the gradients of the copies of each parameter that several ranks have. Collective.
+
+        The arguments are as above.
+        """
+        self.weights.sum_copies(model, self.rank, group)
+
+    def counted_once(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters whose gradients this rank adds to the norm of all."""
+        return self.weights.counted_once(model, self.rank)
+
+
+def require_no_hooks(model: nn.Module, strategy: str) -> None:
+    """Check that no module of a model has hooks, which a trace would call once only.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for path, module in model.named_modules():
+        if method := hook_of(module):
+            where = f"the module {path}" if path else "the model"
+            raise ConfigError(
+                f"strategy={strategy}: cuts a model that is no Chain by a trace, which calls a "
+                f"hook only once, and {where} has one ({method}). Compute it in forward, or use "
+                "a strategy that does not cut the model, for example ddp"
+            )
