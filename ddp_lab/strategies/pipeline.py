@@ -100,7 +100,7 @@ class Pipeline(Strategy):
         self.pp_group = mesh.get_group("pp")
         if self.traced is not None:
             self.module = self.traced.place(model)
-            self.executor = self.traced.executor(self.module, self.pp_group)
+            self.executor = self.traced.executor(self.module, self.pp_group, self.task)
         else:
             assert isinstance(model, Chain)  # `partition`
             stages = make_stages(

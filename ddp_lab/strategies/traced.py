@@ -128,6 +128,7 @@ class Blueprint:
         self.autocast = autocast
         self.strategy = strategy
         self.model = self._copy(model)
+        self._kept: dict[Any, Traced] = {}
 
     def _copy(self, model: nn.Module) -> nn.Module:
         memo: dict[int, torch.Tensor] = {}
@@ -149,22 +150,36 @@ class Blueprint:
         with self.mode:
             return apply(empty, like)
 
-    def trace(self, inputs: Tree, starts: list[str], training: bool) -> Traced:
+    def trace(
+        self, inputs: Tree, starts: list[str], training: bool, is_kept: bool = False
+    ) -> Traced:
         """Trace a forward pass, and divide it into stages.
 
         Args:
             inputs: of a micro-batch, from `inputs`.
             starts: paths of the modules with which the second stage, the third and so on begin.
             training: whether in training mode.
+            is_kept: whether the next call for such inputs returns the same stages, which takes no
+                time.
 
         Raises:
             ConfigError: torch cannot trace the model, or its outputs are not [b, ...].
         """
+        tensors, form = tree_flatten(arguments_of(inputs))
+        key = (str(form), tuple((tensor.shape, tensor.dtype) for tensor in tensors), training)
+        made = self._kept.pop(key, None) or self._trace(tensors, form, starts, training)
+        self._require_samples(made.outputs, size(inputs))
+        if is_kept:
+            self._kept[key] = made
+        return made
+
+    def _trace(
+        self, tensors: list[torch.Tensor], form: TreeSpec, starts: list[str], training: bool
+    ) -> Traced:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
         # fresh, because torch changes the forward of the modules where it cuts
         model = copy.deepcopy(self.model, self._same_tensors()).train(training)
-        tensors, form = tree_flatten(arguments_of(inputs))
         outputs: list[TreeSpec] = []
         flat = Flat(model, form, outputs)
         cuts = {f"{INNER}.{start}": SplitPoint.BEGINNING for start in starts}
@@ -184,7 +199,6 @@ class Blueprint:
                 f"strategy={self.strategy}: cutting the model before {', '.join(starts)} gives "
                 f"{len(stages)} stages. Name other modules in strategy.cut"
             )
-        self._require_samples(stages[-1].outputs, size(inputs))
         return Traced(stages, stages[-1].outputs, outputs[-1])
 
     def _same_tensors(self) -> dict[int, Any]:

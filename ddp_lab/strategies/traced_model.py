@@ -13,6 +13,7 @@ from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
 from ddp_lab.strategies.traced import INNER, Blueprint
 from ddp_lab.strategies.traced_stages import TracedExecutor
+from ddp_lab.tasks.base import Task
 
 if TYPE_CHECKING:
     from ddp_lab.strategies.pipeline import Pipeline
@@ -40,7 +41,6 @@ class TracedModel:
                 "lab.trainer(..., example=dataset[0])"
             )
         require_no_hooks(model, strategy.name)
-        self.task = strategy.task
         self.rank = strategy.pp_rank
         self.device = strategy.device
         self.blueprint = Blueprint(model, strategy.device, strategy.autocast, strategy.name)
@@ -59,7 +59,7 @@ class TracedModel:
         inputs = self.blueprint.inputs(strategy.example, size)
         used: list[set[str]] = [set() for _ in range(self.plan.num_stages)]
         for training in (True, False):
-            traced = self.blueprint.trace(inputs, starts, training)
+            traced = self.blueprint.trace(inputs, starts, training, is_kept=True)
             for names, stage in zip(used, traced.stages, strict=True):
                 names |= names_in(stage.graph, f"{INNER}.")
         self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
@@ -69,14 +69,15 @@ class TracedModel:
         self.weights.keep(model, self.rank)
         return to_device(model, self.device, None)
 
-    def executor(self, model: nn.Module, group: dist.ProcessGroup) -> TracedExecutor:
+    def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
         """Return what runs batches through the stages.
 
         Args:
             model: from `place`.
             group: the ranks of the pipeline.
+            task: with the training loss.
         """
-        return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, self.task)
+        return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, task)
 
     def sum_copies(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         """Sum the gradients of the copies of each parameter that several ranks have. Collective.
