@@ -33,7 +33,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
-from ddp_lab.world.process import Place
+from ddp_lab.world.process import RankInfo
 from ddp_lab.world.runtime import Runtime
 
 FILE_EVENTS = {
@@ -55,7 +55,7 @@ class Spec(NamedTuple):
     It has the ranks' places, the port of the store, the shared directory, and seconds.
     """
 
-    places: list[Place]
+    places: list[RankInfo]
     port: int
     runs_dir: str
     step_seconds: float
@@ -133,8 +133,8 @@ class SimulatedRuntime(Runtime):
     rank 0, it is as good.
     """
 
-    def __init__(self, place: Place, peers: Peers):
-        super().__init__("cpu", timeout=300, place=place)
+    def __init__(self, rank_info: RankInfo, peers: Peers):
+        super().__init__("cpu", timeout=300, rank_info=rank_info)
         self.peers = peers
         self.reduced = 0
         self.connections: list[CountedStore] = []
@@ -210,22 +210,22 @@ class SimulatedWatchdog(Watchdog):
 class Rank:
     """One simulated rank; with `hangs` it hangs in its next step."""
 
-    def __init__(self, spec: Spec, place: Place, peers: Peers, looks: Looks):
+    def __init__(self, spec: Spec, rank_info: RankInfo, peers: Peers, looks: Looks):
         self.spec = spec
         self.peers = peers
         self.looks = looks
-        self.runtime = SimulatedRuntime(place, peers)
+        self.runtime = SimulatedRuntime(rank_info, peers)
         self.requests = Requests(self.runtime)
         self.hangs = False
-        threading.Thread(target=self._run, name=f"rank {place.rank}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"rank {rank_info.rank}", daemon=True).start()
 
     def _run(self) -> None:
         runtime = self.runtime
         spec = self.spec
         check_network(runtime)
-        runtime.agree("source", lambda: None)
-        runtime.collect("dataset", "0" * 64)
-        runtime.agree("same dataset", lambda: None)
+        runtime.broadcast_from_rank0("source", lambda: None)
+        runtime.gather_objects("dataset", "0" * 64)
+        runtime.broadcast_from_rank0("same dataset", lambda: None)
         check_shared(Path(spec.runs_dir), runtime)
         run_dir = RunDir(runtime, Path(spec.runs_dir), "run", "auto", "simulated")
         watchdog = SimulatedWatchdog(run_dir, runtime, spec.timeout, self.looks)
@@ -300,7 +300,7 @@ def run(spec: Spec, pipe: Connection) -> None:
     sys.addaudithook(count)
     peers = Peers(len(spec.places), pipe)
     looks = Looks()
-    ranks = {place.rank: Rank(spec, place, peers, looks) for place in spec.places}
+    ranks = {rank_info.rank: Rank(spec, rank_info, peers, looks) for rank_info in spec.places}
     while True:
         try:
             what, *values = pipe.recv()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_lab.world.process import Place
+from ddp_lab.world.process import RankInfo
 from scripts.scale_ranks import Spec, run
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -126,7 +126,8 @@ class Launch:
     def __init__(self, ranks: int, nodes: int, folder: Path, step_seconds: float, timeout: float):
         local = ranks // nodes
         places = [
-            Place(rank, ranks, rank % local, local, rank // local, nodes) for rank in range(ranks)
+            RankInfo(rank, ranks, rank % local, local, rank // local, nodes)
+            for rank in range(ranks)
         ]
         together = -(-nodes // PROCESSES)  # nodes in one process
         groups = [places[i : i + together * local] for i in range(local, ranks, together * local)]
@@ -155,7 +156,7 @@ class Launch:
             master_listen_fd=listener.detach(),
         )
         self.started = time.time()
-        self.processes: list[tuple[list[Place], Connection, Any]] = []
+        self.processes: list[tuple[list[RankInfo], Connection, Any]] = []
         for group in filter(None, groups):
             ours, theirs = CONTEXT.Pipe()
             spec = Spec(group, port, str(self.runs_dir), step_seconds, timeout)
@@ -196,7 +197,7 @@ class Launch:
                 with contextlib.suppress(OSError), self._sending:  # it was killed
                     pipe.send(message)
 
-    def signal(self, number: int, places: list[Place]) -> None:
+    def signal(self, number: int, places: list[RankInfo]) -> None:
         """Send a signal to the processes of some ranks of the node with the faults."""
         for group, _, process in self.processes:
             if group[0] in places and process.is_alive():
@@ -219,7 +220,7 @@ class Launch:
             time.sleep(0.02)
         return max(self.events[name].values())
 
-    def count(self, without: list[Place]) -> Counts:
+    def count(self, without: list[RankInfo]) -> Counts:
         """Return what the ranks have done so far; those of `without` may be dead."""
         self._counts = []
         counted = [pipe for places, pipe, _ in self.processes if places[0] not in without]

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from configs import CONF, config
-from hf_datasets import write_hf
 from image_folders import write_folder
 from launches import ROOT, SMALL, main_in_world, read_metrics
 from omegaconf import OmegaConf
@@ -464,6 +463,8 @@ def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | No
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Ended]:
     """Return the runs of all rows, and those that they are compared with, by their overrides."""
+    from hf_datasets import write_hf  # takes 2 s, which all processes of pytest would spend
+
     folder = tmp_path_factory.mktemp("runs")
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
     write_hf(folder / "hf")

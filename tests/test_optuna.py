@@ -5,7 +5,6 @@ import os
 import signal
 import time
 
-import optuna
 import pytest
 from configs import CONF
 from hydra import compose, initialize_config_dir
@@ -66,6 +65,8 @@ def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
     assert (first / "metrics.jsonl").stat().st_mtime_ns == before
 
     rows = table(search)
+    import optuna  # takes 2 s, which all processes of pytest would spend
+
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0), direction="maximize")
     for row in rows:  # what an undisturbed search proposes after these results
         trial = study.ask()

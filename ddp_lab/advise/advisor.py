@@ -11,7 +11,7 @@ from ddp_lab.advise.devices import CARDS, GB, Devices, GiB
 from ddp_lab.advise.plan import (
     CONTEXT,
     CannotPlan,
-    Planned,
+    DeviceEstimate,
     dataset_sizes,
     model_to_plan,
     plan_rank,
@@ -25,7 +25,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.run.build import load_dataset, make_plan, make_task, make_trial
+from ddp_lab.run.build import load_dataset, make_sizes, make_task, make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.planned import PlannedRuntime
 
@@ -54,7 +54,7 @@ class Row:
     """
 
     overrides: list[str]
-    plans: list[Planned]
+    plans: list[DeviceEstimate]
     devices: int
     ranks: int
     images: int
@@ -68,7 +68,7 @@ class Row:
         return name_of(self.overrides)
 
     @property
-    def fullest(self) -> Planned:
+    def fullest(self) -> DeviceEstimate:
         return max(self.plans, key=lambda plan: plan.total)
 
 
@@ -124,11 +124,11 @@ class Advisor:
         ]
         common = ["--config-dir", config_dir] if config_dir is not None else []
         common += [override for override in overrides if override not in of_strategy]
-        own = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
+        own_overrides = of_strategy or ([] if choice == "single" else [f"strategy={choice}"])
         free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
         trial = make_trial(dataset, make_task(cfg, dataset))
         model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
-        return cls(cfg, dataset, model, devices, free, common, own)
+        return cls(cfg, dataset, model, devices, free, common, own_overrides)
 
     def candidates(self) -> list[list[str]]:
         """Return the overrides of the strategies, simple ones first.
@@ -155,8 +155,8 @@ class Advisor:
             (pair and number > 2, ["strategy=ddp_pipeline", "strategy.pp=2"]),
             (pair and number > 2, ["strategy=mesh", "strategy.tp=2"]),
         ]
-        found = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
-        return found if not self.own or self.own in found else [*found, self.own]
+        fitting = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
+        return fitting if not self.own or self.own in fitting else [*fitting, self.own]
 
     def plan(self, overrides: list[str]) -> Row:
         """Return the plan of a strategy.
@@ -176,8 +176,8 @@ class Advisor:
         runtime = PlannedRuntime(ranks, devices.per_node, cfg.precision, gpus, devices.kind)
         runtime.free = self.free
         strategy = construct("strategy", cfg.strategy, runtime)
-        plans = list[Planned]()
-        sizes = make_plan(cfg, strategy, self.dataset)
+        plans = list[DeviceEstimate]()
+        sizes = make_sizes(cfg, strategy, self.dataset)
         images = sizes.global_batch_size
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
@@ -198,7 +198,7 @@ class Advisor:
             launch=devices.launch([*self.common, *overrides], ranks),
         )
 
-    def bound(self, plans: Iterable[Planned]) -> float | None:
+    def bound(self, plans: Iterable[DeviceEstimate]) -> float | None:
         """Return the seconds that a step takes at least; None if the devices' peak is not known."""
         devices = self.devices
         peak = self.devices.peak(self.cfg.precision)
@@ -224,15 +224,15 @@ class Advisor:
                 self.rows.append(self.plan(overrides))
             except (ConfigError, CannotPlan) as error:
                 refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
-        own = name_of(self.own)
+        own_name = name_of(self.own)
         if not self.rows:
-            name = own or next(iter(refused))
+            name = own_name or next(iter(refused))
             raise ConfigError(
                 f"no strategy can be planned on these devices. {name}: {refused[name]}"
             )
         for name, reason in refused.items():  # of what nobody chose the first sentence
             self.notes.append(
-                f"not in the table: {name}: {reason if name == own else reason.split('. ')[0]}"
+                f"not in the table: {name}: {reason if name == own_name else reason.split('. ')[0]}"
             )
         return self
 

@@ -77,15 +77,15 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
         name = torch.cuda.get_device_name()
         memory = torch.cuda.mem_get_info()[1]
         return Devices(name, torch.cuda.device_count(), nodes, memory, card_of(name), link * GB)
-    found = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
+    if match is None:
         raise ConfigError(
             f"--gpus {text}: must be here, or a number up to 9999 and a card such as 2xH100. "
             f"Cards: {', '.join(CARDS)}, cpu. For another card, use one that has about as much "
             "memory and bandwidth"
         )
-    number = int(found[1])
-    name = found[2].upper()
+    number = int(match[1])
+    name = match[2].upper()
     if name == "CPU":
         return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
     return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)

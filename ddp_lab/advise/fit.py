@@ -51,13 +51,13 @@ def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
     Collective.
     """
     if cfg.memory_limit:
-        own = [int(cfg.memory_limit * 2**30)] * 2
+        local_bytes = [int(cfg.memory_limit * 2**30)] * 2
     elif runtime.device.type == "cuda":
-        own = [*reversed(torch.cuda.mem_get_info(runtime.device))]
+        local_bytes = [*reversed(torch.cuda.mem_get_info(runtime.device))]
     else:
-        own = [0, psutil.virtual_memory().available // runtime.local_world_size]
-    return runtime.conclude(
-        "memory", own, lambda found: [min(each) for each in zip(*found, strict=True)]
+        local_bytes = [0, psutil.virtual_memory().available // runtime.local_world_size]
+    return runtime.gather_and_decide(
+        "memory", local_bytes, lambda found: [min(each) for each in zip(*found, strict=True)]
     )
 
 
@@ -102,10 +102,10 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
     advisor = replace(advisor, devices=devices).advise()
     if not advisor.ranked:
         return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
-    found = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
+    launches = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
     return (
-        f"Use {' or '.join(found[:2])}, the simplest of {len(found)} that fit on {devices.number} "
-        "such devices"
+        f"Use {' or '.join(launches[:2])}, the simplest of {len(launches)} that fit on "
+        f"{devices.number} such devices"
     )
 
 
@@ -145,7 +145,7 @@ def check_memory(cfg: Config, job: Job) -> None:
     # how much of a host's memory a process may use is not known
     if cfg.memory_limit or job.runtime.device.type == "cuda":
         memory, _ = memory_of(cfg, job.runtime)
-        job.runtime.agree("state", lambda: check_state(cfg, job, memory))
+        job.runtime.broadcast_from_rank0("state", lambda: check_state(cfg, job, memory))
 
 
 def check_state(cfg: Config, job: Job, memory: int) -> None:
@@ -189,7 +189,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
     key = auto[0]
     steps = 0  # of accumulation in the run that is resumed
     if resumed:
-        batch_size, steps = runtime.agree("batch before", partial(recorded, resumed))
+        batch_size, steps = runtime.broadcast_from_rank0("batch before", partial(recorded, resumed))
         cfg.batch_size = batch_size if "batch_size" in auto else cfg.batch_size
         key = "accumulate"
     elif len(auto) > 1:
@@ -207,7 +207,9 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
     for share in PLANNED:
         cfg[key] = "auto"
         budget = max(0, int(share * memory - spare))
-        cfg[key] = runtime.agree("batch", partial(largest, cfg, dataset, runtime, values, budget))
+        cfg[key] = runtime.broadcast_from_rank0(
+            "batch", partial(largest, cfg, dataset, runtime, values, budget)
+        )
         if cfg.accumulate == steps:
             return (
                 f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that "
@@ -220,9 +222,9 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
                 "a device"
             )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
-    found = problem or f"takes {size(taken)} of {size(memory)}"
+    problem_text = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(
-        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {found}. Use a number"
+        f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {problem_text}. Use a number"
     )
 
 
@@ -299,7 +301,7 @@ def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
     """
     with socket.socket() as listener:
         listener.bind(("", 0))
-        port = int(runtime.agree("port", lambda: listener.getsockname()[1]))
+        port = int(runtime.broadcast_from_rank0("port", lambda: listener.getsockname()[1]))
     taken = 0
     problem = ""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -307,7 +309,7 @@ def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
             taken = pool.submit(real_step, with_references(cfg), port).result()
         except Exception as error:  # out of memory, or the process was killed
             problem = describe_error(error)
-    taken, problem = runtime.conclude(
+    taken, problem = runtime.gather_and_decide(
         "real step",
         [taken, problem],
         lambda found: [max(each) for each in zip(*found, strict=True)],

@@ -105,13 +105,13 @@ class Live(TorchDispatchMode):
         mode.
         """
         job = self.job
-        size = job.plan.samples_at_once * job.recipe.step.accumulate
+        size = job.sizes.samples_at_once * job.recipe.step.accumulate
         inputs, targets = job.dataset.train.example(size)
         if job.options.channels_last:
             inputs = apply(
                 lambda images: images.contiguous(memory_format=torch.channels_last), inputs
             )
-        batch = Batch(inputs, targets, job.plan.global_batch_size)
+        batch = Batch(inputs, targets, job.sizes.global_batch_size)
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
         job.strategy.train()
@@ -122,8 +122,8 @@ class Live(TorchDispatchMode):
         self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         # during an update, state can be that of local shards, by other keys
-        for place, held in enumerate(self.held):
-            held |= {
+        for place, bytes_held in enumerate(self.held):
+            bytes_held |= {
                 kind: nbytes(tensors)
                 for kind, tensors in self.state(place).items()
                 if kind != "gradients"
@@ -136,27 +136,29 @@ class Live(TorchDispatchMode):
         owned = self.owned[place]
         buffers = list(self.modules[place].buffers())
         states = [value for parameter in owned for value in optimizer.get(parameter, {}).values()]
-        own = {id(tensor) for tensor in [*owned, *buffers]}
+        model_ids = {id(tensor) for tensor in [*owned, *buffers]}
+        averages = []
+        if ema:
+            averages = [
+                ema.averages[name]
+                for name, tensor in ema.tensors.items()
+                if id(tensor) in model_ids
+            ]
         return {
             "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
             "parameters": [*owned],
             "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
-            "averages": [
-                ema.averages[name] for name, tensor in ema.tensors.items() if id(tensor) in own
-            ]
-            if ema
-            else [],
+            "averages": averages,
             "buffers": buffers,
         }
 
     def track(self, tensors: Iterable[object]) -> None:
         """Count the storages of tensors."""
         for tensor in tensors:
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.device.type != "meta"
-                and (key := key_of(tensor)) not in self._storages
-            ):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
+                continue
+            key = key_of(tensor)
+            if key not in self._storages:
                 self._storages[key] = local(tensor).untyped_storage()
                 self._places[key] = self._place
                 self._in_flight.discard(key)  # of an earlier storage at this address
@@ -244,8 +246,8 @@ class Live(TorchDispatchMode):
                 self._places |= dict.fromkeys(map(key_of, tensors), place)
 
     def _begin_update(self) -> None:
-        for place, held in enumerate(self.held):
-            held["gradients"] = nbytes(self.state(place)["gradients"])
+        for place, bytes_held in enumerate(self.held):
+            bytes_held["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
         self._place = 0
 
@@ -291,6 +293,6 @@ def group_of(args: tuple[Any, ...]) -> tuple[int, ...]:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
         if isinstance(argument, str):
-            found = dist.distributed_c10d._resolve_process_group(argument)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
-            return tuple(dist.get_process_group_ranks(found))
+            group = dist.distributed_c10d._resolve_process_group(argument)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportArgumentType]
+            return tuple(dist.get_process_group_ranks(group))
     return tuple(range(dist.get_world_size()))

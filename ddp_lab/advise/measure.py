@@ -37,10 +37,10 @@ def measure(advisor: Advisor, minutes: float) -> None:
         minutes: when to stop; a strategy that has been measured once keeps its result.
     """
     end = time.monotonic() + 60 * minutes
-    found: dict[str, list[ShortRun]] = {row.name: [] for row in advisor.rows if row.fits}
+    runs_by_name: dict[str, list[ShortRun]] = {row.name: [] for row in advisor.rows if row.fits}
     with tempfile.TemporaryDirectory() as folder:
         for number, row in ((number, row) for number in range(ROUNDS) for row in advisor.rows):
-            if row.name not in found or is_stable(found[row.name]):
+            if row.name not in runs_by_name or is_stable(runs_by_name[row.name]):
                 continue
             if (left := end - time.monotonic()) <= 0:
                 advisor.notes.append(f"stopped after {minutes:g} minutes; --minutes allows more")
@@ -54,11 +54,11 @@ def measure(advisor: Advisor, minutes: float) -> None:
                 left,
             )
             if run.problem:
-                again = " again" if found.pop(row.name) else ""
+                again = " again" if runs_by_name.pop(row.name) else ""
                 advisor.notes.append(f"{row.name} was not measured{again}: {run.problem}")
             else:
-                found[row.name].append(run)
-                row.measured = summary(advisor, row, found[row.name])
+                runs_by_name[row.name].append(run)
+                row.measured = summary(advisor, row, runs_by_name[row.name])
     path = cache_of(advisor)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(
@@ -79,12 +79,12 @@ def short_run(advisor: Advisor, row: Row) -> list[str]:
         "num_classes": len(advisor.dataset.classes),
     }
     sizes |= {"train_size": STEPS * row.images, "test_size": row.images}
-    given = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
-    given += [
+    overrides = ["data=synthetic", *(f"data.dataset.{key}={size}" for key, size in sizes.items())]
+    overrides += [
         override for override in advisor.common if not override.lstrip("+~").startswith("data")
     ]
     return [
-        *given,
+        *overrides,
         *row.overrides,
         f"epochs={EPOCHS}",
         "profile=true",
@@ -104,14 +104,14 @@ def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
     On CPUs only the rate is known.
     """
     rate = statistics.median(each for run in runs for each in run.rates)
-    found = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
+    result = {"images_per_second": rate, "runs": len(runs), "date": str(date.today())}
     if advisor.devices.kind == "cuda":
         profiles = [run.profile for run in runs if run.profile]
-        found["exposed"] = statistics.median(exposed(profile["rows"]) for profile in profiles)
-        found["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
+        result["exposed"] = statistics.median(exposed(profile["rows"]) for profile in profiles)
+        result["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
     if peak := advisor.devices.peak(advisor.cfg.precision):
-        found["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
-    return found
+        result["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
+    return result
 
 
 def exposed(rows: list[dict[str, float]]) -> float:
@@ -126,11 +126,10 @@ def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
     devices = advisor.devices
     run = text_without(advisor.cfg, ["strategy"])
-    name = (
-        torch.cuda.get_device_name()
-        if devices.kind == "cuda"
-        else f"{platform.node()} {platform.processor()}"
-    )
+    if devices.kind == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{platform.node()} {platform.processor()}"
     key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {run}".encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"

@@ -29,10 +29,10 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.models.trial import Trial, freeze_unused, meta_copy
 from ddp_lab.run.build import (
-    arrange,
+    assemble,
     build_model,
     make_model,
-    make_plan,
+    make_sizes,
     make_source,
     make_task,
     model_spec,
@@ -53,7 +53,7 @@ COMMUNICATOR = 0.82 * 2**30  # NCCL's buffers, for each group of ranks
 WORKSPACE = 32 * 2**20  # cuBLAS, for each of the two threads that compute
 
 
-class Planned(NamedTuple):
+class DeviceEstimate(NamedTuple):
     """What a device of a rank holds, needs, sends and computes. All sizes are bytes.
 
     Attributes:
@@ -123,7 +123,7 @@ def dataset_sizes(data: Config) -> Dataset | None:
     with torch.device("meta"):
         images = [torch.empty(size, *source.shape, dtype=torch.uint8) for size in source.sizes]
         train, test = (
-            InMemory(found, torch.empty(len(found), dtype=torch.int64)) for found in images
+            InMemory(inputs, torch.empty(len(inputs), dtype=torch.int64)) for inputs in images
         )
     classes = [str(label) for label in range(source.num_classes)]
     return hold_out(Dataset(train, test, classes), data["val_fraction"], data["val_seed"])
@@ -163,7 +163,7 @@ def model_to_plan(
 
 def plan_rank(
     cfg: Config, dataset: Dataset, model: nn.Module, runtime: PlannedRuntime
-) -> list[Planned]:
+) -> list[DeviceEstimate]:
     """Return the plan of each device of a rank: of one, unless the strategy drives several.
 
     Args:
@@ -184,8 +184,8 @@ def plan_rank(
     use_fake_wrapper(strategy)
     # a copy, because the strategy changes it
     built = BuiltModel(meta_copy(model), FakeWeights(fake), [])
-    job = arrange(
-        cfg, strategy, dataset, make_plan(cfg, strategy, dataset), built, make_task(cfg, dataset)
+    job = assemble(
+        cfg, strategy, dataset, make_sizes(cfg, strategy, dataset), built, make_task(cfg, dataset)
     )
     if strategy.name == "dp":
         raise CannotPlan(
@@ -214,7 +214,9 @@ def plan_rank(
             live = Live(job, trainer)
             with fake, live:
                 live.take_steps()
-            return [planned(job, runtime, live, place) for place in range(len(live.modules))]
+            return [
+                estimate_device(job, runtime, live, place) for place in range(len(live.modules))
+            ]
     except ConfigError:
         raise
     except Exception as error:
@@ -234,22 +236,21 @@ def use_fake_wrapper(strategy: Strategy) -> None:
         strategy.wrapper_class = FakeDDP
 
 
-def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planned:
+def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:
     """Return the plan of a device after the steps."""
-    held = live.held[place]
+    bytes_held = live.held[place]
     peak = live.peak(place)
     options = job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first
     # one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
-    copied = (
-        {*HELD} - {"gradients"}
-        if again
-        else {"parameters", "buffers", "averages"}
-        if options.compile
-        else set[str]()
-    )
-    peak["copies"] = sum(held[kind] for kind in copied)
+    if again:
+        copied = {*HELD} - {"gradients"}
+    elif options.compile:
+        copied = {"parameters", "buffers", "averages"}
+    else:
+        copied = set[str]()
+    peak["copies"] = sum(bytes_held[kind] for kind in copied)
     outside = 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
@@ -257,8 +258,16 @@ def planned(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> Planne
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
-    return Planned(
-        runtime.rank, place, held, peak, outside, live.calls, live.sent, live.flops[place], slots
+    return DeviceEstimate(
+        runtime.rank,
+        place,
+        bytes_held,
+        peak,
+        outside,
+        live.calls,
+        live.sent,
+        live.flops[place],
+        slots,
     )
 
 
@@ -278,8 +287,7 @@ def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, st
         for rank, actions in order.items()
     }
     left = {
-        rank: deque((int(found[1]), found[2]) for found in row if found)
-        for rank, row in passes.items()
+        rank: deque((int(cell[1]), cell[2]) for cell in row if cell) for rank, row in passes.items()
     }
     last = max(stage for row in left.values() for stage, _ in row)
     slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}

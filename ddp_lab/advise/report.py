@@ -83,21 +83,20 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
     activations = plan.peak["activations"]
     sent = max(sum(each.sent.values()) for each in row.plans)
     flops = max(each.flops for each in row.plans)
-    found = [
+    measured_cells = [
         format(row.measured[key], form) if key in row.measured else ""
         for key, form in MEASURED.values()
     ]
-    found += (
-        [gib(plan.allocated), gib(row.measured["allocated"])]
-        if "allocated" in row.measured
-        else [""] * len(PEAKS)
-    )
+    if "allocated" in row.measured:
+        measured_cells += [gib(plan.allocated), gib(row.measured["allocated"])]
+    else:
+        measured_cells += [""] * len(PEAKS)
     return (
         *(row.name, str(row.devices)),
         *map(gib, (plan.total, state, activations, plan.total - state - activations)),
         *(f"{short(float(f'{sent:.3g}'))}B", short(float(f"{flops:.3g}"))),
         "" if row.bound is None else f"{1000 * row.bound:,.3g} ms",
-        *(found if measured else ()),
+        *(measured_cells if measured else ()),
         "" if row.fits else "does not fit",
     )
 

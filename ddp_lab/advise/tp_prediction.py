@@ -135,4 +135,4 @@ def predict_here(job: Job) -> Prediction | None:
     card = card_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if card is None:
         return None
-    return predict(job.model, job.strategy, job.plan.samples_at_once, job.runtime.precision, card)
+    return predict(job.model, job.strategy, job.sizes.samples_at_once, job.runtime.precision, card)

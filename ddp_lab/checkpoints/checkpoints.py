@@ -140,7 +140,9 @@ class Checkpoints:
             group.update(options, lr=options["initial_lr"] * factor(step))
         best = self.best
         if (
-            not self.runtime.agree("best", lambda: self._abandon_later(path, progress))
+            not self.runtime.broadcast_from_rank0(
+                "best", lambda: self._abandon_later(path, progress)
+            )
             and best is not None
         ):
             progress = progress.without_best(best)
@@ -172,10 +174,11 @@ class Checkpoints:
         ]:
             with suppress(OSError):  # the launch may have been killed before it did this
                 link_best(path.resolve())
-        if (best := self.best) is None:
+        best = self.best
+        if best is None:
             return False
-        found = result_in(self.folder, best)
-        if found and found[1].best[best] == progress.best.get(best):
+        best_result = result_in(self.folder, best)
+        if best_result and best_result[1].best[best] == progress.best.get(best):
             return True
         forget_best(self.folder)
         return False

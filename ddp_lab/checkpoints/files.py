@@ -88,10 +88,11 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
         if not path.is_dir():
             # the file may have been renamed
             digests = {path.name: next(iter(digests.values()), "")}
-        elif different := sorted(
-            digests.keys() ^ ({file.name for file in path.iterdir()} - {SUMS})
-        ):
-            return f"{', '.join(different)}: missing, or not listed in {SUMS}"
+        else:
+            files = {file.name for file in path.iterdir()} - {SUMS}
+            different = sorted(digests.keys() ^ files)
+            if different:
+                return f"{', '.join(different)}: missing, or not listed in {SUMS}"
     except (OSError, ValueError):
         return f"{sums.name} is missing or damaged"
     for name in sorted(digests)[part]:

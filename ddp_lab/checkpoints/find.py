@@ -35,11 +35,9 @@ def find_source(
 
 def run_of(source: Path) -> Path:
     """Return the directory of the run to which a checkpoint, or a directory of them, belongs."""
-    return (
-        source.parent
-        if source.is_dir() and not is_sharded(source)
-        else source.absolute().parent.parent
-    )
+    if source.is_dir() and not is_sharded(source):
+        return source.parent
+    return source.absolute().parent.parent
 
 
 def open_checkpoint(path: Path, key: str = "resume=") -> "SavedCheckpoint":
@@ -83,9 +81,9 @@ def damage_of(path: Path, runtime: Runtime) -> str | None:
 
     Collective: each rank reads some of the files.
     """
-    own = find_damage(path, slice(runtime.rank, None, runtime.world_size))
-    return runtime.conclude(
-        "damage", own, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
+    own_damage = find_damage(path, slice(runtime.rank, None, runtime.world_size))
+    return runtime.gather_and_decide(
+        "damage", own_damage, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
     )
 
 
@@ -114,7 +112,9 @@ def find_checkpoint(
     """
     if choice not in ("auto", "last", "best"):
         path = Path(choice)
-        if (path.is_dir() or sums_of(path).exists()) and (problem := damage_of(path, runtime)):
+        has_hashes = path.is_dir() or sums_of(path).exists()
+        problem = damage_of(path, runtime) if has_hashes else None
+        if problem:
             raise ConfigError(
                 f"{key}{path}: the checkpoint is damaged: {problem}. Use another checkpoint"
             )
@@ -129,21 +129,19 @@ def find_checkpoint(
         return [str(path) for path in [best, *reversed(newest)] if path]
 
     bad: list[str] = []
-    for found in runtime.agree("checkpoints", candidates):
-        problem = damage_of(Path(found), runtime)
+    for candidate in runtime.broadcast_from_rank0("checkpoints", candidates):
+        problem = damage_of(Path(candidate), runtime)
         if problem is None:
             for each in bad if runtime.rank == 0 else []:
-                log.warning(f"{each}; using {found}, the newest valid checkpoint")
-            return Path(found)
-        bad.append(f"{found} is damaged ({problem})")
+                log.warning(f"{each}; using {candidate}, the newest valid checkpoint")
+            return Path(candidate)
+        bad.append(f"{candidate} is damaged ({problem})")
     if bad:
+        remedy = "use --checkpoint PATH"
+        if key == "resume=":
+            remedy = "choose another name to start a new run"
         raise ConfigError(
             f"{key}{choice}: none of the run's checkpoints is valid: {'; '.join(bad)}. Restore "
-            "one, or "
-            + (
-                "choose another name to start a new run"
-                if key == "resume="
-                else "use --checkpoint PATH"
-            )
+            f"one, or {remedy}"
         )
     return None

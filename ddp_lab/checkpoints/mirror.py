@@ -75,11 +75,10 @@ class Mirror(Hook):
         try:
             self.fs, root = url_to_fs(url)
         except (ImportError, ValueError) as error:
-            remedy = (
-                "pip install 'ddp_lab[s3]', for s3://, or that package"
-                if isinstance(error, ImportError)
-                else "use another URL"
-            )
+            if isinstance(error, ImportError):
+                remedy = "pip install 'ddp_lab[s3]', for s3://, or that package"
+            else:
+                remedy = "use another URL"
             raise ConfigError(
                 f"{self.key}: cannot be used ({describe_error(error)}); {remedy}"
             ) from None
@@ -138,7 +137,7 @@ class Mirror(Hook):
         target = f"{self.remote}/{path.name}"
         sums = sums_of(path).read_text()
         self._remove(path.name)  # an earlier one of the same step
-        outdated = set(self._names()) - {kept.name for kept in steps_in(self.folder)}
+        outdated = set(self._names()) - {step.name for step in steps_in(self.folder)}
         spared = {*self._complete()[:1], self._best()}
         for name in outdated - spared:
             self._remove(name)
@@ -172,11 +171,9 @@ class Mirror(Hook):
 
     def _best(self) -> str | None:
         """Return the name of the best checkpoint."""
-        return (
-            self.fs.cat_file(f"{self.remote}/best").decode()
-            if self.fs.exists(f"{self.remote}/best")
-            else None
-        )
+        if self.fs.exists(f"{self.remote}/best"):
+            return self.fs.cat_file(f"{self.remote}/best").decode()
+        return None
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint there: first its hashes, without which it is none."""
@@ -201,9 +198,9 @@ class Mirror(Hook):
             # a mirror that does not answer now does not keep a run from going on
             with suppress(OSError, ValueError):
                 metrics = f"{self.remote}/{(self._complete() or [''])[0]}/metrics.jsonl"
-                there = (
-                    self.fs.cat_file(metrics).splitlines()[:1] if self.fs.exists(metrics) else []
-                )
+                there = []
+                if self.fs.exists(metrics):
+                    there = self.fs.cat_file(metrics).splitlines()[:1]
                 here = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()[:1]
                 if there and here and there != here:  # their rates and losses differ
                     raise ConfigError(
@@ -275,13 +272,15 @@ class Mirror(Hook):
                 return False
             sync(folder / file)
         path = self.folder / name
-        own = digests.keys() & set(RUN_FILES)
-        for file in own:
+        run_files = digests.keys() & set(RUN_FILES)
+        for file in run_files:
             if (self.run_dir / file).exists():  # from a newer checkpoint
                 (folder / file).unlink()
             else:
                 os.replace(folder / file, self.run_dir / file)
-        sums = "".join(f"{digest}  {file}\n" for file, digest in digests.items() if file not in own)
+        sums = "".join(
+            f"{digest}  {file}\n" for file, digest in digests.items() if file not in run_files
+        )
         write_text(folder / SUMS if is_sharded(path) else sums_of(path), sums)
         sync(folder)
         os.replace(folder if is_sharded(path) else folder / name, path)

@@ -16,13 +16,13 @@ class FullCheckpoint(SavedCheckpoint):
     def open(self) -> None:
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         require_keys(state, {*KEYS, "model"})
-        held = {"model": state.pop("model"), "ema": state.pop("ema", {})}
-        held |= {
+        parts = {"model": state.pop("model"), "ema": state.pop("ema", {})}
+        parts |= {
             f"optimizer.{name}": values for name, values in state["optimizer"]["state"].items()
         }
         pairs = {
             f"{part}.{name}": value
-            for part, values in held.items()
+            for part, values in parts.items()
             for name, value in values.items()
         }
         self.state = state

@@ -53,11 +53,9 @@ def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) ->
     options = options_of(optimizer)
     new = sorted(options - saved.options)
     old = sorted(saved.options - options)
-    parts = (
-        [f"has no option {', '.join(new)}, of which the values of this launch are used"]
-        if new
-        else []
-    )
+    parts = []
+    if new:
+        parts = [f"has no option {', '.join(new)}, of which the values of this launch are used"]
     parts += [f"has the option {', '.join(old)}, which this launch does not have"] if old else []
     return f"the optimizer in the checkpoint {' and '.join(parts)}" if parts else None
 
@@ -69,10 +67,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
     """
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters.keys() - {"params"}
-    given = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted}
+    arguments = {
+        name: value for name, value in optimizer.param_groups[0].items() if name in accepted
+    }
     plain: dict[str, Any] = {
         name: value.item() if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)

@@ -105,11 +105,11 @@ class SavedCheckpoint(ABC):
         groups = self.state["optimizer"]["param_groups"]
         saved = self._saved_optimizer()
         if not is_same(saved, state.optimizer):
-            found, expected = (
+            saved_text, expected = (
                 ", ".join(sorted(names)) for names in (saved.options, options_of(state.optimizer))
             )
             raise ConfigError(
-                f"{self.about}: was written with another optimizer: its options are {found}; "
+                f"{self.about}: was written with another optimizer: its options are {saved_text}; "
                 f"expected {expected}. Use the optimizer that it was trained with, or another name"
             )
         if line := describe_options(saved, state.optimizer):
@@ -117,9 +117,12 @@ class SavedCheckpoint(ABC):
         trained = {name for group in groups for name in group["params"]}
         for name, parameter in state.strategy.module.named_parameters():
             if parameter.requires_grad != (name in trained) and name not in state.strategy.idle:
-                now, then = (
-                    ("trained", "frozen") if parameter.requires_grad else ("frozen", "trained")
-                )
+                if parameter.requires_grad:
+                    now = "trained"
+                    then = "frozen"
+                else:
+                    now = "frozen"
+                    then = "trained"
                 raise ConfigError(
                     f"{self.about}: the parameter {name} is {now} in this launch and was {then} "
                     "when the checkpoint was written. Freeze the same parameters, or begin a new "
@@ -131,7 +134,9 @@ class SavedCheckpoint(ABC):
         optimizer = self.state["optimizer"]
         parts = (key.rpartition(".") for key in self.tensors if key.startswith("optimizer."))
         states = {name for _, _, name in parts} | {
-            name for held in optimizer["state"].values() for name in held
+            name
+            for state_of_parameter in optimizer["state"].values()
+            for name in state_of_parameter
         }
         return SavedOptimizer(
             optimizer.get("kind"), optimizer["param_groups"][0].keys() - {"params"}, states
@@ -156,7 +161,7 @@ class SavedCheckpoint(ABC):
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
         if state.ema and not self.has_averages:
-            state.ema.begin_again()
+            state.ema.reset_to_weights()
         self._load_optimizer(
             state.optimizer,
             {tensor: name for name, tensor in state.strategy.module.named_parameters()},
@@ -175,7 +180,7 @@ class SavedCheckpoint(ABC):
             for group in optimizer.param_groups
             for tensor in group["params"]
         }
-        held: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+        state_by_parameter: dict[str, dict[str, Any]] = {name: {} for name in parameters}
         new: dict[str, torch.Tensor] = {}
         for key, tensor in self.tensors.items():
             name, _, what = key.rpartition(".")
@@ -184,12 +189,16 @@ class SavedCheckpoint(ABC):
                 # option of a launch.
                 same = tensor.shape == parameters[name].shape
                 like = parameters[name].detach() if same else torch.empty(tensor.shape)
-                held[name][what] = new[key] = torch.empty_like(like, dtype=tensor.dtype)
+                state_by_parameter[name][what] = new[key] = torch.empty_like(
+                    like, dtype=tensor.dtype
+                )
         self.read(new)
         for name, values in self.state["optimizer"]["state"].items():
             plain = {what: value for what, value in values.items() if not torch.is_tensor(value)}
-            held.get(f"optimizer.{name}", {}).update(plain)
-        states = {place: values for place, values in enumerate(held.values()) if values}
+            state_by_parameter.get(f"optimizer.{name}", {}).update(plain)
+        states = {
+            place: values for place, values in enumerate(state_by_parameter.values()) if values
+        }
         optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
     def content(self) -> dict[str, Any]:

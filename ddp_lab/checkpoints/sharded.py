@@ -116,9 +116,9 @@ class ShardWriter:
         self.world_size = runtime.world_size
         # A group of its own: the writer thread must not send messages among those of the training,
         # which NCCL or gloo order.
-        group = (
-            dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if self.world_size > 1 else None
-        )
+        group = None
+        if self.world_size > 1:
+            group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         # torch has a number for ranks outside the group
         self.group = cast("dist.ProcessGroup | None", group)
 

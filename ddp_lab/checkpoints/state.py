@@ -66,8 +66,10 @@ class State:
         """
         model = self.strategy.module.state_dict()
         averages = {} if self.ema is None else self.ema.shards()
-        found = {f"model.{name}": tensor for name, tensor in model.items()}
-        return found | {f"ema.{name}": tensor for name, tensor in averages.items() if name in model}
+        tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+        return tensors | {
+            f"ema.{name}": tensor for name, tensor in averages.items() if name in model
+        }
 
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
         """Return this rank's part of a checkpoint: its tensors and the rest.
@@ -92,8 +94,8 @@ class State:
             optimizer["state"] = {}
         values = {
             (name, key): value
-            for name, held in optimizer["state"].items()
-            for key, value in held.items()
+            for name, state_of_parameter in optimizer["state"].items()
+            for key, value in state_of_parameter.items()
         }
         tensors = {
             f"optimizer.{name}.{key}": value
@@ -123,7 +125,7 @@ class State:
         return weights | tensors, plain
 
 
-def collect(
+def gather_full_state(
     strategy: Strategy, tensors: dict[str, torch.Tensor], rest: str = "{}"
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """Return copies of all stages' full tensors in host memory, and the rest of each pipeline rank.
@@ -138,18 +140,18 @@ def collect(
         Both are empty on all ranks but rank 0.
     """
     ranks = [0] if strategy.pp_group is None else dist.get_process_group_ranks(strategy.pp_group)
-    kept = 0 in ranks and strategy.runtime.rank in ranks
-    full = {key: full_tensor(tensor, kept) for key, tensor in tensors.items()}
-    if not kept:
+    keeps = 0 in ranks and strategy.runtime.rank in ranks
+    full = {key: full_tensor(tensor, keeps) for key, tensor in tensors.items()}
+    if not keeps:
         return {}, []
     parts: list[tuple[dict[str, torch.Tensor], str]] = [(full, rest)]
     if strategy.pp_group is not None:
         gathered = [(full, rest)] * len(ranks) if strategy.runtime.rank == 0 else None
         dist.gather_object((full, rest), gathered, dst=0, group=strategy.pp_group)
         parts = gathered or []
-    return {key: tensor for held, _ in parts for key, tensor in held.items()}, [
-        json.loads(each) for _, each in parts
-    ]
+    return {
+        key: tensor for tensors_of_rank, _ in parts for key, tensor in tensors_of_rank.items()
+    }, [json.loads(each) for _, each in parts]
 
 
 def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
     optimizer = rest["optimizer"]
     parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "ema": {}}
     state: dict[str, dict[str, Any]] = {
-        name: dict(held) for name, held in optimizer["state"].items()
+        name: dict(state_of_parameter) for name, state_of_parameter in optimizer["state"].items()
     }
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
@@ -199,7 +201,7 @@ def copy_full(state: State, progress: Progress) -> Write | None:
 
     The other ranks get None.
     """
-    full, rests = collect(state.strategy, *state.part(progress))
+    full, rests = gather_full_state(state.strategy, *state.part(progress))
     if not rests:
         return None
 

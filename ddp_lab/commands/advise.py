@@ -64,27 +64,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
     )
-    given = parser.parse_intermixed_args(arguments)
+    namespace = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
-        if not 0 < getattr(given, option) < math.inf:
-            raise ConfigError(f"--{option} {getattr(given, option):g}: must be a number above 0")
+        if not 0 < getattr(namespace, option) < math.inf:
+            raise ConfigError(
+                f"--{option} {getattr(namespace, option):g}: must be a number above 0"
+            )
     for option, ending in {"picture": ".png", "html": ".html", "json": ""}.items():
-        if path := getattr(given, option):
+        if path := getattr(namespace, option):
             if not path.name.endswith(ending):
                 raise ConfigError(f"--{option} {path}: must be the name of a {ending} file")
             check_folder(path, f"--{option}")
-    if given.measure and (
-        given.nodes > 1 or (given.gpus != "here" and not given.gpus.endswith("xcpu"))
+    if namespace.measure and (
+        namespace.nodes > 1 or (namespace.gpus != "here" and not namespace.gpus.endswith("xcpu"))
     ):
         raise ConfigError(
             "--measure: measures the devices here; use --gpus here, or --gpus 2xcpu, in place of "
-            f"{given.gpus}"
+            f"{namespace.gpus}"
         )
-    return given
+    return namespace
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab advise: runs in one process; start it without torchrun")
     from ddp_lab.advise import report
@@ -95,16 +97,18 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.resilience.run_directory import write_json
 
     advisor = Advisor.of(
-        given.overrides, given.config_dir, find_devices(given.gpus, given.nodes, given.link)
+        namespace.overrides,
+        namespace.config_dir,
+        find_devices(namespace.gpus, namespace.nodes, namespace.link),
     ).advise()
-    if given.measure:
-        measure(advisor, given.minutes)
-    elif given.gpus == "here" or given.gpus.endswith("xcpu"):
+    if namespace.measure:
+        measure(advisor, namespace.minutes)
+    elif namespace.gpus == "here" or namespace.gpus.endswith("xcpu"):
         offer(advisor)
     print(report.table(advisor))
-    if given.json:
-        write_json(given.json, report.as_json(advisor))
-    if given.picture:
-        beside([report.memory_plot(advisor)], given.picture)
-    if given.html:
-        given.html.write_text(report.page(advisor))
+    if namespace.json:
+        write_json(namespace.json, report.as_json(advisor))
+    if namespace.picture:
+        beside([report.memory_plot(advisor)], namespace.picture)
+    if namespace.html:
+        namespace.html.write_text(report.page(advisor))

@@ -34,12 +34,12 @@ def examine(cfg: DictConfig) -> None:
     from ddp_lab.run.doctor import diagnose, introduce, show
     from ddp_lab.world.runtime import Runtime
 
-    usual, given = (
+    usual, current = (
         dict(leaves(OmegaConf.to_container(each, resolve=True)))
         for each in (compose_config([], None), cfg)
     )
     # first, so that the report of a refused config has it, too
-    show(introduce(usual, given), env_int("RANK", 0) == 0)
+    show(introduce(usual, current), env_int("RANK", 0) == 0)
     check(cfg)
     mirror = None
     if cfg.checkpoint.mirror:

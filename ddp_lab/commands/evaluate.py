@@ -31,9 +31,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
-    if given.json and env_int("RANK", 0) == 0:
-        check_folder(given.json, "--json")
+    namespace = parse(arguments)
+    if namespace.json and env_int("RANK", 0) == 0:
+        check_folder(namespace.json, "--json")
     from ddp_lab.launchers.recorded_config import read_config
     from ddp_lab.observe.metrics_file import describe_metrics, without_nan
     from ddp_lab.resilience.run_directory import write_json
@@ -42,17 +42,20 @@ def main(arguments: list[str]) -> None:
 
     splits = [
         override.removeprefix("split=")
-        for override in given.overrides
+        for override in namespace.overrides
         if override.startswith("split=")
     ]
-    overrides = [override for override in given.overrides if not override.startswith("split=")]
-    cfg = read_config(given.run, overrides, given.config_dir)
+    overrides = [override for override in namespace.overrides if not override.startswith("split=")]
+    cfg = read_config(namespace.run, overrides, namespace.config_dir)
     with Runtime(cfg.device, cfg.precision, cfg.timeout) as runtime:
-        found = evaluate_run(
-            cfg, runtime, given.run, given.checkpoint, splits[-1] if splits else None
+        metrics = evaluate_run(
+            cfg, runtime, namespace.run, namespace.checkpoint, splits[-1] if splits else None
         )
     if runtime.rank == 0:
-        where = f"on {found['samples']:,} samples ({found['where']})"
-        print(f"{found['checkpoint']}, epoch {found['epoch']}: {describe_metrics(found)} {where}")
-        if given.json:
-            write_json(given.json, without_nan(found))
+        where = f"on {metrics['samples']:,} samples ({metrics['where']})"
+        print(
+            f"{metrics['checkpoint']}, epoch {metrics['epoch']}: {describe_metrics(metrics)} "
+            f"{where}"
+        )
+        if namespace.json:
+            write_json(namespace.json, without_nan(metrics))

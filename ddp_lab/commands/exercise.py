@@ -43,44 +43,45 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="with check: also time the learner's all-reduce and draw it",
     )
-    given = parser.parse_args(arguments)
-    if (given.name is None) != (given.action == "list"):
+    namespace = parser.parse_args(arguments)
+    if (namespace.name is None) != (namespace.action == "list"):
         parser.error(
-            f"{given.action}: "
-            f"{'takes no name' if given.name else 'the name of an exercise is missing'}"
+            f"{namespace.action}: "
+            f"{'takes no name' if namespace.name else 'the name of an exercise is missing'}"
         )
-    if given.speed and given.action != "check":
-        parser.error(f"{given.action}: takes no --speed; allowed: check")
-    return given
+    if namespace.speed and namespace.action != "check":
+        parser.error(f"{namespace.action}: takes no --speed; allowed: check")
+    return namespace
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     from ddp_lab.exercises import catalog
 
-    if given.action == "list":
+    if namespace.action == "list":
         for number, (name, title) in enumerate(catalog.TITLES.items(), 1):
             print(
                 f"{number:>2}  {name:<20} "
-                f"{title}{'  (started)' if (given.folder / f'{name}.py').exists() else ''}"
+                f"{title}{'  (started)' if (namespace.folder / f'{name}.py').exists() else ''}"
             )
         return
-    exercise = catalog.load(given.name)
-    file = given.folder / f"{given.name}.py"
-    if given.action == "start":
+    exercise = catalog.load(namespace.name)
+    file = namespace.folder / f"{namespace.name}.py"
+    if namespace.action == "start":
         start(exercise, file)
-    elif given.action == "check":
-        check(exercise, file, given.speed)
-    elif given.action == "solution":
+    elif namespace.action == "check":
+        check(exercise, file, namespace.speed)
+    elif namespace.action == "solution":
         print(exercise.solution, end="")
-    elif not 1 <= given.number <= len(exercise.check.HINTS):
+    elif not 1 <= namespace.number <= len(exercise.check.HINTS):
         raise ConfigError(
-            f"--number {given.number}: {given.name} has the hints 1 to {len(exercise.check.HINTS)}"
+            f"--number {namespace.number}: {namespace.name} has the hints 1 to "
+            f"{len(exercise.check.HINTS)}"
         )
     else:
         print(
-            f"hint {given.number} of {len(exercise.check.HINTS)}: "
-            f"{exercise.check.HINTS[given.number - 1]}"
+            f"hint {namespace.number} of {len(exercise.check.HINTS)}: "
+            f"{exercise.check.HINTS[namespace.number - 1]}"
         )
 
 

@@ -24,13 +24,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     from ddp_lab.run.build import open_run
     from ddp_lab.run.export import describe_input, find_writer
 
-    write = find_writer(given.output)
-    check_output(given.output, given.force)
-    run = open_run(given.run, given.checkpoint)
-    with replacing(given.output) as temporary:
+    write = find_writer(namespace.output)
+    check_output(namespace.output, namespace.force)
+    run = open_run(namespace.run, namespace.checkpoint)
+    with replacing(namespace.output) as temporary:
         write(run, temporary)
-    print(f"{given.output}: {run.checkpoint}; {describe_input(run)}")
+    print(f"{namespace.output}: {run.checkpoint}; {describe_input(run)}")

@@ -24,7 +24,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     from ddp_lab.checkpoints.files import write_file
     from ddp_lab.checkpoints.find import open_checkpoint
     from ddp_lab.launchers.recorded_config import require_run
@@ -34,12 +34,12 @@ def main(arguments: list[str]) -> None:
     runtime = Runtime("cpu")
     if runtime.world_size > 1:
         raise ConfigError("ddp-lab merge: runs in one process; start it without torchrun")
-    require_run(given.run)
-    checkpoint = checkpoint_of(given.run, given.checkpoint, runtime)
+    require_run(namespace.run)
+    checkpoint = checkpoint_of(namespace.run, namespace.checkpoint, runtime)
     if not checkpoint.is_dir():
-        raise ConfigError(f"--checkpoint {given.checkpoint}: {checkpoint} is one file already")
-    output: Path = given.output or given.run / f"{checkpoint.resolve().stem}.pt"
-    check_output(output, given.force)
+        raise ConfigError(f"--checkpoint {namespace.checkpoint}: {checkpoint} is one file already")
+    output: Path = namespace.output or namespace.run / f"{checkpoint.resolve().stem}.pt"
+    check_output(output, namespace.force)
     state = open_checkpoint(checkpoint, key="--checkpoint ").content()
     try:
         write_file(output, state)

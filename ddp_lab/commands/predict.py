@@ -40,39 +40,39 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--temperature", type=float, metavar="T", help="0: the most probable byte (default: 1)"
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
-    given = parser.parse_intermixed_args(arguments)
-    if bool(given.images) == bool(given.prompt):
+    namespace = parser.parse_intermixed_args(arguments)
+    if bool(namespace.images) == bool(namespace.prompt):
         raise ConfigError(
             "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see "
             "ddp-lab predict --help"
         )
     of_images = {"output": None, "top": 5, "batch_size": 64}
     of_text = {"tokens": 100, "temperature": 1.0}
-    for option in of_images if given.prompt else of_text:
-        if (value := getattr(given, option)) is not None:
+    for option in of_images if namespace.prompt else of_text:
+        if (value := getattr(namespace, option)) is not None:
             text = f"--{option.replace('_', '-')} {value}"
-            other = "for images" if given.prompt else "for a text, with --prompt"
+            other = "for images" if namespace.prompt else "for a text, with --prompt"
             raise ConfigError(
                 f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output")
             )
     for option, default in {**of_images, **of_text}.items():
-        if getattr(given, option) is None:
-            setattr(given, option, default)
+        if getattr(namespace, option) is None:
+            setattr(namespace, option, default)
     for option in ("top", "batch_size", "tokens"):
-        if getattr(given, option) < 1:
-            text = f"--{option.replace('_', '-')} {getattr(given, option)}"
+        if getattr(namespace, option) < 1:
+            text = f"--{option.replace('_', '-')} {getattr(namespace, option)}"
             raise ConfigError(f"{text}: must be an integer of at least 1")
-    if given.temperature < 0:
-        raise ConfigError(f"--temperature {given.temperature:g}: must be at least 0")
-    return given
+    if namespace.temperature < 0:
+        raise ConfigError(f"--temperature {namespace.temperature:g}: must be at least 0")
+    return namespace
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
-    if given.output:
-        check_output(given.output, given.force)
+    if namespace.output:
+        check_output(namespace.output, namespace.force)
     from ddp_lab.run.build import open_run
     from ddp_lab.run.predict import Predictor, find_images, generate, write_table
     from ddp_lab.tasks.classification import Classification
@@ -80,44 +80,43 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.world.device import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
-    run = open_run(given.run, given.checkpoint)
-    runtime = Runtime(given.device, run.precision)
+    run = open_run(namespace.run, namespace.checkpoint)
+    runtime = Runtime(namespace.device, run.precision)
     shape = run.data.shape
     kind = run.task
-    if not issubclass(kind, Tokens if given.prompt else Classification):
-        needs = (
-            "needs --prompt TEXT"
-            if issubclass(kind, Tokens)
-            else "needs images"
-            if issubclass(kind, Classification)
-            else "is not made"
-        )
+    if not issubclass(kind, Tokens if namespace.prompt else Classification):
+        if issubclass(kind, Tokens):
+            needs = "needs --prompt TEXT"
+        elif issubclass(kind, Classification):
+            needs = "needs images"
+        else:
+            needs = "is not made"
         raise ConfigError(
-            f"{given.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
+            f"{namespace.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
             "predict --help"
         )
-    if given.images and "image_size" not in shape:
+    if namespace.images and "image_size" not in shape:
         raise ConfigError(
-            f"{given.run}: its inputs are no images, so predict cannot read them from files; use "
-            "ddp-lab evaluate, or the weights that ddp-lab export writes"
+            f"{namespace.run}: its inputs are no images, so predict cannot read them from files; "
+            "use ddp-lab evaluate, or the weights that ddp-lab export writes"
         )
-    images = find_images(given.images) if given.images else []
+    images = find_images(namespace.images) if namespace.images else []
     print(f"weights: {run.checkpoint}", file=sys.stderr)
-    if given.prompt:
+    if namespace.prompt:
         text = generate(
             run.model,
-            given.prompt.encode(),
-            given.tokens,
-            given.temperature,
+            namespace.prompt.encode(),
+            namespace.tokens,
+            namespace.temperature,
             runtime,
             shape["context"],
         )
-        return print(given.prompt + text.decode(errors="replace"))
-    predictor = Predictor(run, runtime, given.top)
+        return print(namespace.prompt + text.decode(errors="replace"))
+    predictor = Predictor(run, runtime, namespace.top)
     with float32_matmul(run.float32_matmul):
-        rows, corrupt = predictor.run(images, given.batch_size)
-    if rows and given.output:
-        with replacing(given.output) as temporary, temporary.open("w", newline="") as file:
+        rows, corrupt = predictor.run(images, namespace.batch_size)
+    if rows and namespace.output:
+        with replacing(namespace.output) as temporary, temporary.open("w", newline="") as file:
             write_table(file, rows)
     elif rows:
         write_table(sys.stdout, rows)

@@ -54,40 +54,39 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="delete runs without a finished epoch and without a checkpoint",
     )
     parser.add_argument("--yes", action="store_true", help="delete without asking")
-    given = parser.parse_args(arguments)
+    namespace = parser.parse_args(arguments)
     if (
-        (given.action is None) != (given.name is None)
-        or (given.clean and given.action)
-        or (given.yes and not given.clean)
+        (namespace.action is None) != (namespace.name is None)
+        or (namespace.clean and namespace.action)
+        or (namespace.yes and not namespace.clean)
     ):
         raise ConfigError(
             "ddp-lab runs: needs nothing, show NAME, or --clean with or without --yes; see ddp-lab "
             "runs --help"
         )
-    return given
+    return namespace
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
-    root = given.runs_dir
-    runs = {run.name: run for run in find_runs(given.runs_dir)}
-    if given.clean:
-        clean(root, [run for run in runs.values() if run.is_removable()], given.yes)
-    elif not given.action:
-        print(
-            table(list(runs.values()))
-            if runs
-            else f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs"
-        )
-    elif run := runs.get(given.name):
+    namespace = parse(arguments)
+    root = namespace.runs_dir
+    runs = {run.name: run for run in find_runs(namespace.runs_dir)}
+    if namespace.clean:
+        clean(root, [run for run in runs.values() if run.is_removable()], namespace.yes)
+    elif not namespace.action:
+        if runs:
+            print(table(list(runs.values())))
+        else:
+            print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
+    elif run := runs.get(namespace.name):
         print(show(run))
     else:
         close = "".join(
-            f" Did you mean {name}?" for name in difflib.get_close_matches(given.name, runs, 1)
+            f" Did you mean {name}?" for name in difflib.get_close_matches(namespace.name, runs, 1)
         )
         raise ConfigError(
-            f"show {given.name}: there is no such run in {root}.{close} `ddp-lab runs` lists the "
-            "names"
+            f"show {namespace.name}: there is no such run in {root}.{close} `ddp-lab runs` lists "
+            "the names"
         )
 
 
@@ -133,20 +132,19 @@ def show(run: Run) -> str:
     """Return the row of a run, the error with which it failed, and a curve of each metric."""
     parts = [table([run])]
     failure = read_json(run.path / "failure.json")
-    parts += [failure["message"]] if failure else []
+    if failure:
+        parts.append(failure["message"])
     for kind in kinds_of(run.rows):
-        found = {
+        curves = {
             name: [(row["epoch"], row.get(f"{name}_{kind}")) for row in run.rows] for name in SETS
         }
         finite = {
             name: [(x, y) for x, y in line if y is not None and math.isfinite(y)]
-            for name, line in found.items()
+            for name, line in curves.items()
         }
-        parts += (
-            [curve(kind, lines)]
-            if (lines := {name: line for name, line in finite.items() if line})
-            else []
-        )
+        lines = {name: line for name, line in finite.items() if line}
+        if lines:
+            parts.append(curve(kind, lines))
     return "\n\n".join(parts if run.rows else [*parts, "no epoch is finished"])
 
 

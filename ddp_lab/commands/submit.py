@@ -48,43 +48,46 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="directory of your own yaml, which the job must find there, too",
     )
     parser.add_argument("--yes", action="store_true", help="submit without asking")
-    given = parser.parse_intermixed_args(arguments[:end])
-    given.options = arguments[end + 1 :]
+    namespace = parser.parse_intermixed_args(arguments[:end])
+    namespace.options = arguments[end + 1 :]
     for option, least in {"nodes": 1, "gpus": 0}.items():
-        if getattr(given, option) < least:
+        if getattr(namespace, option) < least:
             raise ConfigError(
-                f"--{option} {getattr(given, option)}: must be an integer of at least {least}"
+                f"--{option} {getattr(namespace, option)}: must be an integer of at least {least}"
             )
-    return given
+    return namespace
 
 
 def main(arguments: list[str]) -> None:
-    given = parse(arguments)
+    namespace = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab submit: runs in one process; start it without torchrun")
-    overrides = quote_faults(given.overrides)
-    cfg = compose_config(overrides, given.config_dir)
+    overrides = quote_faults(namespace.overrides)
+    cfg = compose_config(overrides, namespace.config_dir)
     check(cfg)
     one_process = get_object(cfg.strategy["_target_"]).one_process
-    if one_process and given.nodes > 1:
+    if one_process and namespace.nodes > 1:
         raise ConfigError(
-            f"--nodes {given.nodes}: this strategy drives all devices from one process; use "
+            f"--nodes {namespace.nodes}: this strategy drives all devices from one process; use "
             "--nodes 1"
         )
-    overrides = [*(["--config-dir", given.config_dir] if given.config_dir else []), *overrides]
-    if given.scheduler == "slurm":
+    overrides = [
+        *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),
+        *overrides,
+    ]
+    if namespace.scheduler == "slurm":
         options = [
-            f"--nodes={given.nodes}",
-            *([f"--gpus-per-node={given.gpus}"] if given.gpus else []),
+            f"--nodes={namespace.nodes}",
+            *([f"--gpus-per-node={namespace.gpus}"] if namespace.gpus else []),
         ]
-        options += [f"--partition={given.queue}"] if given.queue else []
+        options += [f"--partition={namespace.queue}"] if namespace.queue else []
         alone = (["env", "NPROC_PER_NODE=1"], ["--nodes=1"]) if one_process else ([], [])
         name = f"--job-name={cfg.name or 'ddp_lab'}"
         command = [
             *alone[0],
             "sbatch",
             *options,
-            *given.options,
+            *namespace.options,
             *alone[1],
             name,
             str(schedulers.SCRIPT),
@@ -93,14 +96,14 @@ def main(arguments: list[str]) -> None:
         text = schedulers.SCRIPT.read_text()
         sent = None
     else:
-        ranks = 1 if one_process else given.gpus or 1
+        ranks = 1 if one_process else namespace.gpus or 1
         manifest = schedulers.trainjob(
-            cfg.name, given.nodes, given.gpus, ranks, given.queue, overrides
+            cfg.name, namespace.nodes, namespace.gpus, ranks, namespace.queue, overrides
         )
-        command = ["kubectl", "create", "--filename=-", *given.options]
+        command = ["kubectl", "create", "--filename=-", *namespace.options]
         text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
     print(f"{text}\n{shlex.join(command)}", flush=True)
-    confirm(f"Submit this to {given.scheduler}?", given.yes)
+    confirm(f"Submit this to {namespace.scheduler}?", namespace.yes)
     submit(command, sent)
 
 
@@ -113,10 +116,8 @@ def submit(command: list[str], sent: str | None) -> None:
         ConfigError: the command is not installed on this machine.
         SystemExit: the scheduler rejected the job, which the command has reported.
     """
-    if (
-        shutil.which(name := next(word for word in command if word in ("sbatch", "kubectl")))
-        is None
-    ):
+    name = next(word for word in command if word in ("sbatch", "kubectl"))
+    if shutil.which(name) is None:
         raise ConfigError(
             f"{name}: is not installed on this machine; submit where it is, with what is printed "
             "above"

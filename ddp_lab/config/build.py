@@ -187,20 +187,20 @@ def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:
 
 
 def tracker_nodes(
-    tracker: str | Sequence[str], given: Mapping[str, Any]
+    tracker: str | Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return `_target_` and the options of each chosen tracker, by name.
 
     Args:
         tracker: the key `tracker`.
-        given: the key `tracker_options`. The options of mine.Tracker are in it as {"mine":
+        options: the key `tracker_options`. The options of mine.Tracker are in it as {"mine":
             {"Tracker": {...}}}.
     """
     names = [tracker] if isinstance(tracker, str) else tracker
     return {
         name: {
             "_target_": TRACKERS.get(name, name),
-            **reduce(lambda node, part: node.get(part, {}), name.split("."), given),
+            **reduce(lambda node, part: node.get(part, {}), name.split("."), options),
         }
         for name in names
         if name != "none"
@@ -208,14 +208,14 @@ def tracker_nodes(
 
 
 def chosen_trackers(
-    tracker: str | Sequence[str], given: Mapping[str, Any]
+    tracker: str | Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, Callable[[Any], Any]]:
     """Return a function of a TrackedRun that constructs each chosen tracker, by name.
 
     Arguments as in `tracker_nodes`.
     """
     return {
-        name: partial(make_tracker, node) for name, node in tracker_nodes(tracker, given).items()
+        name: partial(make_tracker, node) for name, node in tracker_nodes(tracker, options).items()
     }
 
 
@@ -259,7 +259,7 @@ def descriptions(target: Any) -> dict[str, str]:
 
     A class inherits those of its bases.
     """
-    found = {}
+    texts = {}
     for described in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
         section = re.search(
             r"^Args:\n((?:    .*\n?)+)", inspect.cleandoc(described.__doc__ or ""), re.MULTILINE
@@ -268,5 +268,5 @@ def descriptions(target: Any) -> dict[str, str]:
             r"^    (\w+): (.+(?:\n {8}.+)*)", section[1] if section else "", re.MULTILINE
         ):
             text = " ".join(text.split())
-            found[name] = text[0].upper() + text[1:]
-    return found
+            texts[name] = text[0].upper() + text[1:]
+    return texts

@@ -61,13 +61,13 @@ def check(cfg: DictConfig) -> RunConfig:
     # which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
     for group, node in groups.items():
-        given = {
+        values_given = {
             key: value for key, value in node.items() if not key.startswith("_") and value != "???"
         }
         schema = options(group, node)
         if group == "optimizer" and not takes_fused(node):
-            del given["fused"]
-        validate(schema, given, f"{group}.")
+            del values_given["fused"]
+        validate(schema, values_given, f"{group}.")
     check_optimizer(config.optimizer)
     return config
 
@@ -89,19 +89,21 @@ def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:
         raise ConfigError(explain(error, model, values, prefix)) from None
 
 
-def check_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> None:
+def check_trackers(tracker: str | Sequence[str], tracker_options: Mapping[str, Any]) -> None:
     """Check that the chosen trackers can be constructed.
 
     Raises:
         ConfigError: a package is missing, a class does not exist or is not a tracker, or an option
             is not allowed.
     """
-    chosen = tracker_nodes(tracker, given)
+    chosen = tracker_nodes(tracker, tracker_options)
     known = [*TRACKERS, *(name.partition(".")[0] for name in chosen if name not in TRACKERS)]
-    for name in given:
+    for name in tracker_options:
         if name not in known:
             raise ConfigError(
-                unknown_key(f"tracker_options.{name}", given[name], "tracker_options.", known)
+                unknown_key(
+                    f"tracker_options.{name}", tracker_options[name], "tracker_options.", known
+                )
             )
     for name, node in chosen.items():
         if name in EXTRAS and find_spec(name) is None:
@@ -110,9 +112,10 @@ def check_trackers(tracker: str | Sequence[str], given: Mapping[str, Any]) -> No
                 "tracker=none"
             )
         target = find_target("tracker", node["_target_"])
-        if missing := [
-            method for method in METHODS if isinstance(target, type) and not hasattr(target, method)
-        ]:
+        missing = []
+        if isinstance(target, type):
+            missing = [method for method in METHODS if not hasattr(target, method)]
+        if missing:
             raise ConfigError(
                 f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker "
                 f"has {', '.join(METHODS)}, as ddp_lab.observe.trackers.base.Tracker"
@@ -146,11 +149,12 @@ def check_optimizer(node: dict[str, Any]) -> None:
     except ConfigError:
         raise
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
-        given = ", ".join(
+        values_given = ", ".join(
             f"{key}={value}" for key, value in node.items() if not key.startswith("_")
         )
         raise ConfigError(
-            f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given {given}"
+            f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given "
+            f"{values_given}"
         ) from None
 
 
@@ -167,7 +171,10 @@ def explain(
     """
     first = min(error.errors(), key=lambda found: found["type"] != "missing")
     name, *rest = map(str, first["loc"])
-    while rest and is_model(nested := model.model_fields[name].annotation):
+    while rest:
+        nested = model.model_fields[name].annotation
+        if not is_model(nested):
+            break
         model = nested
         values = values[name]
         prefix = f"{prefix}{name}."

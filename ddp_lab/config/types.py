@@ -38,8 +38,8 @@ def parse_fault(text: str) -> tuple[str, int, int] | None:
 
 def are_trackers(names: list[str]) -> bool:
     """Return whether these are different names of trackers or import paths, or only "none"."""
-    own = [name for name in names if re.fullmatch(r"[\w.]+\.\w+", name)]
-    return names == ["none"] or (len(set(names)) == len(names) and {*names} <= {*TRACKERS, *own})
+    dotted = [name for name in names if re.fullmatch(r"[\w.]+\.\w+", name)]
+    return names == ["none"] or (len(set(names)) == len(names) and {*names} <= {*TRACKERS, *dotted})
 
 
 class Every(NamedTuple):
@@ -53,8 +53,8 @@ class Every(NamedTuple):
         """Return the meaning of a value of the key `log_every`; None if it has none."""
         if value is None or value == "off":
             return cls()
-        if found := re.fullmatch(r"(\d+(?:\.\d+)?)s", str(value)):
-            return cls(seconds=float(found[1])) if float(found[1]) else None
+        if match := re.fullmatch(r"(\d+(?:\.\d+)?)s", str(value)):
+            return cls(seconds=float(match[1])) if float(match[1]) else None
         return cls(steps=value) if isinstance(value, int) and value > 0 else None
 
 

@@ -104,11 +104,11 @@ def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> tu
     draw = random.Random(seed_of("mix", bits=256, seed=seed, step=step))
     cut = cutmix > 0 and (mixup == 0 or draw.random() < 0.5)
     alpha = cutmix if cut else mixup
-    own = draw.betavariate(alpha, alpha)
+    kept_share = draw.betavariate(alpha, alpha)
     if not cut:
-        return own, 1 - own, 0, size, 0, size
+        return kept_share, 1 - kept_share, 0, size, 0, size
     # the rectangle is cut off at the border, so `own` is computed again
-    half = int(size * math.sqrt(1 - own) / 2)
+    half = int(size * math.sqrt(1 - kept_share) / 2)
     centers = draw.randrange(size), draw.randrange(size)
     top, bottom, left, right = (
         max(0, min(size, center + side)) for center in centers for side in (-half, half)
@@ -178,7 +178,7 @@ class Mix:
             return batch
         assert isinstance(inputs, torch.Tensor), "images are mixed"
         assert isinstance(targets, torch.Tensor), "they have a class each"
-        own, weight, top, bottom, left, right = self._drawn
+        kept_share, weight, top, bottom, left, right = self._drawn
         pixels = torch.arange(self.image_size, device=inputs.device)
         # [height, width]
         inside = (
@@ -192,6 +192,6 @@ class Mix:
         )
         return Batch(
             inputs.lerp(partners, inside * weight),
-            wanted_of_partners.lerp(wanted, own),
+            wanted_of_partners.lerp(wanted, kept_share),
             global_size,
         )

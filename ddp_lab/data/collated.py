@@ -9,7 +9,7 @@ import torch
 
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
 from ddp_lab.data.dataset import Samples
-from ddp_lab.data.parts import Place, as_tree, divide
+from ddp_lab.data.parts import TargetKey, as_tree, divide
 from ddp_lab.data.seeds import seeded
 from ddp_lab.data.trees import Tree, require_one_size, rows
 
@@ -30,7 +30,7 @@ class Collated(Samples):
 
     dataset: Any
     collate_fn: Callable[[list[Any]], Any]
-    targets: Place
+    targets: TargetKey
     numbers: torch.Tensor
     seed: int
     name: str
@@ -86,7 +86,7 @@ class Collated(Samples):
 def collate(
     samples: list[Any],
     collate_fn: Callable[[list[Any]], Any],
-    targets: Place,
+    targets: TargetKey,
     name: str,
     key: str = "targets",
 ) -> tuple[Tree, Tree]:
@@ -100,14 +100,14 @@ def collate(
         ConfigError: the function fails or returns no batch of these samples.
     """
     try:
-        made = collate_fn(samples)
+        user_batch = collate_fn(samples)
     except MemoryError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
         ) from None
-    inputs, expected = divide(made, targets, f"{name}: the batch from collate_fn", key)
+    inputs, expected = divide(user_batch, targets, f"{name}: the batch from collate_fn", key)
     try:
         batch = as_tree(inputs, "inputs"), as_tree(expected, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
@@ -115,12 +115,10 @@ def collate(
             f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: "
             f"{error}"
         ) from None
-    found = require_one_size(
-        f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1]
-    )
-    if found != len(samples):
+    size = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
+    if size != len(samples):
         raise ConfigError(
             f"{name}: collate_fn must return a batch of the {len(samples)} samples that it got, "
-            f"got {found}"
+            f"got {size}"
         )
     return batch

@@ -219,12 +219,12 @@ class Dataset:
     @property
     def sets(self) -> dict[str, Samples]:
         """The sets that exist, by name: train, val, test, in this order."""
-        return {name: found for name in SETS if (found := getattr(self, name)) is not None}
+        return {name: samples for name in SETS if (samples := getattr(self, name)) is not None}
 
     @property
     def evaluation_sets(self) -> dict[str, Samples]:
         """The sets that the model is evaluated with, by name: val, test or both."""
-        return {name: found for name, found in self.sets.items() if name != "train"}
+        return {name: samples for name, samples in self.sets.items() if name != "train"}
 
     def describe_sets(self) -> str:
         """Return the sizes of the sets, and how the validation set was chosen."""
@@ -234,7 +234,7 @@ class Dataset:
             "val": f"validating on {{:,}}{held_out}",
             "test": "testing on {:,}",
         }
-        return ", ".join(parts[name].format(found.size) for name, found in self.sets.items())
+        return ", ".join(parts[name].format(samples.size) for name, samples in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:
         """Return the arguments of a model function that follow from the data.
@@ -242,20 +242,20 @@ class Dataset:
         They are those of images, or those of tokens.
         """
         inputs, targets = self.train.example(1, "meta")
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.classes:
-            found["num_classes"] = len(self.classes)
+            arguments["num_classes"] = len(self.classes)
         if not isinstance(inputs, torch.Tensor):
-            return found  # a model of several inputs knows their shapes itself
+            return arguments  # a model of several inputs knows their shapes itself
         shape = tuple(inputs.shape[1:])
-        found["input_shape"] = list(shape)
+        arguments["input_shape"] = list(shape)
         # one for each token
         is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape
         if self.classes and is_next and len(shape) == 1 and not inputs.is_floating_point():
-            found |= {"vocabulary": len(self.classes), "context": shape[0]}
-        return (
-            found | {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) == 3 else found
-        )
+            arguments |= {"vocabulary": len(self.classes), "context": shape[0]}
+        if len(shape) == 3:
+            return arguments | {"in_channels": shape[0], "image_size": shape[-1]}
+        return arguments
 
 
 def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
@@ -302,27 +302,27 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     )
 
 
-def require_same_data(found: list[tuple[str, dict[str, int]]]) -> None:
+def require_same_data(values: list[tuple[str, dict[str, int]]]) -> None:
     """Check that all ranks have the same dataset.
 
     Args:
-        found: of each rank the `Dataset.digest`, and the number of samples of each set.
+        values: of each rank the `Dataset.digest`, and the number of samples of each set.
 
     Raises:
         ConfigError: they differ.
     """
-    first_digest, first_sizes = found[0]
-    for rank, (_, sizes) in enumerate(found):
+    first_digest, first_sizes = values[0]
+    for rank, (_, sizes) in enumerate(values):
         for name in first_sizes | sizes:
-            own = sizes.get(name, 0)
+            own_size = sizes.get(name, 0)
             first = first_sizes.get(name, 0)
-            if own != first:
+            if own_size != first:
                 raise ConfigError(
-                    f"the dataset: the {name} set has {own:,} samples on rank {rank}, but "
+                    f"the dataset: the {name} set has {own_size:,} samples on rank {rank}, but "
                     f"{first:,} on rank 0. Load the complete set on every rank, from the same "
                     "files: each rank reads its own part of it by itself"
                 )
-    digests = [digest for digest, _ in found]
+    digests = [digest for digest, _ in values]
     if different := [rank for rank, digest in enumerate(digests) if digest != first_digest]:
         raise ConfigError(
             f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks "

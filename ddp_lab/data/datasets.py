@@ -168,11 +168,10 @@ class Torchvision:
 
         def convert(dataset: Any) -> InMemory:
             images = torch.as_tensor(dataset.data)
-            images = (
-                images.permute(0, 3, 1, 2).contiguous()
-                if images.dim() == 4
-                else images.unsqueeze(1)
-            )
+            if images.dim() == 4:
+                images = images.permute(0, 3, 1, 2).contiguous()
+            else:
+                images = images.unsqueeze(1)
             return InMemory(images, torch.as_tensor(dataset.targets, dtype=torch.int64))
 
         return Dataset(convert(train), convert(test), list(train.classes))

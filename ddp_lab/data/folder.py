@@ -99,8 +99,10 @@ def find_corrupt(root: Path, names: list[str]) -> None:
         return ""
 
     with ThreadPoolExecutor() as pool:  # Pillow releases the interpreter's lock
-        found = tqdm(pool.map(reason, names), "decoding images", len(names), delay=2, disable=None)
-        corrupt = [text for text in found if text]
+        problems = tqdm(
+            pool.map(reason, names), "decoding images", len(names), delay=2, disable=None
+        )
+        corrupt = [text for text in problems if text]
     if corrupt:
         raise NodeError(
             f"data.root={root}: {len(corrupt)} of {len(names)} files cannot be decoded. Remove "
@@ -131,24 +133,29 @@ def find_images(root: Path) -> list[str]:
                 f"{key}: the folder {entry} would not be used. Rename it to {meant[0]}, or move it "
                 "elsewhere"
             )
-    found = {split: find_classes(root, split) for split in SETS if (root / split).is_dir()}
-    empty = [f"train/{name}" for name, files in found["train"].items() if not files]
-    empty += [split for split, classes in found.items() if not any(classes.values())]
+    classes_by_split = {
+        split: find_classes(root, split) for split in SETS if (root / split).is_dir()
+    }
+    empty = [f"train/{name}" for name, files in classes_by_split["train"].items() if not files]
+    empty += [split for split, classes in classes_by_split.items() if not any(classes.values())]
     if empty:
         kinds = f"{', '.join(SUFFIXES)} files"
         raise NodeError(
             f"{key}: no image in {empty[0]}; {form}. Remove the folder, or add {kinds} "
             f"({len(empty)} are empty)"
         )
-    for split, classes in found.items():
-        if different := sorted(found["train"].keys() ^ classes.keys()):
-            where = "train" if different[0] in found["train"] else split
+    for split, classes in classes_by_split.items():
+        if different := sorted(classes_by_split["train"].keys() ^ classes.keys()):
+            where = "train" if different[0] in classes_by_split["train"] else split
             raise NodeError(
                 f"{key}: train and {split} must have the same classes, but {different[0]} is in "
                 f"{where} only ({len(different)} such classes)"
             )
     return sorted(
-        name for classes in found.values() for files in classes.values() for name in files
+        name
+        for classes in classes_by_split.values()
+        for files in classes.values()
+        for name in files
     )
 
 

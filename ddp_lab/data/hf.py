@@ -74,15 +74,15 @@ def open_split(
         )
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = datasets.load_from_disk(root)
-        found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     else:
-        found = datasets.load_dataset(str(folder.resolve()))
-    if split not in found:
+        splits = datasets.load_dataset(str(folder.resolve()))
+    if split not in splits:
         raise ConfigError(
-            f"{key}: has no split {split}; it has {', '.join(map(str, found))}. data.val_split and "
-            "data.test_split name two"
+            f"{key}: has no split {split}; it has {', '.join(map(str, splits))}. data.val_split "
+            "and data.test_split name two"
         )
-    rows = found[split]
+    rows = splits[split]
     for name, column in {"inputs": inputs, "targets": targets}.items():
         if column is not None and column not in rows.column_names:
             raise ConfigError(
@@ -90,18 +90,17 @@ def open_split(
                 f"{', '.join(rows.column_names)}"
             )
         if column is not None and targets is not None and is_text(rows, column):
-            remedy = (
-                "use data.dataset.targets=null task=tokens for a model of text"
-                if name == "inputs"
-                else f"make it classes with dataset.class_encode_column('{column}') of the package "
-                "datasets, and save_to_disk"
-            )
+            if name == "inputs":
+                remedy = "use data.dataset.targets=null task=tokens for a model of text"
+            else:
+                remedy = (
+                    f"make it classes with dataset.class_encode_column('{column}') of the package "
+                    "datasets, and save_to_disk"
+                )
             raise ConfigError(f"data.dataset.{name}={column}: is text; {remedy}")
-    return (
-        tokens_of(rows, inputs, context, root)
-        if targets is None
-        else Labelled(rows, inputs, targets)
-    )
+    if targets is None:
+        return tokens_of(rows, inputs, context, root)
+    return Labelled(rows, inputs, targets)
 
 
 def is_text(rows: Any, column: str) -> bool:

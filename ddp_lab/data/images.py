@@ -64,11 +64,10 @@ def decode(path: str | os.PathLike[str]) -> Image.Image:
         raise
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for malformed files
     except Exception as error:
-        reason = (
-            "not a JPEG, PNG or WebP image"
-            if isinstance(error, Image.UnidentifiedImageError)
-            else str(error)
-        )
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = "not a JPEG, PNG or WebP image"
+        else:
+            reason = str(error)
         raise ImageError(
             f"{os.fspath(path)}: cannot be decoded ({reason or type(error).__name__})"
         ) from None

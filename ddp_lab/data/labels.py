@@ -56,8 +56,8 @@ class LabelRange:
         if self.ignore is not None and low <= self.ignore <= high:
             rows = max(1, PART * len(targets) // targets.numel())
             counted = [part.where(part != self.ignore, 0).aminmax() for part in targets.split(rows)]
-            low = min(int(found.min) for found in counted)
-            high = max(int(found.max) for found in counted)
+            low = min(int(measured.min) for measured in counted)
+            high = max(int(measured.max) for measured in counted)
         return min(0, low), max(0, high)
 
     def add(self, low: int, high: int) -> None:

@@ -250,9 +250,9 @@ def check_images(data: Samples, options: LoaderOptions) -> None:
 def describe_inputs(data: Samples) -> str:
     """Return the shape of an input, or the type of inputs that are several tensors."""
     inputs, _ = data.first
-    return (
-        str(list(data.shape)) if isinstance(inputs, torch.Tensor) else f"a {type(inputs).__name__}"
-    )
+    if isinstance(inputs, torch.Tensor):
+        return str(list(data.shape))
+    return f"a {type(inputs).__name__}"
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:

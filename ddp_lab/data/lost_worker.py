@@ -38,8 +38,8 @@ def find_lost_worker(error: BaseException | None) -> SampleError | None:
     seen = set[int]()  # what is raised again while its own effect is handled makes a cycle
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, RuntimeError) and (found := LOST.search(str(error))):
-            pids, _, killed_by = found.groups()
+        if isinstance(error, RuntimeError) and (match := LOST.search(str(error))):
+            pids, _, killed_by = match.groups()
             return lost_worker(pids, killed_by)
         error = error.__cause__ or error.__context__
     return None

@@ -11,10 +11,10 @@ from ddp_lab.data.trees import Tree
 
 PAIR = 1  # the target of (input, target): the only sample in which this place is the target
 
-Place = str | int | None
+TargetKey = str | int | None
 
 
-def divide(item: Any, targets: Place, what: str, key: str = "targets") -> tuple[Any, Any]:
+def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tuple[Any, Any]:
     """Return the inputs and the target of a sample, or of a batch that has the same form.
 
     Args:
@@ -55,7 +55,7 @@ def divide(item: Any, targets: Place, what: str, key: str = "targets") -> tuple[
     return parts[0] if len(parts) == 1 else tuple(parts), target
 
 
-def has_target(item: Any, targets: Place) -> bool:
+def has_target(item: Any, targets: TargetKey) -> bool:
     """Return whether an example is a complete sample, and not its inputs alone.
 
     The arguments are as in `divide`.

@@ -14,7 +14,7 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
 from ddp_lab.data.images import ImageOptions
-from ddp_lab.data.parts import PAIR, Place, as_tree, divide
+from ddp_lab.data.parts import PAIR, TargetKey, as_tree, divide
 from ddp_lab.data.trees import Tree, leaves
 
 
@@ -56,7 +56,7 @@ class Own:
     images: ImageOptions
     num_classes: int | None
     seed: int
-    targets: Place = PAIR
+    targets: TargetKey = PAIR
     collate_fn: Callable[[list[Any]], Any] | None = None
 
     @property
@@ -66,11 +66,12 @@ class Own:
 
     def load(self) -> Dataset:
         """Construct the training, validation and test set, and check the first sample of each."""
-        made = self.sets()
-        found = (
-            range(self.num_classes) if self.num_classes else getattr(made["train"], "classes", ())
-        )
-        classes = [str(name) for name in found] if isinstance(found, Sequence) else []
+        loaded = self.sets()
+        if self.num_classes:
+            parts = range(self.num_classes)
+        else:
+            parts = getattr(loaded["train"], "classes", ())
+        classes = [str(name) for name in parts] if isinstance(parts, Sequence) else []
         reading = Reading(
             self.name,
             self.seed,
@@ -82,10 +83,10 @@ class Own:
         )
         sets = {
             name: samples_of(dataset, reading, augment=name == "train")
-            for name, dataset in made.items()
+            for name, dataset in loaded.items()
         }
         # to hash all samples would read them
-        facts = repr((classes, {name: found.size for name, found in sets.items()}))
+        facts = repr((classes, {name: parts.size for name, parts in sets.items()}))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
 
@@ -114,14 +115,12 @@ class Own:
             names = [
                 name for name, split in self.splits.items() if split == value and name != "train"
             ]
-            hint = (
-                f". data.{names[0]}_split is the name of this split; null: there is none"
-                if names
-                else ""
-            )
-            given = f" with {key}={value}" if key else ""
+            hint = ""
+            if names:
+                hint = f". data.{names[0]}_split is the name of this split; null: there is none"
+            setting = f" with {key}={value}" if key else ""
             raise ConfigError(
-                f"{self.name}: cannot be constructed{given}: {describe_error(error)}{hint}"
+                f"{self.name}: cannot be constructed{setting}: {describe_error(error)}{hint}"
             ) from None
 
 
@@ -144,7 +143,7 @@ class Reading:
     seed: int
     images: ImageOptions | None = None
     classes: int = 0
-    targets: Place = PAIR
+    targets: TargetKey = PAIR
     collate_fn: Callable[[list[Any]], Any] | None = None
     key: str = "targets"
 

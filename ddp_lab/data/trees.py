@@ -96,12 +96,12 @@ def stack(
 
 def pad(tree: T, number: int) -> T:
     """Return `number` samples: those of a tree, repeated, or zeros if it has none."""
-    own = size(tree)
-    if own == number:
+    num_rows = size(tree)
+    if num_rows == number:
         return tree
-    if own == 0:
+    if num_rows == 0:
         return apply(lambda tensor: tensor.new_zeros(number, *tensor.shape[1:]), tree)
-    return apply(lambda tensor: tensor[torch.arange(number, device=tensor.device) % own], tree)
+    return apply(lambda tensor: tensor[torch.arange(number, device=tensor.device) % num_rows], tree)
 
 
 def to(tree: T, device: torch.device | str) -> T:
@@ -142,10 +142,10 @@ def require_one_size(what: str, **trees: Tree) -> int:
                 )
             sizes[place] = len(tensor)
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{place} has {number}" for place, number in sizes.items())
+        sizes_text = ", ".join(f"{place} has {number}" for place, number in sizes.items())
         raise ConfigError(
-            f"{what}: all parts of a batch must have the same number of samples, but {found}. Let "
-            "each be [b, ...], with a row for each sample"
+            f"{what}: all parts of a batch must have the same number of samples, but {sizes_text}. "
+            "Let each be [b, ...], with a row for each sample"
         )
     return next(iter(sizes.values()), 0)
 

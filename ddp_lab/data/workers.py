@@ -92,9 +92,9 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
             )
         if other is not None:
             name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
-            ways = (
-                "" if isinstance(samples[0][place], torch.Tensor) else ", or pad them in collate_fn"
-            )
+            ways = ""
+            if not isinstance(samples[0][place], torch.Tensor):
+                ways = ", or pad them in collate_fn"
             raise SampleError(
                 f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
                 f"their {name} have the shapes {forms[0][name]} and {forms[other][name]}. Pad them "
@@ -188,7 +188,7 @@ class WorkerLoader(Loader):
         if self._stream is None:
             raise ConfigError(CLOSED)
         try:
-            inputs, targets, found = next(self._stream)
+            inputs, targets, label_range = next(self._stream)
         # of a worker process, the text is a traceback that ends with the message
         except SampleError as error:
             raise SampleError(
@@ -203,7 +203,7 @@ class WorkerLoader(Loader):
                 raise lost from None
             raise
         if self.options.labels is not None:
-            self.options.labels.add(*found)
+            self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)
         if self._is_image and not isinstance(
             self.data, Collated

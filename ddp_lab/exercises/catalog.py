@@ -97,13 +97,13 @@ class Exercise:
 
 def functions(tree: ast.Module | ast.ClassDef) -> list[tuple[str, ast.FunctionDef]]:
     """Return the functions of a module by name, methods as Class.method, in the file's order."""
-    found = list[tuple[str, ast.FunctionDef]]()
+    functions_found = list[tuple[str, ast.FunctionDef]]()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
-            found.append((node.name, node))
+            functions_found.append((node.name, node))
         elif isinstance(node, ast.ClassDef):
-            found += [(f"{node.name}.{name}", method) for name, method in functions(node)]
-    return found
+            functions_found += [(f"{node.name}.{name}", method) for name, method in functions(node)]
+    return functions_found
 
 
 def load(name: str) -> Exercise:

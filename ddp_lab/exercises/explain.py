@@ -110,21 +110,21 @@ def describe_sum(value: float, ranks: int) -> str:
     """Return what a sum of contributions holds, such as "rank 0 twice and not rank 2"."""
     if abs(value * ranks - sum(10**rank for rank in range(ranks))) < 1e-6:
         return "the average over the ranks instead of the sum"
-    found = counts(value, ranks)
-    if found is None:
+    times_by_rank = counts(value, ranks)
+    if times_by_rank is None:
         return f"{value:g}, which is no sum of the ranks' values"
-    if all(count == 1 for count in found):
+    if all(count == 1 for count in times_by_rank):
         return "the sum of all ranks"
-    alone = [rank for rank, count in enumerate(found) if count]
-    if len(alone) == 1 and found[alone[0]] == 1:
+    alone = [rank for rank, count in enumerate(times_by_rank) if count]
+    if len(alone) == 1 and times_by_rank[alone[0]] == 1:
         return f"only rank {alone[0]}'s value"
     words = {2: "twice", 3: "three times"}
     often = [
         f"rank {rank} {words.get(count, f'{count} times')}"
-        for rank, count in enumerate(found)
+        for rank, count in enumerate(times_by_rank)
         if count > 1
     ]
-    lacking = [f"not rank {rank}" for rank, count in enumerate(found) if not count]
+    lacking = [f"not rank {rank}" for rank, count in enumerate(times_by_rank) if not count]
     return " and ".join(often + lacking)
 
 

@@ -67,7 +67,9 @@ def run_ranks(file: Path, ranks: int, work: Work, limit: float = LIMIT) -> list[
             for process, (_, theirs) in zip(processes, pipes, strict=True):
                 process.start()
                 theirs.close()
-            outcomes = receive([cast(Any, own) for own, _ in pipes], time.monotonic() + limit)
+            outcomes = receive(
+                [cast(Any, receiver) for receiver, _ in pipes], time.monotonic() + limit
+            )
         finally:
             for process in processes:
                 process.kill()
@@ -112,11 +114,10 @@ def exited(process: BaseProcess) -> Outcome:
             "dtype the same on all ranks?"
         )
         return Outcome("exited", f"the process was aborted; {cause}")
-    how = (
-        f"was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with code {code}, as by os._exit"
-    )
+    if code < 0:
+        how = f"was ended by {signal.Signals(-code).name}"
+    else:
+        how = f"ended with code {code}, as by os._exit"
     return Outcome("exited", f"the process {how}, without a result.")
 
 

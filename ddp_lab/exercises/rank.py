@@ -115,11 +115,10 @@ def outcome_of(file: Path, work: Work, calls: list[Call]) -> Outcome:
         line = last_line(error, file)
         if line is None:
             gone = [call.line for call in calls if call.name == "destroy_process_group"]
-            why = (
-                f"line {gone[0]} destroys the process group, which the check needs"
-                if gone
-                else text
-            )
+            if gone:
+                why = f"line {gone[0]} destroys the process group, which the check needs"
+            else:
+                why = text
             return Outcome("wrong", f"the check cannot use the functions of the file: {why}")
         return Outcome(
             "raised", f"line {line}, `{linecache.getline(str(file), line).strip()}`, raises {text}"
@@ -188,11 +187,10 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     line = frame.f_lineno
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame
         name = "wait"
-    what = (
-        f"waits in {name}, its call number {len(calls)} of torch.distributed,"
-        if name
-        else "is still busy"
-    )
+    if name:
+        what = f"waits in {name}, its call number {len(calls)} of torch.distributed,"
+    else:
+        what = "is still busy"
     return Outcome(
         "waits",
         f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`",

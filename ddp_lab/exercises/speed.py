@@ -102,7 +102,7 @@ def by_size(
         seconds: a size that is expected to end later, and those after it, are left out; the first
             is always measured.
     """
-    found: Times = {name: [] for name in algorithms}
+    times: Times = {name: [] for name in algorithms}
     for prepare in algorithms.values():
         # connections are opened when they are first used
         prepare([torch.ones(1000, device=device)])()
@@ -111,22 +111,22 @@ def by_size(
         start = time.monotonic()
         for name, prepare in algorithms.items():
             tensors = [torch.randn(size // 4 // TENSORS, device=device) for _ in range(TENSORS)]
-            found[name].append((size, milliseconds(prepare(tensors), device, repeat)))
+            times[name].append((size, milliseconds(prepare(tensors), device, repeat)))
         now = time.monotonic()
         end = torch.tensor(now - begin + GROWTH * (now - start), device=device)
         dist.all_reduce(end, dist.ReduceOp.MAX)  # all ranks decide the same
         if end > seconds:
             break
-    return found
+    return times
 
 
-def report(found: Times, ranks: int, picture: Path) -> None:
+def report(times: Times, ranks: int, picture: Path) -> None:
     """Print the table and draw it; `model` is dashed."""
     print(f"milliseconds of a sum over {ranks} ranks, {TENSORS} tensors together")
-    print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in found))
-    for row, (size, _) in enumerate(found["flat"]):
-        print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in found.values()))
-    lines = [Curve(name, points, dashed=name == "model") for name, points in found.items()]
+    print(f"{'bytes':>12}" + "".join(f"{name:>12}" for name in times))
+    for row, (size, _) in enumerate(times["flat"]):
+        print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in times.values()))
+    lines = [Curve(name, points, dashed=name == "model") for name, points in times.items()]
     beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True)], picture)
     print(f"\n{picture}")
 
@@ -155,9 +155,9 @@ def compare(
     outcomes = run_ranks(file, ranks, measure, LIMIT)
     if any(outcome.kind != "passed" for outcome in outcomes):
         return explain_outcomes(exercise, outcomes, LIMIT)
-    found: Any = outcomes[0].result
-    report(found, ranks, picture)
-    left_out = sizes[len(found["yours"]) :]
+    times: Any = outcomes[0].result
+    report(times, ranks, picture)
+    left_out = sizes[len(times["yours"]) :]
     if left_out:
         print(
             f"From {left_out[0]:,} bytes on it would take more than {seconds:g} seconds, so these "

@@ -63,13 +63,13 @@ class FitKeys(Keys):
     log_every: LogEvery | None
 
 
-def find_strategy(strategy: str | type[Strategy], given: dict[str, Any]) -> dict[str, Any]:
+def find_strategy(strategy: str | type[Strategy], wanted: dict[str, Any]) -> dict[str, Any]:
     """Return the config group of a strategy.
 
     Args:
         strategy: name of a file in conf/strategy, or a class, whose options have the defaults of
             its constructor.
-        given: values of its keys in place of the defaults.
+        wanted: values of its keys in place of the defaults.
 
     Raises:
         ConfigError: there is no such strategy, or a key or value is not allowed.
@@ -85,9 +85,9 @@ def find_strategy(strategy: str | type[Strategy], given: dict[str, Any]) -> dict
                 "subclass of ddp_lab.strategies.base.Strategy"
             )
         node = yaml.safe_load((CONF / f"{strategy}.yaml").read_text())
-    keys = {key: value for key, value in node.items() if key != "_target_"} | given
+    keys = {key: value for key, value in node.items() if key != "_target_"} | wanted
     validate(options("strategy", node), keys, "strategy.")
-    return node | given
+    return node | wanted
 
 
 def name_of_target(node: dict[str, Any]) -> dict[str, Any]:
@@ -190,17 +190,19 @@ def require_same(model: nn.Module, runtime: Runtime) -> None:
         ConfigError: their weights differ.
     """
     tensors = (as_real(tensor) for tensor in model.state_dict().values() if not tensor.is_meta)
-    own = [tensor.double().sum().item() for tensor in tensors]
+    own_sums = [tensor.double().sum().item() for tensor in tensors]
 
-    def compare(found: list[list[float]]) -> None:
-        if other := [rank for rank, values in enumerate(found) if values != found[0]]:
+    def compare(sums_of_ranks: list[list[float]]) -> None:
+        first = sums_of_ranks[0]
+        other = [rank for rank, values in enumerate(sums_of_ranks) if values != first]
+        if other:
             raise ConfigError(
                 f"the model of rank {other[0]} has other initial weights than that of rank 0. "
                 "Construct it within `with Lab(...)`, which seeds torch, in the same order on "
                 "every rank"
             )
 
-    runtime.conclude("weights", own, compare)
+    runtime.gather_and_decide("weights", own_sums, compare)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,17 +237,17 @@ def require_same_form(inputs: Tree, strategy: Strategy) -> None:
     for name, tensor in leaves(inputs):
         dtype = str(tensor.dtype).removeprefix("torch.")
         parts.append(f"{name} {list(tensor.shape)} ({dtype})".lstrip())
-    own = [strategy.dp_rank, ", ".join(parts)]
+    own_form = [strategy.dp_rank, ", ".join(parts)]
 
-    def compare(found: list[list[Any]]) -> None:
+    def compare(forms_of_ranks: list[list[Any]]) -> None:
         first: dict[int, int] = {}  # rank of each replica
-        for rank, (replica, form) in enumerate(found):
+        for rank, (replica, form) in enumerate(forms_of_ranks):
             other = first.setdefault(replica, rank)
-            if found[other] != found[rank]:
-                _, expected = found[other]
+            if forms_of_ranks[other] != forms_of_ranks[rank]:
+                _, expected = forms_of_ranks[other]
                 raise ConfigError(
                     f"predict: rank {rank} got inputs of {form}, but rank {other}, which shares a "
                     f"model with it, got {expected}. Call it with the same inputs on both"
                 )
 
-    runtime.conclude("inputs", own, compare)
+    runtime.gather_and_decide("inputs", own_form, compare)

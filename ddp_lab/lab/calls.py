@@ -117,7 +117,7 @@ class Calls:
         """
         if self._others:
             said = self._say(what, facts or {}, waits=True)
-            self.runtime.conclude("call", said, require_same_calls)
+            self.runtime.gather_and_decide("call", said, require_same_calls)
 
     def leave(self, what: str) -> None:
         """Say that this rank makes no more calls, and end the thread.
@@ -213,16 +213,16 @@ class Calls:
 
     def _find(self, store: Store) -> str:
         """Return why another rank will not take part in what this one has begun; "" if all may."""
-        found: dict[str, list[int]] = {}
+        ranks_by_reason: dict[str, list[int]] = {}
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
                 if self._is_without(said):
-                    found.setdefault(said.what, []).append(rank)
-        if not found:
+                    ranks_by_reason.setdefault(said.what, []).append(rank)
+        if not ranks_by_reason:
             return ""
-        theirs = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in found.items())
-        own = f"has begun {self._place()}" if self._steps > self._steps_before else self._what
-        return f"{theirs}, but rank {self.runtime.rank} {own}. {ADVICE}"
+        theirs = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in ranks_by_reason.items())
+        own_call = f"has begun {self._place()}" if self._steps > self._steps_before else self._what
+        return f"{theirs}, but rank {self.runtime.rank} {own_call}. {ADVICE}"
 
     def _is_without(self, said: Said) -> bool:
         """Return whether a rank that has said this will not take part in what this one began."""
@@ -258,16 +258,16 @@ class CountedSteps(Hook):
         return batch
 
 
-def require_same_calls(found: list[list[Any]]) -> None:
+def require_same_calls(said_by_ranks: list[list[Any]]) -> None:
     """Check that all ranks make the same call, after the same number of steps, with the same facts.
 
     Args:
-        found: what each rank has said, as JSON has it.
+        said_by_ranks: what each rank has said, as JSON has it.
 
     Raises:
         ConfigError: they do not.
     """
-    first, *others = [Said(*each) for each in found]
+    first, *others = [Said(*each) for each in said_by_ranks]
     for rank, said in enumerate(others, 1):
         if (said.what, said.steps) != (first.what, first.steps):
             raise ConfigError(f"rank {rank} {said.what}, but rank 0 {first.what}. {ADVICE}")

@@ -10,7 +10,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.collated import collate
 from ddp_lab.data.dataset import InMemory
 from ddp_lab.data.loader import as_numbers
-from ddp_lab.data.parts import Place, as_tree, divide, has_target
+from ddp_lab.data.parts import TargetKey, as_tree, divide, has_target
 from ddp_lab.data.trees import Tree, apply, leaves, stack
 
 
@@ -24,7 +24,7 @@ class Parts:
             stacked.
     """
 
-    targets: Place
+    targets: TargetKey
     collate_fn: Callable[[list[Any]], Any] | None
 
 
@@ -84,8 +84,11 @@ def find_example(given: Any, parts: Parts) -> Example | None:
             "example: the target of a sample must be a tensor or a number, got "
             f"{type(target).__name__}{problem}"
         )
-    own = as_tree(sample, "inputs")
-    return Example(*as_loaded(*stack([(own, expected), (own, expected)])), is_complete=is_complete)
+    own_inputs = as_tree(sample, "inputs")
+    return Example(
+        *as_loaded(*stack([(own_inputs, expected), (own_inputs, expected)])),
+        is_complete=is_complete,
+    )
 
 
 def consists_of_tensors(sample: Any) -> bool:

@@ -124,9 +124,10 @@ class Lab:
         Lab._open = None
         for trainer in list(self._trainers):
             trainer.close()
-        self._log.close("finished", self._log.last) if error is None else self._log.close(
-            "failed", {}
-        )
+        if error is None:
+            self._log.close("finished", self._log.last)
+        else:
+            self._log.close("failed", {})
         explained = find_lost_worker(error)
         try:
             if explained is not None:
@@ -282,9 +283,9 @@ class Lab:
             self.print(OF_MICRO_BATCHES)
         require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
-        complete = (
-            (tried.inputs, tried.targets) if tried is not None and tried.is_complete else None
-        )
+        complete = None
+        if tried is not None and tried.is_complete:
+            complete = (tried.inputs, tried.targets)
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)

@@ -201,11 +201,10 @@ def describe(error: ProcessExitedException | ProcessRaisedException, folder: Pat
             record = json.loads((folder / f"error{error.error_index}").read_text())
             message = record["message"]["message"].removeprefix("error: ")
             return f"rank {error.error_index} raised:\n\n{ConfigError.__name__}: {message}"
-        how = (
-            f"was ended by {error.signal_name}"
-            if error.signal_name
-            else f"ended with exit code {error.exit_code}"
-        )
+        if error.signal_name:
+            how = f"was ended by {error.signal_name}"
+        else:
+            how = f"ended with exit code {error.exit_code}"
         return f"rank {error.error_index} {how}"
     raised = str(error).partition("error:\n")[2].rstrip()
     mistake = re.search(rf"^{ConfigError.__module__}\.(\w+: .*)", raised, re.MULTILINE | re.DOTALL)

@@ -35,7 +35,7 @@ Purpose = Literal["shuffled", "ordered", "evaluation"]
 
 
 @dataclass(frozen=True)
-class Handed:
+class CurrentBatch:
     """The batch that the loop has now.
 
     Attributes:
@@ -80,7 +80,7 @@ class LocalBatches:
         num_workers: processes that read a dataset which is not in memory.
 
     Attributes:
-        handed: the batch that the loop has now; None outside of `iterate`.
+        current: the batch that the loop has now; None outside of `iterate`.
     """
 
     def __init__(self, strategy: Strategy, batch_size: int, reading: Reading, num_workers: int):
@@ -89,7 +89,7 @@ class LocalBatches:
         self.num_workers = num_workers
         self.reading = reading
         self.seed = reading.seed
-        self.handed: Handed | None = None
+        self.current: CurrentBatch | None = None
         # by the id of the dataset, the most recently used one last
         self._kept: dict[int, Kept] = {}
         self._iterated: list[Loader] = []  # of the loops that have not ended
@@ -106,22 +106,22 @@ class LocalBatches:
             ConfigError: it is not map-style, is empty, or its first sample has not the parts that
                 `reading` names.
         """
-        kept = self._kept.pop(id(dataset), None)
-        if kept is None:
-            kept = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
+        entry = self._kept.pop(id(dataset), None)
+        if entry is None:
+            entry = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
             self._make_room()
-        self._kept[id(dataset)] = kept
-        if purpose not in kept.loaders:
-            samples = kept.samples
+        self._kept[id(dataset)] = entry
+        if purpose not in entry.loaders:
+            samples = entry.samples
             is_here = isinstance(samples, InMemory) and samples.device == self.strategy.device
             make = DeviceLoader if is_here else WorkerLoader
-            kept.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
-        return kept.loaders[purpose]
+            entry.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+        return entry.loaders[purpose]
 
     def close(self) -> None:
         """End the worker processes of all loaders."""
-        for kept in self._kept.values():
-            close_all(kept)
+        for entry in self._kept.values():
+            close_all(entry)
         self._kept.clear()
 
     def _make_room(self) -> None:
@@ -129,9 +129,9 @@ class LocalBatches:
 
         Those that a loop still reads remain.
         """
-        for key, kept in list(self._kept.items()):
+        for key, entry in list(self._kept.items()):
             if len(self._kept) >= KEPT and not any(
-                each in self._iterated for each in kept.loaders.values()
+                each in self._iterated for each in entry.loaders.values()
             ):
                 close_all(self._kept.pop(key))
 
@@ -175,7 +175,7 @@ class LocalBatches:
             for inputs, targets, global_size in loader:
                 samples += global_size
                 num_valid = self.strategy.valid_samples(global_size)
-                self.handed = Handed(
+                self.current = CurrentBatch(
                     order,
                     samples,
                     num_valid,
@@ -185,10 +185,10 @@ class LocalBatches:
                 )
                 yield rows(inputs, slice(num_valid)), rows(targets, slice(num_valid))
         finally:
-            self.handed = None
+            self.current = None
             self._iterated.remove(loader)
 
-    def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, Handed | None]:
+    def padded(self, inputs: Tree, targets: Tree) -> tuple[Batch, CurrentBatch | None]:
         """Return a local batch with padding, and which batch of `iterate` it is.
 
         With padding it has the same size on every rank.
@@ -201,20 +201,19 @@ class LocalBatches:
             ConfigError: it has another number of samples.
         """
         samples = self._samples_in(inputs, targets)
-        handed = self.handed
+        current = self.current
         full = self.batch_size // self.strategy.dp_size
-        if handed and samples == handed.num_valid:
+        if current and samples == current.num_valid:
             if not samples and not isinstance(inputs, torch.Tensor):
-                inputs, targets = self._in_place_of_none(inputs, targets, handed.spare)
+                inputs, targets = self._in_place_of_none(inputs, targets, current.spare)
             return Batch(
-                pad(inputs, handed.size), pad(targets, handed.size), handed.global_size
-            ), handed
+                pad(inputs, current.size), pad(targets, current.size), current.global_size
+            ), current
         if samples != full:
-            expected = (
-                f"{handed.num_valid}, as the last one from `batches`, or {full}"
-                if handed and handed.num_valid != full
-                else full
-            )
+            if current and current.num_valid != full:
+                expected = f"{current.num_valid}, as the last one from `batches`, or {full}"
+            else:
+                expected = full
             raise ConfigError(
                 f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected "
                 f"{expected}: batch_size={self.batch_size} is that of all ranks, and is divided "
@@ -258,7 +257,7 @@ class LocalBatches:
         return spare if form_of(batch) == form_of(spare) else batch
 
 
-def close_all(kept: Kept) -> None:
+def close_all(entry: Kept) -> None:
     """End the worker processes of the loaders of a dataset."""
-    for loader in kept.loaders.values():
+    for loader in entry.loaders.values():
         loader.close()

@@ -122,14 +122,14 @@ def describe_mistake(error: BaseException, strategy: Strategy) -> str | None:
 def call_of(error: BaseException, strategy: Strategy) -> Call | None:
     """Return the innermost call of a module of the model; None if none was running."""
     names = {module: name for name, module in strategy.module.named_modules()}
-    found: Call | None = None
+    innermost: Call | None = None
     for step in steps_of(error.__traceback__):
         code = step.tb_frame.f_code
         values = step.tb_frame.f_locals
         module = values.get("self")
         if isinstance(module, nn.Module) and module in names and code.co_argcount > 1:
-            found = Call(names[module], module, values.get(code.co_varnames[1]))
-    return found
+            innermost = Call(names[module], module, values.get(code.co_varnames[1]))
+    return innermost
 
 
 def is_of_torch(error: BaseException) -> bool:
@@ -158,9 +158,9 @@ def steps_of(first: TracebackType | None) -> Iterator[TracebackType]:
 
 def describe_problem(call: Call, error: BaseException) -> str | None:
     """Return what is wrong with the argument of a module, and what to do; None for other errors."""
-    given = call.given
+    argument = call.given
     module = call.module
-    if isinstance(given, torch.Tensor):
+    if isinstance(argument, torch.Tensor):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and "index out of range" in str(
             error
         ):
@@ -169,12 +169,11 @@ def describe_problem(call: Call, error: BaseException) -> str | None:
                 f"but expects numbers from 0 to {last}. Correct the inputs, or use a larger "
                 "embedding"
             )
-        if "type" in str(error) and (dtype := other_dtype(given, module)):
-            return (
-                f"but expects {str(dtype).removeprefix('torch.')}. {advice_on(given.dtype, dtype)}"
-            )
+        if "type" in str(error) and (dtype := other_dtype(argument, module)):
+            name = str(dtype).removeprefix("torch.")
+            return f"but expects {name}. {advice_on(argument.dtype, dtype)}"
         place = expected_dimension(module)
-        if place is not None and given.shape[place.dimension :][:1] != (place.size,):
+        if place is not None and argument.shape[place.dimension :][:1] != (place.size,):
             shape = f"[..., {place.size}]" if place.dimension == -1 else f"[b, {place.size}, ...]"
             return f"but expects {shape}. Use inputs that the model supports, or correct the model"
     if any(text in str(error) for text in TEXTS):
@@ -185,23 +184,27 @@ def describe_problem(call: Call, error: BaseException) -> str | None:
     return None
 
 
-def other_dtype(given: torch.Tensor, module: nn.Module) -> torch.dtype | None:
+def other_dtype(argument: torch.Tensor, module: nn.Module) -> torch.dtype | None:
     """Return the dtype that a module expects in place of its argument's; None if that fits."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return torch.int64 if given.is_floating_point() else None
+        return torch.int64 if argument.is_floating_point() else None
     # others may take integers beside their parameters
     is_layer = type(module).forward.__module__.startswith("torch.")
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if len(dtypes) != 1 or given.dtype in dtypes or not (is_layer or given.is_floating_point()):
+    if (
+        len(dtypes) != 1
+        or argument.dtype in dtypes
+        or not (is_layer or argument.is_floating_point())
+    ):
         return None
     return dtypes.pop()
 
 
-def advice_on(given: torch.dtype, expected: torch.dtype) -> str:
+def advice_on(dtype: torch.dtype, expected: torch.dtype) -> str:
     """Return what to do about an argument of another dtype than a module expects."""
     convert = f"Convert the inputs, for example by inputs.to({expected})"
-    both_float = given.is_floating_point and expected.is_floating_point
-    return f"{convert}, or the model, for example by model.to({given})" if both_float else convert
+    both_float = dtype.is_floating_point and expected.is_floating_point
+    return f"{convert}, or the model, for example by model.to({dtype})" if both_float else convert
 
 
 def expected_dimension(module: nn.Module) -> Dimension | None:
@@ -234,6 +237,6 @@ def describe_layer(call: Call) -> str:
     return f"{call.name}, {described}," if call.name else described
 
 
-def describe(given: Any) -> str:
+def describe(argument: Any) -> str:
     """Return the shape and the dtype of an argument."""
-    return str(Form.of(given)) if isinstance(given, torch.Tensor) else type(given).__name__
+    return str(Form.of(argument)) if isinstance(argument, torch.Tensor) else type(argument).__name__

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import Shapes, State, collect
+from ddp_lab.checkpoints.state import Shapes, State, gather_full_state
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
@@ -184,8 +184,8 @@ class Trainer(training.Trainer):
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the targets of this rank are not what the task needs.
         """
-        batch, handed = self._batches.padded(inputs, targets)
-        epochs_ahead = handed.order - self.position.order if handed else 0
+        batch, current = self._batches.padded(inputs, targets)
+        epochs_ahead = current.order - self.position.order if current else 0
         self._calls.begin_step(self.position.step + 1, self.progress.epoch + 1 + epochs_ahead)
         strategy = self.strategy
         if strategy.task.labels is not None:
@@ -199,9 +199,9 @@ class Trainer(training.Trainer):
             self.eager_step(batch)
         self.eager_step.seed_alike()
         self.position.step += 1
-        if handed:
+        if current:
             self.position.epoch += epochs_ahead
-            self.position.samples = handed.samples
+            self.position.samples = current.samples
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
@@ -308,9 +308,9 @@ class Trainer(training.Trainer):
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
-            found = evaluate(self.strategy, loader, self._on_device(task))
-        self._notes.check({"": found})
-        return found.values
+            evaluation = evaluate(self.strategy, loader, self._on_device(task))
+        self._notes.check({"": evaluation})
+        return evaluation.values
 
     def predict(self, inputs: Any) -> Any:
         """Return the outputs of the model in evaluation mode, without gradients.
@@ -337,11 +337,11 @@ class Trainer(training.Trainer):
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
-            given = max(1, samples)
-            outputs = self.strategy.predict(pad(inputs, given))
+            num_samples = max(1, samples)
+            outputs = self.strategy.predict(pad(inputs, num_samples))
         if not isinstance(outputs, torch.Tensor):
             return outputs if samples else map_outputs(lambda tensor: tensor[:0], outputs)
-        require_samples(outputs.shape, given)
+        require_samples(outputs.shape, num_samples)
         return outputs[:samples]
 
     def save(self, path: str | Path) -> None:
@@ -357,17 +357,18 @@ class Trainer(training.Trainer):
             ConfigError: the file cannot be written.
         """
         self._calls.begin("called save")
-        full, _ = collect(self.strategy, self.state.weights())
-        weights = (
-            {name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes}
-            if full
-            else {}
-        )
+        full, _ = gather_full_state(self.strategy, self.state.weights())
+        weights = {}
+        if full:
+            weights = {
+                name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes
+            }
         path = Path(path)
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_weights(temporary := path.with_name(f"{path.name}.tmp"), weights, {})
+            temporary = path.with_name(f"{path.name}.tmp")
+            write_weights(temporary, weights, {})
             temporary.replace(path)
 
         self._on_rank_0(path, write)
@@ -390,7 +391,9 @@ class Trainer(training.Trainer):
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(self.position)
         checkpoints.wait()
-        if problem := self.strategy.runtime.agree("checkpoint", lambda: checkpoints.problem):
+        runtime = self.strategy.runtime
+        problem = runtime.broadcast_from_rank0("checkpoint", lambda: checkpoints.problem)
+        if problem:
             raise ConfigError(problem)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
@@ -450,7 +453,7 @@ class Trainer(training.Trainer):
                     f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
                 ) from None
 
-        self.strategy.runtime.agree("write", attempt)
+        self.strategy.runtime.broadcast_from_rank0("write", attempt)
 
     def _averages(self) -> AbstractContextManager[None]:
         return self.ema.in_use() if self.ema else nullcontext()

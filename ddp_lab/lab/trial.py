@@ -47,7 +47,7 @@ def try_model(
     except ConfigError as error:
         problem = str(error)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    runtime.conclude("trial", [problem, trained], require_same_trial)
+    runtime.gather_and_decide("trial", [problem, trained], require_same_trial)
     return notes
 
 
@@ -86,17 +86,17 @@ def describe_parts(values: Any, with_dtype: bool = False) -> str:
     return f"{type(values).__name__} ({', '.join(shapes)})"
 
 
-def require_same_trial(found: list[list[Any]]) -> None:
+def require_same_trial(results: list[list[Any]]) -> None:
     """Check what the trials of all ranks have found: a problem, and the trained parameters.
 
     Raises:
         ConfigError: there is a problem, or the names differ.
     """
-    for problem, _ in found:
+    for problem, _ in results:
         if problem:
             raise ConfigError(problem)
-    for rank, (_, trained) in enumerate(found):
-        if different := sorted({*trained} ^ {*found[0][1]}):
+    for rank, (_, trained) in enumerate(results):
+        if different := sorted({*trained} ^ {*results[0][1]}):
             raise ConfigError(
                 f"example: for that of rank {rank} the model uses other parameters than for that "
                 f"of rank 0, for example {different[0]}. Give the same example on all ranks, for "

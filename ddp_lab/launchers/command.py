@@ -88,8 +88,8 @@ def extend_search_path() -> None:
     `tests`. No directory of ours is added: each of its modules could be imported by its bare name,
     in place of a user's.
     """
-    own = str(Path(__file__).parents[2])
-    place = sys.path.index(own) if own in sys.path else len(sys.path)
+    own_root = str(Path(__file__).parents[2])
+    place = sys.path.index(own_root) if own_root in sys.path else len(sys.path)
     sys.path.insert(place, os.getcwd())
 
 
@@ -191,16 +191,18 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
             return task(cfg)
 
     parser = get_args_parser()
-    given = parser.parse_intermixed_args(quote_faults(arguments))
-    sweeps = given.multirun or any(each.startswith("hydra.mode=") for each in given.overrides)
-    check_overrides(given.overrides, given.config_dir, sweeps)
+    namespace = parser.parse_intermixed_args(quote_faults(arguments))
+    sweeps = namespace.multirun or any(
+        each.startswith("hydra.mode=") for each in namespace.overrides
+    )
+    check_overrides(namespace.overrides, namespace.config_dir, sweeps)
     if sweeps:
         from ddp_lab.launchers.torchrun_launcher import register  # loads what draws the results
 
         register()
     setbase("1.3")
     # What hydra.main does with sys.argv; it takes no other arguments.
-    _run_hydra(given, parser, task_function=run, config_path=str(CONF), config_name="config")
+    _run_hydra(namespace, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
 def report(error: Exception) -> None:

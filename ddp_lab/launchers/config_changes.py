@@ -41,12 +41,12 @@ def record_config(run_dir: Path, config: str, ranks: int, resumed: Path | None) 
     text = text_of(config, ranks)
     before = None if resumed is None else read_text(resumed / CONFIG)
     changed = [] if before is None else list_changes(before, text)
-    own = read_text(path)
-    kept = keep(path) if own is not None and list_changes(own, text) else None
+    recorded = read_text(path)
+    backup = keep(path) if recorded is not None and list_changes(recorded, text) else None
     replace_text(path, text)
     if not changed:
         return []
-    where = kept or (resumed or run_dir) / CONFIG
+    where = backup or (resumed or run_dir) / CONFIG
     return [f"resumes with another config than before, which is in {where}:", *changed]
 
 
@@ -68,9 +68,9 @@ def keep(path: Path) -> Path:
     last = path.with_name(f"config.{newest}.yaml")
     if read_text(last) == text:  # a launch was killed before it wrote its own
         return last
-    kept = path.with_name(f"config.{newest + 1}.yaml")
-    replace_text(kept, text)
-    return kept
+    backup = path.with_name(f"config.{newest + 1}.yaml")
+    replace_text(backup, text)
+    return backup
 
 
 def list_changes(before: str, now: str) -> list[str]:
@@ -101,9 +101,9 @@ def values_of(text: str) -> dict[str, Any]:
         raise ValueError("not a config")
     values = without_secrets(cast("dict[str, Any]", OmegaConf.to_container(config)))
     ranks = re.match(rf"# {RANKS}: (\d+)\n", text)
-    found = {RANKS: int(ranks[1])} if ranks else {}
+    recorded = {RANKS: int(ranks[1])} if ranks else {}
     compared = {key: value for key, value in values.items() if key not in OF_A_LAUNCH}
-    return found | dict(leaves(compared))
+    return recorded | dict(leaves(compared))
 
 
 def shown(value: Any) -> str:

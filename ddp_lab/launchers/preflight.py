@@ -3,7 +3,7 @@
 Do the ranks reach each other and share the run directory, and is there enough shared memory?
 
 train.py runs them before it opens the process group. Mistakes in the config are reported by the
-code that reads it: the strategies, Plan, the datasets, RunDir.
+code that reads it: the strategies, TrainSizes, the datasets, RunDir.
 """
 
 import math
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
 def check_network(runtime: Runtime) -> list[Finding]:
     """Check that the store, to which torchrun has given an address, accepts connections.
 
-    Call it before the first `agree`.
+    Call it before the first `broadcast_from_rank0`.
 
     Where rank 0 opens the store, only the name is checked.
 
@@ -103,18 +103,18 @@ def check_shared(root: Path, runtime: Runtime) -> Finding:
             ) from None
         return token.name
 
-    token = root / runtime.agree("token", write)
+    token = root / runtime.broadcast_from_rank0("token", write)
     problem = "" if runtime.local_rank else _try_token(token, runtime.rank)
 
-    def conclude(problems: list[str]) -> None:
+    def require_shared(problems: list[str]) -> None:
         token.unlink(missing_ok=True)
-        if found := "; ".join(filter(None, problems)):
+        if problem := "; ".join(filter(None, problems)):
             raise ConfigError(
-                f"runs_dir={root}: is not shared by all nodes: {found}. Use the absolute path of a "
-                "directory on a file system that every node has mounted for writing"
+                f"runs_dir={root}: is not shared by all nodes: {problem}. Use the absolute path of "
+                "a directory on a file system that every node has mounted for writing"
             )
 
-    runtime.conclude("shared", problem, conclude)
+    runtime.gather_and_decide("shared", problem, require_shared)
     return Finding(
         "ok", "runs_dir", f"{root} is writable" + (" and shared" if runtime.nodes > 1 else "")
     )
@@ -128,10 +128,10 @@ def _try_token(token: Path, rank: int) -> str:
         if time.monotonic() > deadline:
             return f"{here} does not see the file that rank 0 wrote there"
         time.sleep(0.1)
-    own = token.with_name(f"{token.name}-{rank}")
+    own_token = token.with_name(f"{token.name}-{rank}")
     try:
-        own.touch()
-        own.unlink()
+        own_token.touch()
+        own_token.unlink()
     except OSError as error:
         return f"{here} cannot write to it ({error.strerror})"
     return ""

@@ -94,13 +94,12 @@ def train(
     if done.returncode:
         failure = read_json(run_dir / "failure.json")
         errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
-        reason = (
-            failure["message"]
-            if failure
-            else errors[-1]
-            if errors
-            else f"exit code {done.returncode}"
-        )
+        if failure:
+            reason = failure["message"]
+        elif errors:
+            reason = errors[-1]
+        else:
+            reason = f"exit code {done.returncode}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
         return ShortRun([], None, problem, refused=done.returncode == REFUSED)
     return ShortRun(

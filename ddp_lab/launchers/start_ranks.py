@@ -54,17 +54,17 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     flags = [
         each for each in others if re.match("-[a-z]", each) or each.partition("=")[0] in of_hydra
     ]
-    given = [each for each in others if each.startswith("--") and each not in flags]
+    unknown = [each for each in others if each.startswith("--") and each not in flags]
     if flags or "RANK" in os.environ:
-        if given:
+        if unknown:
             sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
             other = flags[0] if flags else "torchrun, which started this process"
             raise ConfigError(
-                f"{given[0]}: cannot be combined with {other}. The ranks of a sweep are started by "
-                f"`{sweep}`"
+                f"{unknown[0]}: cannot be combined with {other}. The ranks of a sweep are started "
+                f"by `{sweep}`"
             )
         return None, arguments
-    options, overrides = parse(others) if given else (None, others)
+    options, overrides = parse(others) if unknown else (None, others)
     if options:
         choose_rendezvous(options)
     cfg = compose_config(quote_faults(overrides), config_dir)
@@ -196,9 +196,9 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         return 1
     except (DistError, OSError) as error:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
-        advice = (
-            "the port is in use; choose another one, the same on every machine. " if in_use else ""
-        )
+        advice = ""
+        if in_use:
+            advice = "the port is in use; choose another one, the same on every machine. "
         print(
             f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr
         )
@@ -230,11 +230,10 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     for rank, code in codes.items():
         # such ranks were ended because of another one
         if code not in (1, REFUSED, -signal.SIGTERM):
-            how = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
+            if code < 0:
+                how = f"was ended by {signal.Signals(-code).name}"
+            else:
+                how = f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
     if first:
         return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1

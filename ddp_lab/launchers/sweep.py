@@ -163,7 +163,8 @@ def is_finished(job: Job) -> bool:
         or not (status["epoch"] >= job.epochs or stopped)
     ):
         return False
-    if not row_of(metrics := job.run_dir / "metrics.jsonl", status["epoch"]):
+    metrics = job.run_dir / "metrics.jsonl"
+    if not row_of(metrics, status["epoch"]):
         raise ConfigError(
             f"{metrics}: lacks epoch {status['epoch']} of a finished run, so the sweep does not "
             f"know its result. Delete {job.run_dir} to train this job again"
@@ -176,9 +177,9 @@ def job_return(job: Job, failed: bool = False) -> JobReturn:
 
     The metric is None if the job failed or did not run.
     """
-    made = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
-    made.return_value = None if failed else job.result()[1]
-    return made
+    job_result = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+    job_result.return_value = None if failed else job.result()[1]
+    return job_result
 
 
 def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
@@ -200,8 +201,8 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
         return []
     with (folder / "results.csv").open("w", newline="") as file:
         rows = (
-            (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *found)
-            for job, *found in results
+            (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *cells)
+            for job, *cells in results
         )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
     metric = next(iter(scores.values()))[0]
@@ -227,11 +228,10 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
-    state = (
-        status["status"]
-        if status
-        else "did not start"
-        if job.run_dir.parent.exists()
-        else "its directory was deleted"
-    )
+    if status:
+        state = status["status"]
+    elif job.run_dir.parent.exists():
+        state = "did not start"
+    else:
+        state = "its directory was deleted"
     return f"{job.name}: {state} (exit code {code}): {reason}"

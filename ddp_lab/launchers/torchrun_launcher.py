@@ -109,11 +109,10 @@ class TorchrunLauncher(Launcher):
         """
         slots = self._slots()
         jobs = self._jobs(job_overrides)
-        numbers = (
-            f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
-            if len(jobs) > 1
-            else f" {initial_job_idx + 1}"
-        )
+        if len(jobs) > 1:
+            numbers = f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
+        else:
+            numbers = f" {initial_job_idx + 1}"
         print(f"job{numbers} in {self.sweep_dir}", flush=True)
         different = {job.run_dir: job for job in jobs}  # a search may propose the same job twice
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
@@ -152,12 +151,12 @@ class TorchrunLauncher(Launcher):
         """
         jobs: list[Job] = []
         own_keys = ("name", "runs_dir")  # set below for each job
-        given = [
+        swept = [
             [o for o in filter_overrides(job) if o.partition("=")[0] not in own_keys]
             for job in job_overrides
         ]
         chosen = self._chosen_keys()
-        for overrides, all_overrides in zip(given, job_overrides, strict=True):
+        for overrides, all_overrides in zip(swept, job_overrides, strict=True):
             cfg = self.hydra_context.config_loader.load_sweep_config(
                 self.config, list(all_overrides)
             )
@@ -178,8 +177,8 @@ class TorchrunLauncher(Launcher):
 
         They have several values, here or in the sweeper's config.
         """
-        given = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
-        return {each.get_key_element() for each in given if each.is_sweep_override()} | set(
+        overrides = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        return {each.get_key_element() for each in overrides if each.is_sweep_override()} | set(
             self.config.hydra.sweeper.params or ()
         )
 

@@ -25,11 +25,10 @@ class Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.shortcut = (
-            nn.Conv2d(in_channels, out_channels, 1, stride)
-            if in_channels != out_channels
-            else nn.Identity()
-        )
+        if in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride)
+        else:
+            self.shortcut = nn.Identity()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return [b, out_channels, height / stride, width / stride], rounded up.

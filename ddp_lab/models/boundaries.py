@@ -70,11 +70,11 @@ class Boundaries:
         """
         if inputs not in self._known:
             activation = empty(inputs)
-            found = [inputs]
+            activations = [inputs]
             for block in self._blocks:
                 activation = self._run(block, activation, inputs)
-                found.append(Form.of(activation))
-            self._known[inputs] = found
+                activations.append(Form.of(activation))
+            self._known[inputs] = activations
         return self._known[inputs]
 
     def _run(self, block: Block, activation: torch.Tensor, inputs: Form) -> torch.Tensor:
@@ -114,11 +114,12 @@ def run(block: Block, activation: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: the output is no tensor.
     """
-    given = (
-        activation if block.device == "meta" else torch.ones_like(activation, device=block.device)
-    )
+    if block.device == "meta":
+        inputs = activation
+    else:
+        inputs = torch.ones_like(activation, device=block.device)
     with state_kept(block.module, weights=False):
-        output = block.module(given)
+        output = block.module(inputs)
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"it must return a tensor, got {type(output).__name__}")
     return output.to("meta")

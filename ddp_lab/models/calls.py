@@ -48,13 +48,13 @@ def describe_arguments(error: BaseException, model: nn.Module) -> str | None:
         error: raised by a call of the model.
         model: of the user.
     """
-    found = OF_ARGUMENTS.match(str(error)) if isinstance(error, TypeError) else None
+    match = OF_ARGUMENTS.match(str(error)) if isinstance(error, TypeError) else None
     forward = type(model).forward
-    if found is None or found["function"] != forward.__qualname__:
+    if match is None or match["function"] != forward.__qualname__:
         return None
     parameters = [*inspect.signature(forward).parameters][1:]
     return (
-        f"forward {found['problem']}. Its parameters are {', '.join(parameters) or 'none'}. Inputs "
+        f"forward {match['problem']}. Its parameters are {', '.join(parameters) or 'none'}. Inputs "
         "that are a dict are passed as keywords, model(**inputs), a tuple as model(*inputs), and "
         "a tensor as model(inputs): let the dataset or collate_fn return the parts that forward "
         "takes"

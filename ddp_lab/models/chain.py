@@ -74,14 +74,14 @@ class Chain(nn.Sequential):
         """
         weights = [sum(parameter.nbytes for parameter in block.parameters()) for block in self]
         pieces: list[list[nn.Module]] = [[]]
-        held = 0
+        total = 0
         left = sum(weights)
         for block, weight in zip(reversed(self), reversed(weights), strict=True):
-            if held >= size or held > last >= left > 0:
+            if total >= size or total > last >= left > 0:
                 pieces = [[], *pieces]
-                held = 0
+                total = 0
             pieces[0].insert(0, block)
-            held = held + weight
+            total = total + weight
             left = left - weight
         return [nn.Sequential(*piece) for piece in pieces]
 

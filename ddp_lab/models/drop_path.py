@@ -49,11 +49,9 @@ class DropPath(nn.Module):
         digest = hashlib.sha256(
             f"drop_path seed={seed} step={step} branch={self.name}".encode()
         ).digest()
-        return (
-            0.0
-            if Random(int.from_bytes(digest, "big")).random() < self.rate
-            else 1 / (1 - self.rate)
-        )
+        if Random(int.from_bytes(digest, "big")).random() < self.rate:
+            return 0.0
+        return 1 / (1 - self.rate)
 
     def prepare(self, seed: int, step: int) -> None:
         """Draw whether a step, numbered from the beginning of the run, drops the branch."""
@@ -66,10 +64,10 @@ def drop_paths_of(modules: Iterable[nn.Module]) -> list[DropPath]:
 
     A scale is on the device of the module that the branch belongs to.
     """
-    found: list[DropPath] = []
+    branches: list[DropPath] = []
     for module in modules:
         for layer in module.children():
             if isinstance(layer, DropPath):
                 layer.scale = torch.ones((), device=next(module.parameters()).device)
-                found.append(layer)
-    return found
+                branches.append(layer)
+    return branches

@@ -107,14 +107,16 @@ class InitialWeights(Weights):
             ConfigError: `reset_parameters` of one of its modules does not set all of them.
         """
         names = tensors_of(self.blocks[name]).keys()
-        given = {key: self.given[f"{name}.{key}"] for key in names if f"{name}.{key}" in self.given}
-        if given.keys() == names:
-            return given
+        from_file = {
+            key: self.given[f"{name}.{key}"] for key in names if f"{name}.{key}" in self.given
+        }
+        if from_file.keys() == names:
+            return from_file
         digest = hashlib.sha256(f"init seed={self.seed} block={name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):  # torch's random state is restored
             # it uses 32 bits
             torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))
-            return self._draw(name) | given
+            return self._draw(name) | from_file
 
     def _draw(self, name: str) -> dict[str, torch.Tensor]:
         """Return newly drawn parameters and buffers of a block, from torch's CPU generator."""
@@ -151,16 +153,16 @@ def resettable(module: nn.Module, path: str) -> Iterator[nn.Module]:
     if callable(getattr(module, "reset_parameters", None)):
         yield module
         return
-    own = [
+    own_tensors = [
         name
         for name, _ in [
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
         ]
     ]
-    if own:
+    if own_tensors:
         raise ConfigError(
-            f"{KEY}: {path} ({type(module).__name__}) has {', '.join(own)}, but no method "
+            f"{KEY}: {path} ({type(module).__name__}) has {', '.join(own_tensors)}, but no method "
             "reset_parameters, which would draw the initial weights again. Add the method, or use "
             "model.init=default"
         )

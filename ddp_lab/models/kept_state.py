@@ -113,8 +113,8 @@ class Snapshot:
         if isinstance(each, types.MethodType):
             return [each.__self__, each.__func__]
         if isinstance(each, partial):
-            found: partial[Any] = each
-            return [found.func, *found.args, *found.keywords.values()]
+            wrapped: partial[Any] = each
+            return [wrapped.func, *wrapped.args, *wrapped.keywords.values()]
         if isinstance(each, tuple):
             return [*cast("tuple[Any, ...]", each)]
         return self._note_slots(each) + attributes_of(each)
@@ -184,9 +184,9 @@ class Snapshot:
         return values
 
 
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def shares_memory(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same memory, or on the meta device would have it."""
-    places = [tensor.untyped_storage()._cdata for tensor in (one, other)]  # pyright: ignore
+    places = [tensor.untyped_storage()._cdata for tensor in (first, other)]  # pyright: ignore
     return places[0] == places[1]
 
 

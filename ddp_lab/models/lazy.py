@@ -23,8 +23,8 @@ def lazy_layers(model: nn.Module) -> list[str]:
 
 def is_waiting(layer: nn.Module) -> bool:
     """Return whether a layer waits for its first forward pass, which changes its class, too."""
-    own = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
-    return any(map(is_lazy, own)) or (
+    own_tensors = chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
+    return any(map(is_lazy, own_tensors)) or (
         isinstance(layer, LazyModuleMixin) and hasattr(layer, "_initialize_hook")
     )
 

@@ -104,15 +104,15 @@ def make_model(
     if trial is not None and (not spec.is_own or trial.of_all):
         from ddp_lab.models.trial import freeze_unused
 
-        unused, found = freeze_unused(model, trial, runtime, spec.key)
-        notes += found
-    given = None if trial is None else trial.inputs
+        unused, trial_notes = freeze_unused(model, trial, runtime, spec.key)
+        notes += trial_notes
+    inputs = None if trial is None else trial.inputs
     if (
         isinstance(model, Chain)
-        and isinstance(given, torch.Tensor)
-        and not given.is_floating_point()
+        and isinstance(inputs, torch.Tensor)
+        and not inputs.is_floating_point()
     ):
-        model.input_dtype = given.dtype
+        model.input_dtype = inputs.dtype
     return BuiltModel(model, initial_weights, notes, unused)
 
 
@@ -133,16 +133,16 @@ def load_weights(
         from ddp_lab.models.torchvision_models import find_weights, rename
 
         find = partial(find_weights, spec.name, weights)
-        state = rename(read(runtime.agree("weights", find, per_node=True)))
+        state = rename(read(runtime.broadcast_from_rank0("weights", find, per_node=True)))
     else:
         state = read(weights)
-    given, notes = match_weights(
+    fitting, notes = match_weights(
         model.state_dict(), state, spec.num_classes, f"model.weights={weights}"
     )
     if initial_weights is None:
-        model.load_state_dict(given, strict=False)
+        model.load_state_dict(fitting, strict=False)
     else:
-        initial_weights.set_weights(given)
+        initial_weights.set_weights(fitting)
     return notes
 
 

@@ -70,30 +70,30 @@ def map_outputs(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) 
     attributes = attributes_of(outputs)
     if not attributes:
         return outputs
-    made = copy.copy(outputs)
+    result = copy.copy(outputs)
     for name, value in attributes.items():
-        object.__setattr__(made, name, map_outputs(function, value))
-    return made
+        object.__setattr__(result, name, map_outputs(function, value))
+    return result
 
 
 def attributes_of(outputs: Any) -> dict[str, Any]:
     """Return the attributes of an object that may contain tensors, by name."""
     if dataclasses.is_dataclass(outputs):
         return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
-    found = getattr(outputs, "__dict__", {})
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    attributes = getattr(outputs, "__dict__", {})
+    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
 
 
 def tensors_of(outputs: Any) -> list[torch.Tensor]:
     """Return all tensors of the outputs of a model."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_outputs(note, outputs)
-    return found
+    return tensors
 
 
 def sum_of(outputs: Any) -> torch.Tensor:
@@ -134,8 +134,8 @@ def describe_content(outputs: object) -> tuple[str, str]:
     """Return what outputs that are no tensor contain, and code for the first tensor of them."""
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
-        found = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
-        return f"a {kind} of {len(outputs)}", f"[{found[0] if found else 0}]"
+        places = [index for index, value in enumerate(outputs) if isinstance(value, torch.Tensor)]
+        return f"a {kind} of {len(outputs)}", f"[{places[0] if places else 0}]"
     if isinstance(outputs, Mapping):
         named = dict(outputs)
         place = '["{}"]'

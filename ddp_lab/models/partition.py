@@ -95,7 +95,7 @@ def trace(chain: Chain) -> tuple[list[int], list[torch.Size]]:
     return flops, shapes
 
 
-def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tensor]:
+def trace_block(block: nn.Module, inputs: torch.Tensor) -> tuple[int, torch.Tensor]:
     """Return the FLOPs of a block for an input on the meta device, and its output there.
 
     A block that reads values, as by `.item()`, cannot run there. It gets a tensor of ones on the
@@ -103,12 +103,12 @@ def trace_block(block: nn.Module, given: torch.Tensor) -> tuple[int, torch.Tenso
     """
     on_meta = any(tensor.is_meta for tensor in block.parameters())
     expected = [] if on_meta else [Exception]
-    kept = partial(state_kept, block, weights=False)
-    with suppress(*expected), kept(), FlopCounterMode(display=False) as counter:
-        output = meta_copy(block).eval()(given)
+    keep_state = partial(state_kept, block, weights=False)
+    with suppress(*expected), keep_state(), FlopCounterMode(display=False) as counter:
+        output = meta_copy(block).eval()(inputs)
         return counter.get_total_flops(), output
-    with kept(), FlopCounterMode(display=False) as counter:
-        output = copy.deepcopy(block).eval()(torch.ones_like(given, device="cpu"))
+    with keep_state(), FlopCounterMode(display=False) as counter:
+        output = copy.deepcopy(block).eval()(torch.ones_like(inputs, device="cpu"))
     return counter.get_total_flops(), require_tensor(output, BLOCK).to("meta")
 
 

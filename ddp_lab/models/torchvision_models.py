@@ -51,11 +51,11 @@ def torchvision_model(
             name, weights=None, num_classes=num_classes, **defaults(name, image_size) | options
         )
     except (TypeError, ValueError, AssertionError) as error:
-        given = f"{image_size}x{image_size} pixels" + "".join(
+        options_text = f"{image_size}x{image_size} pixels" + "".join(
             f", {key}={value}" for key, value in options.items()
         )
         raise ConfigError(
-            f"model.name={name}: does not accept {given}: {' '.join(str(error).split())}"
+            f"model.name={name}: does not accept {options_text}: {' '.join(str(error).split())}"
         ) from None
     if in_channels == 1:
         conv = next(module for module in model.modules() if isinstance(module, nn.Conv2d))

@@ -74,9 +74,9 @@ def random_like(inputs: T, draw: int = 0) -> T:
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
         has_fraction = tensor.is_floating_point()
-        return (
-            make(tensor.shape, generator=generator, dtype=tensor.dtype) if has_fraction else tensor
-        )
+        if has_fraction:
+            return make(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor
 
     return apply(drawn, inputs)
 
@@ -118,14 +118,16 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         )
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
-    what = (
-        "not used in training, so they stay as they are"
-        if trial.freezes
-        else "not used by two samples"
-    )
+    if trial.freezes:
+        what = "not used in training, so they stay as they are"
+    else:
+        what = "not used by two samples"
     notes = {"frozen": frozen, what: unused}
-    found = {what: names for what, names in notes.items() if names}
-    lines = [f"{len(names)} parameters are {what}: {some(names)}" for what, names in found.items()]
+    names_by_note = {what: names for what, names in notes.items() if names}
+    lines = [
+        f"{len(names)} parameters are {what}: {some(names)}"
+        for what, names in names_by_note.items()
+    ]
     return Tried(frozenset(unused), lines)
 
 
@@ -154,11 +156,9 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
     except Exception as error:
         if problem := describe_arguments(error, model):
             raise ConfigError(f"{key}: {problem}") from None
-        other = (
-            ""
-            if runtime.precision == "float32"
-            else "precision=float32, if a layer does not support bf16 on this device, or "
-        )
+        other = ""
+        if runtime.precision != "float32":
+            other = "precision=float32, if a layer does not support bf16 on this device, or "
         small = " (a common cause is that they are too small)" if is_images(trial.inputs) else ""
         raise ConfigError(
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
@@ -226,9 +226,9 @@ def count_flops(model: nn.Module, inputs: Tree) -> float | None:
 def require_batch(outputs: Any, size: int, when: str) -> None:
     """Raise a TypeError if a model has returned one tensor that is not [size, ...]."""
     if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
-        found = list(outputs.shape)
+        shape = list(outputs.shape)
         raise TypeError(
-            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {found}"
+            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {shape}"
         )
 
 

@@ -65,8 +65,8 @@ def drawn_like(example: Tree) -> Tree:
     """Return samples on the CPU: random numbers from 0 to 1, or zeros if they have no fraction."""
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
-        given = torch.zeros_like(tensor, device="cpu")
-        return given.uniform_() if given.is_floating_point() else given
+        on_cpu = torch.zeros_like(tensor, device="cpu")
+        return on_cpu.uniform_() if on_cpu.is_floating_point() else on_cpu
 
     return apply(drawn, example)
 

@@ -171,10 +171,10 @@ class Block(nn.Module):
             norm.reset_parameters()
         for layer in (self.attn.q, self.attn.k, self.attn.v, self.attn.proj, self.fc1, self.fc2):
             nn.init.xavier_uniform_(layer.weight)
-            nn.init.normal_(layer.bias, std=1e-6) if layer in (
-                self.fc1,
-                self.fc2,
-            ) else nn.init.zeros_(layer.bias)
+            if layer in (self.fc1, self.fc2):
+                nn.init.normal_(layer.bias, std=1e-6)
+            else:
+                nn.init.zeros_(layer.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return [b, n, width] for [b, n, width]."""

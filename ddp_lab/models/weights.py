@@ -22,7 +22,7 @@ PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
 
 
 def match_weights(
-    own: Mapping[str, torch.Tensor], state: dict[str, torch.Tensor], num_classes: int, key: str
+    expected: Mapping[str, torch.Tensor], state: dict[str, torch.Tensor], num_classes: int, key: str
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return those of the weights in a file that fit the model, by name, and notes for the log.
 
@@ -31,7 +31,7 @@ def match_weights(
     three equal channels.
 
     Args:
-        own: the complete model's tensors by name; only their shapes matter.
+        expected: the complete model's tensors by name; only their shapes matter.
         state: the weights by name.
         num_classes: number of logits.
         key: key and value of the config that the messages are about.
@@ -39,54 +39,60 @@ def match_weights(
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    given = dict(state)
+    weights = dict(state)
     notes = [f"{key}: loaded"]
     for name, tensor in state.items():
-        if name in own and tensor.dim() == 4 and (tensor.size(1), own[name].size(1)) == (3, 1):
-            given[name] = tensor.sum(1, keepdim=True)
+        if (
+            name in expected
+            and tensor.dim() == 4
+            and (tensor.size(1), expected[name].size(1)) == (3, 1)
+        ):
+            weights[name] = tensor.sum(1, keepdim=True)
             notes.append(f"{name}: summed over its 3 channels, because the images have 1")
-    differ = [name for name in own if name in given and given[name].shape != own[name].shape]
-    heads = [name for name in differ if is_head(given[name], own[name], num_classes)]
-    if len({given[name].size(0) for name in heads}) == 1:
+    differ = [
+        name for name in expected if name in weights and weights[name].shape != expected[name].shape
+    ]
+    heads = [name for name in differ if is_head(weights[name], expected[name], num_classes)]
+    if len({weights[name].size(0) for name in heads}) == 1:
         notes.append(
             f"{some(heads)}: initialised anew, for {num_classes} classes instead of "
-            f"{given[heads[0]].size(0)}"
+            f"{weights[heads[0]].size(0)}"
         )
         differ = [name for name in differ if name not in heads]
-        given = {name: tensor for name, tensor in given.items() if name not in heads}
+        weights = {name: tensor for name, tensor in weights.items() if name not in heads}
     else:
         heads = []
     # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without
     # a momentum use.
-    counters = {name for name in own if name.endswith("num_batches_tracked")}
+    counters = {name for name in expected if name.endswith("num_batches_tracked")}
     problems = {
         "missing": [
-            name for name in own if name not in given and name not in counters.union(heads)
+            name for name in expected if name not in weights and name not in counters.union(heads)
         ],
-        "not in the model": [name for name in given if name not in own],
+        "not in the model": [name for name in weights if name not in expected],
         "of another shape": [
-            f"{name} {list(given[name].shape)} instead of {list(own[name].shape)}"
+            f"{name} {list(weights[name].shape)} instead of {list(expected[name].shape)}"
             for name in differ
         ],
     }
     if any(problems.values()):
-        found = "; ".join(
+        text = "; ".join(
             f"{len(names)} {what}: {some(names)}" for what, names in problems.items() if names
         )
         raise ConfigError(
-            f"{key}: are not the weights of this model: {found}. Use the model that they were "
+            f"{key}: are not the weights of this model: {text}. Use the model that they were "
             "trained with, with the same options and image size"
         )
-    return given, notes
+    return weights, notes
 
 
-def is_head(given: torch.Tensor, own: torch.Tensor, num_classes: int) -> bool:
+def is_head(weight: torch.Tensor, expected: torch.Tensor, num_classes: int) -> bool:
     """Return whether two tensors of different shapes can belong to heads of different classes."""
     return (
-        own.dim() > 0
-        and own.size(0) == num_classes
-        and given.dim() > 0
-        and given.shape[1:] == own.shape[1:]
+        expected.dim() > 0
+        and expected.size(0) == num_classes
+        and weight.dim() > 0
+        and weight.shape[1:] == expected.shape[1:]
     )
 
 
@@ -182,21 +188,20 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    found = [state] if is_weights(state) else list[dict[str, torch.Tensor]]()
-    if isinstance(state, dict) and not found:
-        found = [state[name] for name in NESTED if is_weights(state.get(name))]
-    if len(found) != 1:
-        has = (
-            f"has {some([str(name) for name in state], 6)}"
-            if isinstance(state, dict)
-            else f"is a {type(state).__name__}"
-        )
+    candidates = [state] if is_weights(state) else list[dict[str, torch.Tensor]]()
+    if isinstance(state, dict) and not candidates:
+        candidates = [state[name] for name in NESTED if is_weights(state.get(name))]
+    if len(candidates) != 1:
+        if isinstance(state, dict):
+            has = f"has {some([str(name) for name in state], 6)}"
+        else:
+            has = f"is a {type(state).__name__}"
         raise ConfigError(
             f"{key}: must be a dict of tensors by name, or have exactly one under "
             f"{', '.join(NESTED)}; it {has}. Save the weights alone: "
             "torch.save(model.state_dict(), FILE)"
         )
-    weights = found[0]
+    weights = candidates[0]
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}

@@ -253,10 +253,10 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
     Of an epoch, val_loss is called loss/val; of a step, loss is called step/loss.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in PLACES:
             name, _, kind = key.partition("_")
             of_epoch = f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)
-            found[of_epoch if is_epoch(row) else f"step/{key}"] = value
-    return found
+            values[of_epoch if is_epoch(row) else f"step/{key}"] = value
+    return values

@@ -42,7 +42,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     try:
         with path.open("ab", buffering=0) as file:
             size = file.tell()
-            if (written := file.write(line)) < len(line):
+            written = file.write(line)
+            if written < len(line):
                 file.truncate(size)
                 raise OSError(f"only {written} of {len(line)} bytes were written")
     except OSError as error:  # missing records must not end the training
@@ -147,12 +148,10 @@ def describe_metrics(row: Mapping[str, Any], sets: Sequence[str] = SETS) -> str:
     """Return the metrics in a row, as "train loss 0.1234 accuracy 0.9876 | val loss ..."."""
     parts: list[str] = []
     for name in sets:
-        found = [
-            f"{kind} {value:.4f}"
-            for kind in kinds_of([row])
-            if (value := row.get(f"{name}_{kind}")) is not None
-        ]
-        parts += [f"{name} {' '.join(found)}"] if found else []
+        values = {kind: row.get(f"{name}_{kind}") for kind in kinds_of([row])}
+        texts = [f"{kind} {value:.4f}" for kind, value in values.items() if value is not None]
+        if texts:
+            parts.append(f"{name} {' '.join(texts)}")
     return " | ".join(parts)
 
 
@@ -190,15 +189,15 @@ def describe_result(
     rows = read_epochs(metrics)
     row = row_of(metrics, epoch)
     which = f"best {criterion}" if criterion else "last"
-    found = describe_metrics(row, SETS[1:]) or "no metrics"
+    text = describe_metrics(row, SETS[1:]) or "no metrics"
     if rows:
         alike = [row for row in rows if row.get("world_size") == rows[-1].get("world_size")]
         seconds, rate = (
             statistics.median(row[key] for row in alike)
             for key in ("seconds", "samples_per_second")
         )
-        found += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
-    return f"result: epoch {epoch} ({which}), {found} ({weights})"
+        text += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
+    return f"result: epoch {epoch} ({which}), {text} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:
@@ -206,17 +205,15 @@ def draw_metrics(metrics: Path, picture: Path) -> None:
     records = read_epochs(metrics)
     plots = list[Plot]()
     for kind in kinds_of(records):
-        found = {
-            name: [
-                (r["epoch"], r[key]) for r in records if r.get(key := f"{name}_{kind}") is not None
+        lines: list[Curve] = []
+        for name in SETS:
+            key = f"{name}_{kind}"
+            points = [(row["epoch"], row[key]) for row in records if row.get(key) is not None]
+            if points:
+                lines.append(Curve(name, points))
+        if lines:
+            plots += [
+                curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")
             ]
-            for name in SETS
-        }
-        lines = [Curve(name, points) for name, points in found.items() if points]
-        plots += (
-            [curves(f"{metrics.parent.name}: {kind}", "epoch", kind, lines, zero=kind == "loss")]
-            if lines
-            else []
-        )
     if plots:
         beside(plots, picture)

@@ -97,10 +97,9 @@ def curves(
         from matplotlib.ticker import MaxNLocator
 
         for line in lines:
-            look: dict[str, Any] = (
-                {"color": GREY, "linestyle": "--", "marker": ""} if line.dashed else {}
-            )
-            look |= {"markevery": max(1, len(line.points) // 10)}
+            look: dict[str, Any] = {"markevery": max(1, len(line.points) // 10)}
+            if line.dashed:
+                look |= {"color": GREY, "linestyle": "--", "marker": ""}
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
         if log:
             axes.set(xscale="log", yscale="log")
@@ -234,9 +233,8 @@ def write(drawn: "Figure", path: Path) -> NDArray[np.uint8]:
     from matplotlib.image import imsave
 
     fast = {"compress_level": 1}  # a third of the time for a third more bytes than zlib's default
-    imsave(
-        path, image := pixels(drawn), format="png", origin="upper", dpi=drawn.dpi, pil_kwargs=fast
-    )
+    image = pixels(drawn)
+    imsave(path, image, format="png", origin="upper", dpi=drawn.dpi, pil_kwargs=fast)
     return image
 
 

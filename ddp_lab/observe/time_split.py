@@ -70,7 +70,12 @@ def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
         when = span(event)
         if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
             between = "nccl" in name.lower() or "symmetric_memory" in name or "PtoP" in name
-            part = "communication" if between else "data" if "HtoD" in name else "compute"
+            if between:
+                part = "communication"
+            elif "HtoD" in name:
+                part = "data"
+            else:
+                part = "compute"
             # a copy between devices has no device in its args
             gpu = args.get("device", event["pid"])
             devices[f"cuda:{gpu}"].append((part, launched.get(args.get("correlation"), -1.0), when))
@@ -106,7 +111,7 @@ def split(
         loading: the times in which the loader worked.
         on_host: whether the device is the CPU.
     """
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     before = 0.0
     for asked, until in steps:
         mine = [(part, when) for part, launched, when in activities if asked <= launched < until]
@@ -126,8 +131,8 @@ def split(
             now = sum(max(0.0, min(b, end) - max(a, start)) for a, b in covered)
             times[name] = (now - known) / 1000
             known = now
-        found.append(times | {"idle": (end - start - known) / 1000})
-    return found
+        rows.append(times | {"idle": (end - start - known) / 1000})
+    return rows
 
 
 def compare(ranks: list[dict[str, list[dict[str, float]]]], pipeline: bool) -> list[dict[str, Any]]:
@@ -208,11 +213,10 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
             "with backward"
         )
     if share["idle"] > 0.4:
-        remedy = (
-            "a larger batch helps"
-            if graph
-            else "cuda_graph=true, compile=true or a larger batch help"
-        )
+        if graph:
+            remedy = "a larger batch helps"
+        else:
+            remedy = "cuda_graph=true, compile=true or a larger batch help"
         lines.append(
             f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python "
             f"launches work; {remedy}"

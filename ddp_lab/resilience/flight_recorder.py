@@ -113,6 +113,14 @@ def lacks(beat: dict[str, Any], call: dict[str, Any] | None) -> bool:
     return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
 
 
+def is_other_call(made: dict[str, Any] | None, call: dict[str, Any]) -> bool:
+    """Return whether a rank has made another call in place of one of the same group and number."""
+    if not made:
+        return False
+    is_same_place = (made["group"], made["number"]) == (call["group"], call["number"])
+    return is_same_place and made != call
+
+
 def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], folder: Path) -> str:
     """Return the collectives in which ranks wait, one per line.
 
@@ -128,14 +136,9 @@ def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], fol
     lines = {}
     for call in filter(None, (beat["call"] for beat in everyone)):
         group = call["group"]
-        number = call["number"]
         members = [beat for beat in everyone if group in beat["called"]]
         missing = [beat["rank"] for beat in members if lacks(beat, call)]
-        other = [
-            b["rank"]
-            for b in members
-            if (c := b["call"]) and (c["group"], c["number"]) == (group, number) and c != call
-        ]
+        other = [beat["rank"] for beat in members if is_other_call(beat["call"], call)]
         inside = [beat["rank"] for beat in members if beat["rank"] not in missing + other]
         unknown = call["size"] - len(members)
         if missing or other or unknown:

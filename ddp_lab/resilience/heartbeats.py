@@ -79,7 +79,7 @@ def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
     )
 
 
-class Unchanged(dict[Any, tuple[Any, int]]):
+class StalenessCounter(dict[Any, tuple[Any, int]]):
     """Counts how many looks in succession have found the same value.
 
     Time is counted in looks and not read from a clock: while the process that looks is suspended,
@@ -123,21 +123,19 @@ class Table:
 
     def __init__(self, runtime: Runtime):
         self.size = runtime.local_world_size
-        made = str(runtime.agree("heartbeats", self._create, per_node=True))
-        self._file = os.open(made, os.O_RDWR)
+        path = str(runtime.broadcast_from_rank0("heartbeats", self._create, per_node=True))
+        self._file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self._file)
-        runtime.collect("heartbeats opened", "")  # on rank 0 it waits for the others
-        keys = (
-            [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
-            if runtime.nodes > 1
-            else []
-        )
+        runtime.gather_objects("heartbeats opened", "")  # on rank 0 it waits for the others
+        keys = []
+        if runtime.nodes > 1:
+            keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
         if keys and runtime.rank == 0:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
             runtime.store.wait(keys, DECISION_TIMEOUT)
         if runtime.local_rank == 0:
-            os.unlink(made)
+            os.unlink(path)
         self.path = Path(f"/proc/{os.getpid()}/fd/{self._file}")
 
     def _create(self) -> str:
@@ -233,8 +231,8 @@ class NodeLink(threading.Thread):
         self.runtime = runtime
         self.table = table
         self.vanished: Heartbeat | None = None
-        self._nodes = Unchanged()
-        self._looks = Unchanged()
+        self._nodes = StalenessCounter()
+        self._looks = StalenessCounter()
         self._last = threading.Event()  # the next exchange is the last one
 
     def stop(self) -> None:
@@ -271,8 +269,8 @@ class NodeLink(threading.Thread):
             self.table.write("overview", json.loads(overview))
         if failure:
             self.table.write("failure", json.loads(failure))
-        elif own := self.table.read("failure"):
-            store.set("failure", json.dumps(own))
+        elif own_failure := self.table.read("failure"):
+            store.set("failure", json.dumps(own_failure))
 
     def _merge(self, store: Store, starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""

@@ -43,9 +43,9 @@ def first_difference(
     if strategy.batch_norm == "sync":
         tensors |= dict(strategy.module.named_buffers())
     tensors |= {f"the average of {name}": averages[name] for name in tensors if name in averages}
-    own = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    gathered = [torch.empty_like(own) for _ in range(strategy.dp_size)]
-    dist.all_gather(gathered, own, group=strategy.dp_group)
+    checksums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    gathered = [torch.empty_like(checksums) for _ in range(strategy.dp_size)]
+    dist.all_gather(gathered, checksums, group=strategy.dp_group)
     different = (torch.stack(gathered) != gathered[0]).nonzero().tolist()  # [replica, tensor]
     if not different:
         return None

@@ -48,7 +48,7 @@ class RunDir:
 
     def __init__(self, runtime: "Runtime", root: Path, name: str | None, resume: str, label: str):
         _ = runtime.launch  # all ranks take part
-        chosen, self.failure = runtime.agree(
+        chosen, self.failure = runtime.broadcast_from_rank0(
             "run_dir", lambda: self._decide(runtime, root, name, resume, label)
         )
         self.path = root / chosen
@@ -147,14 +147,14 @@ def find_launch(root: Path, launch: str) -> str | None:
             launch, or joined it.
     """
     agents = set(launch.splitlines())
-    found: list[tuple[float, str]] = []
+    starts: list[tuple[float, str]] = []
     for folder in root.glob("*"):  # none if there is no root yet
         file = folder / LAUNCH_FILE
         # A file that is missing, has just been removed, or is another user's is not this launch's.
         with suppress(OSError):
             if agents & set(file.read_text().splitlines()):
-                found.append((file.stat().st_mtime, folder.name))
-    return max(found)[1] if found else None
+                starts.append((file.stat().st_mtime, folder.name))
+    return max(starts)[1] if starts else None
 
 
 def make_unused(root: Path, label: str) -> str:

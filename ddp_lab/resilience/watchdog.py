@@ -27,8 +27,8 @@ from ddp_lab.resilience.heartbeats import (
     Heartbeat,
     NodeLink,
     OwnHeartbeat,
+    StalenessCounter,
     Table,
-    Unchanged,
 )
 from ddp_lab.resilience.run_directory import RunDir, write_status
 from ddp_lab.world.process import is_alive, show
@@ -98,7 +98,7 @@ class Watchdog:
         # on the rank that leads its node, if there are several nodes
         self.link: NodeLink | None = None
         self._main = threading.get_ident()
-        self._unchanged = Unchanged()
+        self._unchanged = StalenessCounter()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -151,20 +151,20 @@ class Watchdog:
             # contains that rank's message.
             self.leave(GRACE + 4 * BEAT)
             return True
-        found = (
+        failure = (
             self._dead_neighbour()
             or (self.link and self.link.find_lost(1 / BEAT))
             or self._hang(leads)
         )
-        if found:
-            who, kind, what = found
+        if failure:
+            who, kind, what = failure
             if kind == "lost_rank":
                 from ddp_lab.resilience import flight_recorder
 
                 what += flight_recorder.describe_last(self.rank, who["rank"])
             self._report(who, kind, describe(who, what, self.table.everyone()))
             self.leave(GRACE)
-        return found is not None
+        return failure is not None
 
     def _leads(self) -> bool:
         """Return whether this rank leads its node, because no rank before it is awake.

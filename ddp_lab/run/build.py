@@ -2,7 +2,7 @@
 
 What the config names is built here, and everything else gets values.
 
-    cfg -> strategy -> dataset -> plan -> model -> loss, partition, performance options -> loaders
+    cfg -> strategy -> dataset -> sizes -> model -> loss, partition, performance options -> loaders
     -> settings
 
 `prepare` is this path, with the checks of everything that can be refused before a directory is
@@ -43,7 +43,7 @@ from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
-from ddp_lab.training.plan import FitSettings, Plan
+from ddp_lab.training.plan import FitSettings, TrainSizes
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.schedule import make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
@@ -90,7 +90,7 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     """
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
-    plan = make_plan(cfg, strategy, dataset)
+    sizes = make_sizes(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
     spec = model_spec(cfg.model, dataset.model_shape())
     trial = None
@@ -107,11 +107,11 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
 
         group = "task" if task.loss is None else "loss"
         key = f"{group}._target_={cfg[group]['_target_']}"
-        division = Division(strategy, plan.global_batch_size, cfg.accumulate)
+        division = Division(strategy, sizes.global_batch_size, cfg.accumulate)
         built.notes.extend(
             check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
         )
-    job = arrange(cfg, strategy, dataset, plan, built, task)
+    job = assemble(cfg, strategy, dataset, sizes, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 
 
@@ -126,10 +126,10 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     # The log begins with the run directory.
     slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
     with slow if runtime.rank == 0 else nullcontext():
-        runtime.agree("dataset", lambda: loaded.append(source.load()), per_node=True)
+        runtime.broadcast_from_rank0("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
     sizes = {name: samples.size for name, samples in dataset.sets.items()}
-    runtime.conclude("same dataset", [dataset.digest, sizes], require_same_data)
+    runtime.gather_and_decide("same dataset", [dataset.digest, sizes], require_same_data)
     return dataset
 
 
@@ -219,12 +219,14 @@ def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
     return ImageOptions(**{key: data[key] for key in ImageOptions.__dataclass_fields__})
 
 
-def make_plan(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> Plan:
+def make_sizes(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> TrainSizes:
     """Return the batch sizes, steps per epoch and learning rate."""
     keys = ("batch_size", "scaling", "accumulate", "lr_scaling", "lr_base_batch_size")
     values = {key: cfg[key] for key in keys}
     world_size = strategy.runtime.world_size
-    return Plan.make(values, cfg.optimizer.lr, world_size, strategy.replicas, dataset.train.size)
+    return TrainSizes.make(
+        values, cfg.optimizer.lr, world_size, strategy.replicas, dataset.train.size
+    )
 
 
 def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
@@ -421,8 +423,13 @@ def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-def arrange(
-    cfg: DictConfig, strategy: Strategy, dataset: Dataset, plan: Plan, built: BuiltModel, task: Task
+def assemble(
+    cfg: DictConfig,
+    strategy: Strategy,
+    dataset: Dataset,
+    sizes: TrainSizes,
+    built: BuiltModel,
+    task: Task,
 ) -> Job:
     """Let the strategy decide who has which part of the model, and return the job without loaders.
 
@@ -439,9 +446,16 @@ def arrange(
     if cfg.mixup > 0 or cfg.cutmix > 0:
         from ddp_lab.data.augment import Mix
 
-        sizes = plan.global_batch_size, strategy.dp_size, shape["image_size"], shape["num_classes"]
-        mix = Mix(cfg.mixup, cfg.cutmix, *sizes, seed=cfg.seed)
-    steps = plan.steps_per_epoch
+        mix = Mix(
+            cfg.mixup,
+            cfg.cutmix,
+            sizes.global_batch_size,
+            strategy.dp_size,
+            shape["image_size"],
+            shape["num_classes"],
+            seed=cfg.seed,
+        )
+    steps = sizes.steps_per_epoch
     scheduler = partial(
         make_scheduler,
         shape=build_shape(cfg.scheduler, cfg.epochs),
@@ -449,7 +463,7 @@ def arrange(
         steps_per_epoch=steps,
         warmup_steps=round(cfg.warmup_epochs * steps),
     )
-    optimizer = partial(instantiate(cfg.optimizer), lr=plan.lr)
+    optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
@@ -460,16 +474,16 @@ def arrange(
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     elif not dataset.train.has_fixed_shapes:
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
-    strategy.partition(model, plan.samples_at_once)
+    strategy.partition(model, sizes.samples_at_once)
     strategy.initial_weights = built.initial_weights
     options = find_performance(cfg, strategy, dataset, model)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
-    batch_size = plan.global_batch_size
+    batch_size = sizes.global_batch_size
     decay = cfg.decay_norms_and_biases
     return Job(
         strategy=strategy,
         dataset=dataset,
-        plan=plan,
+        sizes=sizes,
         model=model,
         task=task,
         recipe=Recipe(
@@ -539,7 +553,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     strategy = job.strategy
     make = loader_class(job.options.loader)
     training = LoaderOptions(
-        batch_size=job.plan.global_batch_size,
+        batch_size=job.sizes.global_batch_size,
         dp_rank=strategy.dp_rank,
         dp_size=strategy.dp_size,
         device=strategy.device,
@@ -558,8 +572,8 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
     )
     return {
-        name: make(found, training if name == "train" else evaluated)
-        for name, found in job.dataset.sets.items()
+        name: make(samples, training if name == "train" else evaluated)
+        for name, samples in job.dataset.sets.items()
     }
 
 
@@ -585,7 +599,9 @@ def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
     With None the last weights are the result.
     """
     best = cfg.checkpoint.best
-    return ("val_loss" if dataset.val is not None else None) if best == "auto" else best
+    if best != "auto":
+        return best
+    return None if dataset.val is None else "val_loss"
 
 
 def open_run(folder: Path, choice: str) -> "TrainedRun":
@@ -669,7 +685,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
-        check_profile(cfg.epochs * job.plan.steps_per_epoch, job.strategy.device)
+        check_profile(cfg.epochs * job.sizes.steps_per_epoch, job.strategy.device)
     settings = make_settings(cfg, job, source, findings)
     checks.check_job(job, settings)
     return replace(job, settings=settings)
@@ -690,24 +706,23 @@ def make_settings(
     cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]"
 ) -> RunSettings:
     """Return where the run is recorded, and what protects it."""
-    choices = (
-        HydraConfig.get().runtime.choices
-        if HydraConfig.initialized()
-        else dict.fromkeys(GROUPS, "")
-    )
+    if HydraConfig.initialized():
+        choices = HydraConfig.get().runtime.choices
+    else:
+        choices = dict.fromkeys(GROUPS, "")
     config = plain(cfg)
     hparams = {group: choices[group] for group in GROUPS} | {
         key: cfg[key] for key in ("epochs", "precision", "seed")
     }
-    plan = job.plan
+    sizes = job.sizes
     hparams |= {
-        "lr": plan.lr,
-        "global_batch_size": plan.global_batch_size,
+        "lr": sizes.lr,
+        "global_batch_size": sizes.global_batch_size,
         "devices": job.strategy.num_devices,
     }
     keys = ("every_epochs", "every_steps", "keep", "on_error", "format", "mirror")
     checkpoint = {key: cfg.checkpoint[key] for key in keys}
-    kept = {
+    protection = {
         key: cfg[key]
         for key in ("name", "resume", "on_nan", "check_replicas", "inject", "profile", "timeout")
     }
@@ -725,5 +740,5 @@ def make_settings(
         tracked=without_secrets(config),
         hparams=hparams,
         trackers=chosen_trackers(config["tracker"], config["tracker_options"]),
-        **kept,
+        **protection,
     )

@@ -36,12 +36,11 @@ def check_job(job: Job, settings: RunSettings) -> None:
     """
     runtime = job.runtime
     source = settings.source
-    if source and (
-        other := runtime.agree(
-            "data", partial(compare_data, run_of(source), job.dataset, resumes=True)
-        )
-    ):
-        settings.findings.append(warning("dataset", other))
+    if source:
+        compare = partial(compare_data, run_of(source), job.dataset, resumes=True)
+        other = runtime.broadcast_from_rank0("data", compare)
+        if other:
+            settings.findings.append(warning("dataset", other))
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = (
@@ -54,17 +53,18 @@ def check_job(job: Job, settings: RunSettings) -> None:
 
         loaders = job.loaders.values()
         ranks = runtime.local_world_size
-        runtime.agree("shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True)
+        runtime.broadcast_from_rank0(
+            "shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True
+        )
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         from ddp_lab.launchers.preflight import check_shared
 
         settings.findings.append(check_shared(settings.runs_dir, runtime))
-    if (
-        source
-        and source != run_of(source) / "checkpoints"
-        and (path := find_checkpoint(source.parent, str(source), runtime))
-    ):
-        runtime.agree("resume", lambda: open_checkpoint(path).check(job.shapes))
+    path = None
+    if source and source != run_of(source) / "checkpoints":
+        path = find_checkpoint(source.parent, str(source), runtime)
+    if path:
+        runtime.broadcast_from_rank0("resume", lambda: open_checkpoint(path).check(job.shapes))
 
 
 def warning(name: str, text: str) -> "Finding":
@@ -88,15 +88,16 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
         ConfigError: one does not.
     """
     for key, value in wanted.items():
-        name, _, metric = (
-            ("val", "", "") if key == "patience" and value else str(value).partition("_")
-        )
-        known = task.choosing(len(dataset.classes))
+        name, _, metric = str(value).partition("_")
+        if key == "patience" and value:
+            name = "val"
+            metric = ""
+        known = task.monitorable(len(dataset.classes))
         if metric and metric not in known:
             raise ConfigError(
                 f"{key}={value}: {type(task).__name__} has no such metric for these data; allowed: "
                 f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others "
-                "in its attribute `better`"
+                "in its attribute `metric_mode`"
             )
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
@@ -122,11 +123,11 @@ def restore_lost(
     from ddp_lab.checkpoints.mirror import Mirror
 
     def restore() -> None:
-        found = Mirror(mirror, runs_dir / (name or "unnamed"))
+        copies = Mirror(mirror, runs_dir / (name or "unnamed"))
         if name:
-            found.begin(resume)
+            copies.begin(resume)
 
-    runtime.agree("mirror", restore)
+    runtime.broadcast_from_rank0("mirror", restore)
 
 
 def agree_on_source(runs_dir: Path, name: str | None, resume: str, runtime: Runtime) -> Path | None:
@@ -141,5 +142,5 @@ def agree_on_source(runs_dir: Path, name: str | None, resume: str, runtime: Runt
         source = find_source(runs_dir, name, resume, restarted)
         return None if source is None else str(source)
 
-    source = runtime.agree("source", find)
+    source = runtime.broadcast_from_rank0("source", find)
     return None if source is None else Path(source)

@@ -63,11 +63,9 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    return (
-        DataRecord(**record)
-        if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys()
-        else None
-    )
+    if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys():
+        return DataRecord(**record)
+    return None
 
 
 def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
@@ -91,9 +89,8 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
     if record is None:
         return None
     pairs = zip_longest(record.classes, dataset.classes, fillvalue="missing")
-    if different := [
-        (number, then, now) for number, (then, now) in enumerate(pairs) if then != now
-    ]:
+    different = [(number, then, now) for number, (then, now) in enumerate(pairs) if then != now]
+    if different:
         number, then, now = different[0]
         raise ConfigError(
             f"{folder}: was trained with other classes: number {number} of {len(record.classes)} "
@@ -107,19 +104,19 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
             "samples is another"
         )
     if record.held_out != dataset.held_out:
-        given, recorded = (
+        own_classes, recorded = (
             text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out)
         )
         if resumes:
             raise ConfigError(
-                f"{given}: {folder} was trained with {recorded}, and a run cannot be resumed with "
-                "another validation set. Use the recorded values, or start a new run with "
+                f"{own_classes}: {folder} was trained with {recorded}, and a run cannot be resumed "
+                "with another validation set. Use the recorded values, or start a new run with "
                 "name=NEW resume=never, from these weights with model.weights=CHECKPOINT"
             )
         if dataset.held_out:
             warnings.append(
-                f"{given}: {folder} was trained with {recorded}, so its weights may have been "
-                "trained on samples that now validate them"
+                f"{own_classes}: {folder} was trained with {recorded}, so its weights may have "
+                "been trained on samples that now validate them"
             )
     return "; ".join(warnings) or None
 

@@ -32,14 +32,14 @@ SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|headers", re
 IN_URL = re.compile(r"(?<=//)[^/@\s]+(?=@)|(?<=[?&])[^=&\s]+=[^&\s]+")
 
 
-def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Finding]:
+def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Finding]:
     """Return what a report of a bug needs before the findings.
 
     It has versions, environment variables and config, without secrets.
 
     Args:
         usual: the default values, by key.
-        given: those of this launch.
+        current: those of this launch.
     """
     root = Path(__file__).parents[2]
     source = "from a wheel"
@@ -48,11 +48,10 @@ def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Findin
             ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True
         )
         source = f"commit {described.stdout.strip() or 'unknown'}"
-    cuda = (
-        f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        if torch.version.cuda
-        else "torch without CUDA"
-    )
+    if torch.version.cuda:
+        cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    else:
+        cuda = "torch without CUDA"
     versions = [
         *map(installed, PACKAGES),
         source,
@@ -67,7 +66,7 @@ def introduce(usual: Mapping[str, Any], given: Mapping[str, Any]) -> list[Findin
     ]
     changed = [
         f"{key}={shown(key, value)}"
-        for key, value in given.items()
+        for key, value in current.items()
         if key not in usual or usual[key] != value
     ]
     return [
@@ -102,14 +101,14 @@ def diagnose(
     """
     show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
     if mirror is not None:
-        where = runtime.agree("mirror", lambda: mirror().remote)
+        where = runtime.broadcast_from_rank0("mirror", lambda: mirror().remote)
         show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
     job = prepare()
     settings = job.settings
     assert settings is not None, "`prepare` makes them"
     findings = settings.findings
     if find_corrupt := job.dataset.find_corrupt:
-        runtime.agree("files", find_corrupt, per_node=True)
+        runtime.broadcast_from_rank0("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []
     show([*findings, *writable, *describe(job)], runtime.rank == 0)
     show(
@@ -128,11 +127,10 @@ def describe_devices() -> Finding:
     """Return a finding that lists every visible GPU with its index, name and memory."""
     listed = f"{socket.gethostname()}: {list_devices()}"
     if not torch.cuda.is_available() and Path("/proc/driver/nvidia/version").exists():
-        remedy = (
-            "this torch is a CPU build; install one for CUDA"
-            if torch.version.cuda is None
-            else "check CUDA_VISIBLE_DEVICES"
-        )
+        if torch.version.cuda is None:
+            remedy = "this torch is a CPU build; install one for CUDA"
+        else:
+            remedy = "check CUDA_VISIBLE_DEVICES"
         return Finding(
             "warning", "devices", f"{listed}, though NVIDIA's driver is loaded; {remedy}"
         )
@@ -146,9 +144,12 @@ def describe_backend(runtime: Runtime) -> Finding:
         NodeError: This build of torch has no backend for the chosen device.
     """
     cuda = runtime.device.type == "cuda"
-    name, available = (
-        ("nccl", dist.is_nccl_available()) if cuda else ("gloo", dist.is_gloo_available())
-    )
+    if cuda:
+        name = "nccl"
+        available = dist.is_nccl_available()
+    else:
+        name = "gloo"
+        available = dist.is_gloo_available()
     if not available:
         raise NodeError(
             f"torch {torch.__version__} on {socket.gethostname()} is built without {name}; install "
@@ -162,18 +163,18 @@ def describe(job: Job) -> list[Finding]:
     """Return findings with the run's sizes; a warning if the training set is less than a batch."""
     dataset = job.dataset
     strategy = job.strategy
-    plan = job.plan
-    sizes = ", ".join(f"{name} {found.size:,}" for name, found in dataset.sets.items())
+    sizes = job.sizes
+    sets = ", ".join(f"{name} {samples.size:,}" for name, samples in dataset.sets.items())
     inputs, _ = dataset.train.first
     shape = "x".join(map(str, dataset.train.shape))
     kind = f"images of {shape}" if isinstance(inputs, torch.Tensor) else "inputs of several parts"
     images = f"{kind}, {len(dataset.classes)} classes"
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
-    warning = plan.warning()
+    warning = sizes.warning()
     return [
-        Finding("ok", "dataset", f"{sizes} {images}"),
+        Finding("ok", "dataset", f"{sets} {images}"),
         Finding("ok", "model", f"{parameters:,} parameters"),
         Finding("ok", "strategy", f"{strategy.name} on {strategy.where}: {axes}"),
-        Finding("warning", "batch", warning) if warning else Finding("ok", "batch", str(plan)),
+        Finding("warning", "batch", warning) if warning else Finding("ok", "batch", str(sizes)),
     ]

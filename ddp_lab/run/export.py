@@ -30,9 +30,9 @@ def find_writer(path: Path) -> Writer:
         raise ConfigError(
             f"--output {path}: the name must end in {', '.join(WRITERS)}, which is the format"
         )
-    if path.suffix == ".onnx" and (
-        missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
-    ):
+    needed = ("onnx", "onnxscript") if path.suffix == ".onnx" else ()
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
         raise ConfigError(
             f"--output {path}: needs the package {missing[0]}: pip install 'ddp_lab[export]'"
         )

@@ -12,7 +12,7 @@ from ddp_lab.data.loader import Loader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.performance import PerformanceOptions
-from ddp_lab.training.plan import FitSettings, Plan
+from ddp_lab.training.plan import FitSettings, TrainSizes
 from ddp_lab.training.progress import Criterion
 from ddp_lab.training.trainer import Recipe, Trainer
 from ddp_lab.world.runtime import Runtime
@@ -81,7 +81,7 @@ class Job:
     Attributes:
         strategy: after `partition`, before `setup`.
         dataset: the sets of samples; of a planned run only their sizes.
-        plan: batch sizes, steps per epoch and learning rate.
+        sizes: batch sizes, steps per epoch and learning rate.
         model: the complete model on the CPU, the same on every rank; on the meta device with
             model.init=by_block.
         task: what the model is trained for, with its loss, on the CPU.
@@ -96,7 +96,7 @@ class Job:
 
     strategy: Strategy
     dataset: Dataset
-    plan: Plan
+    sizes: TrainSizes
     model: nn.Module
     task: Task
     recipe: Recipe

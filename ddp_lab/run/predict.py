@@ -32,7 +32,7 @@ def find_images(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a name stands for no image.
     """
-    found: list[str] = []
+    files: list[str] = []
     for name in names:
         if Path(name).is_dir():
             paths = sorted(find_files(name, name.rstrip("/"), set()))
@@ -43,8 +43,8 @@ def find_images(names: Sequence[str]) -> list[str]:
                 f"{name}: no such image; expected a file, a glob, or a folder with "
                 f"{', '.join(SUFFIXES)} files"
             )
-        found += paths
-    return list(dict.fromkeys(found))
+        files += paths
+    return list(dict.fromkeys(files))
 
 
 class Predictor:
@@ -93,8 +93,10 @@ class Predictor:
         images = torch.stack(list(views.values())).to(self.runtime.device)
         with self.runtime.autocast():
             logits = self.model(images * self.scale - self.offset)
-        found = logits.float().softmax(1).topk(self.top)
-        rows = zip(views, found.indices.tolist(), found.values.tolist(), strict=True)
+        most_probable = logits.float().softmax(1).topk(self.top)
+        rows = zip(
+            views, most_probable.indices.tolist(), most_probable.values.tolist(), strict=True
+        )
         return [
             Prediction(path, [self.classes[i] for i in numbers], values)
             for path, numbers, values in rows
@@ -144,13 +146,13 @@ def generate(
     """
     model = model.to(runtime.device)
     generator = torch.Generator().manual_seed(0)
-    found = torch.tensor([list(prompt)], device=runtime.device)
+    tokens_so_far = torch.tensor([list(prompt)], device=runtime.device)
     for _ in range(tokens):
         with runtime.autocast():
-            logits = model(found[:, -context:])[0, -1].float().cpu()
+            logits = model(tokens_so_far[:, -context:])[0, -1].float().cpu()
         if temperature == 0:
             token = logits.argmax()[None]
         else:
             token = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-        found = torch.cat([found, token[None].to(found.device)], 1)
-    return bytes(found[0, len(prompt) :].tolist())
+        tokens_so_far = torch.cat([tokens_so_far, token[None].to(tokens_so_far.device)], 1)
+    return bytes(tokens_so_far[0, len(prompt) :].tolist())

@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.metrics_file import objective, read_epochs
@@ -44,17 +43,20 @@ class Run:
         self.name = str(path.relative_to(root))
         self.rows = read_epochs(path / "metrics.jsonl")
         config = path / "config.yaml"
-        found = (
-            re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
-            if config.exists()
-            else None
-        )
+        match = None
+        if config.exists():
+            match = re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
         # of a hundred runs, YAML's parser would take seconds
-        self.epochs = int(found[1]) if found else None
+        self.epochs = int(match[1]) if match else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
         status = (read_json(path / "status.json") or {}).get("status", "not started")
         with reserved(path) as free:
-            self.state = status if free and status != "running" else "killed" if free else "running"
+            if free and status != "running":
+                self.state = status
+            elif free:
+                self.state = "killed"
+            else:
+                self.state = "running"
         here = (
             self.state != "running"
             and f" on {socket.gethostname()} " in (path / LOCK_FILE).read_text()
@@ -67,16 +69,15 @@ class Run:
         Without one, return the same as `objective`.
         """
         criterion = (read_json(self.path / "data.json") or {}).get("criterion")
-        links = (
+        links = [
             link.resolve().stem
             for link in self.path.glob("checkpoints/best.*")
             if link.suffix != ".sha256"
-        )
-        chosen: list[dict[str, Any]] = [
-            row for link in links for row in self.rows if f"step_{row.get('step', 0):08}" == link
         ]
-        if criterion and chosen and criterion in chosen[0]:
-            return criterion, chosen[0][criterion]
+        rows = {f"step_{row.get('step', 0):08}": row for row in reversed(self.rows)}
+        chosen = next((rows[link] for link in links if link in rows), {})
+        if criterion and criterion in chosen:
+            return criterion, chosen[criterion]
         return objective(self.path / "metrics.jsonl", "auto")
 
     def is_removable(self) -> bool:

@@ -35,7 +35,7 @@ def find_options(
     if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
         reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    free = strategy.runtime.conclude("free memory", strategy.runtime.free_memory(), min)
+    free = strategy.runtime.gather_and_decide("free memory", strategy.runtime.free_memory(), min)
     return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
 
 
@@ -64,9 +64,10 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
             "(github.com/pytorch/pytorch/issues/107214)"
         )
     if device != "cuda":
-        reasons["cuda_graph"] = (
-            "it needs an NVIDIA GPU" if device == "mps" else "no GPU is available"
-        )
+        if device == "mps":
+            reasons["cuda_graph"] = "it needs an NVIDIA GPU"
+        else:
+            reasons["cuda_graph"] = "no GPU is available"
     by_strategy = f"not supported by strategy={strategy.name}"
     for name in KEYS:
         if name != "loader" and name not in strategy.supported_options:
@@ -76,9 +77,9 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
 
 def bytes_of(dataset: Dataset) -> int | None:
     """Return the size of all sets in host memory; None if images are read one by one."""
-    sets = [found for found in dataset.sets.values() if isinstance(found, InMemory)]
+    sets = [samples for samples in dataset.sets.values() if isinstance(samples, InMemory)]
     if len(sets) < len(dataset.sets):
         return None
     from ddp_lab.data.trees import number_of_bytes
 
-    return sum(number_of_bytes((found.inputs, found.targets)) for found in sets)
+    return sum(number_of_bytes((samples.inputs, samples.targets)) for samples in sets)

@@ -71,10 +71,10 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         if finding.level == "warning":
             log.warning(finding.text)
     log.info(f"{run_dir.path}: {settings.title}")
-    log.info(job.plan)
+    log.info(job.sizes)
     if job.dataset.val is not None:
         log.info(job.dataset.describe_sets())
-    if runtime.rank == 0 and (text := job.plan.warning()):
+    if runtime.rank == 0 and (text := job.sizes.warning()):
         log.warning(text)
     for note in job.notes:
         log.info(note)
@@ -107,9 +107,11 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
     trainer = job.trainer()
     log.info(job.strategy.describe())
-    kept = settings.checkpoint
+    checkpoint_settings = settings.checkpoint
     source = settings.source
-    sharded = is_sharded_format(kept.format, runtime.world_size, job.checkpoint_bytes)
+    sharded = is_sharded_format(
+        checkpoint_settings.format, runtime.world_size, job.checkpoint_bytes
+    )
     hooks: list[Hook] = []
     before_write = ignore
     if settings.inject:
@@ -120,11 +122,16 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         before_write = fault.before_write
     folder = run_dir.path / "checkpoints"
     checkpoints = Checkpoints(
-        folder, State.of(trainer, job.shapes), kept.keep, kept.best, sharded, before_write
+        folder,
+        State.of(trainer, job.shapes),
+        checkpoint_settings.keep,
+        checkpoint_settings.best,
+        sharded,
+        before_write,
     )
-    progress = checkpoints.resume(source, job.plan.steps_before)
+    progress = checkpoints.resume(source, job.sizes.steps_before)
     if runtime.rank == 0:
-        record_data(run_dir.path, job.dataset, kept.best)
+        record_data(run_dir.path, job.dataset, checkpoint_settings.best)
     if reasons := stop_reasons(progress, job.fit_settings):
         if runtime.rank == 0:
             why = " and ".join(reasons.values())
@@ -146,10 +153,10 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             checkpoints,
             launch.requests,
             watchdog.heartbeat,
-            every_epochs=kept.every_epochs,
-            every_steps=kept.every_steps,
-            at_steps=kept.at_steps,
-            on_error=kept.on_error,
+            every_epochs=checkpoint_settings.every_epochs,
+            every_steps=checkpoint_settings.every_steps,
+            at_steps=checkpoint_settings.at_steps,
+            on_error=checkpoint_settings.on_error,
             on_nan=settings.on_nan,
             check_replicas=settings.check_replicas,
         )
@@ -160,11 +167,11 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             hooks.append(meter)
             read = meter.read
         hooks.append(Pictures())
-        if kept.mirror and runtime.rank == 0:
+        if checkpoint_settings.mirror and runtime.rank == 0:
             from ddp_lab.checkpoints.mirror import Mirror
 
             # The watchdog ends a launch after this timeout.
-            hooks.append(Mirror(kept.mirror, run_dir.path, settings.timeout / 2))
+            hooks.append(Mirror(checkpoint_settings.mirror, run_dir.path, settings.timeout / 2))
         if settings.profile:
             from ddp_lab.training.profiler import Profiled
 
@@ -217,7 +224,7 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
 
     from ddp_lab.speed.fastest import build_step
 
-    steps_left = job.fit_settings.epochs * job.plan.steps_per_epoch - job.plan.steps_before(
+    steps_left = job.fit_settings.epochs * job.sizes.steps_per_epoch - job.sizes.steps_before(
         progress
     )
     with log_if_slow("preparing the training step: capturing or warming it up"):
@@ -268,8 +275,8 @@ def log_result(
         progress: at the end of the run.
         checkpoints: of the run.
     """
-    if found := result_in(checkpoints.folder, checkpoints.best):
-        path, best = found
+    if result := result_in(checkpoints.folder, checkpoints.best):
+        path, best = result
         epoch = best.epoch - 1
         criterion = checkpoints.best
     else:
@@ -290,7 +297,7 @@ def log_result(
 
 def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:
     """Return the logger of rank 0."""
-    plan = job.plan
+    sizes = job.sizes
     start = progress.epoch, progress.step
     trackers = None
     if settings.trackers:
@@ -303,8 +310,8 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
         run_dir,
         start=start,
         constants={
-            "global_batch_size": plan.global_batch_size,
-            "world_size": plan.world_size,
+            "global_batch_size": sizes.global_batch_size,
+            "world_size": sizes.world_size,
             "strategy": job.strategy.name,
         },
         trackers=trackers,

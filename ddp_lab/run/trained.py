@@ -18,7 +18,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.trainer import place
+from ddp_lab.training.trainer import setup_distributed
 from ddp_lab.world.runtime import Runtime
 
 
@@ -77,14 +77,16 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
         )
     record = find_data(folder)
     criterion = record.criterion if record else None
-    found = find_checkpoint(folder / "checkpoints", choice, runtime, criterion, key="--checkpoint ")
-    if found is None:
+    checkpoint = find_checkpoint(
+        folder / "checkpoints", choice, runtime, criterion, key="--checkpoint "
+    )
+    if checkpoint is None:
         name = "best" if choice == "best" else "step_*"
         raise ConfigError(
             f"--checkpoint {choice}: {folder}/checkpoints contains no {name}.pt and no "
             f"{name}.sharded"
         )
-    return found
+    return checkpoint
 
 
 def load_trained(model: nn.Module, path: Path) -> nn.Module:
@@ -116,7 +118,9 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         ConfigError: the checkpoint, the data or the strategy cannot be used.
     """
     runtime = job.runtime
-    other = runtime.agree("data", partial(compare_data, folder, job.dataset, resumes=False))
+    other = runtime.broadcast_from_rank0(
+        "data", partial(compare_data, folder, job.dataset, resumes=False)
+    )
     sets = list(job.dataset.evaluation_sets)
     split = split or sets[-1]
     if split not in sets:
@@ -128,23 +132,22 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    place(job.strategy, job.model, job.task, job.options.channels_last)
+    setup_distributed(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
-    slow = (
-        log_if_slow("evaluating", partial(print, file=sys.stderr))
-        if runtime.rank == 0
-        else nullcontext()
-    )
+    if runtime.rank == 0:
+        slow = log_if_slow("evaluating", partial(print, file=sys.stderr))
+    else:
+        slow = nullcontext()
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     NotFiniteNotes(runtime.rank == 0).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
     # the last one that it has been trained in, at least in part
     epoch = progress.epoch - (progress.samples == 0)
-    found = {
+    row = {
         "checkpoint": str(path),
         "epoch": epoch,
         "step": progress.step,
         "samples": metrics.samples,
     }
-    return found | metrics.metrics(split) | {"where": job.strategy.where}
+    return row | metrics.metrics(split) | {"where": job.strategy.where}

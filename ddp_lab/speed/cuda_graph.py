@@ -86,7 +86,8 @@ class GraphStep:
         with unchanged(self.step), waits_for_gpu() as places:
             self.step.compute(batch)
         first = "".join(places[:1])
-        problem = self.step.strategy.runtime.conclude("waits for the GPU", first, first_wait)
+        runtime = self.step.strategy.runtime
+        problem = runtime.gather_and_decide("waits for the GPU", first, first_wait)
         if problem:
             raise RuntimeError(problem)
 
@@ -190,8 +191,8 @@ def unchanged(step: Step) -> Generator[None]:
     module = step.strategy.module
     optimizer = step.optimizer
     averages = step.ema.state if step.ema else ()
-    held = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
-    before = [tensor.detach().clone() for tensor in held]
+    tensors = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
+    before = [tensor.detach().clone() for tensor in tensors]
     moments = {
         (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)
     }
@@ -199,7 +200,7 @@ def unchanged(step: Step) -> Generator[None]:
         yield
     finally:  # an option that speed=auto has chosen may fail in the body
         with torch.no_grad():
-            for tensor, old in zip(held, before, strict=True):
+            for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
             for parameter, key, value in state_tensors(optimizer):
                 old = moments.get((parameter, key))

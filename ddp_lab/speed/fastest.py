@@ -86,9 +86,10 @@ def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | Gra
     Collective.
     """
     captured = loader if options.cuda_graph and isinstance(loader, DeviceLoader) else None
-    first_steps = (
-        compiling(step, captured, options.channels_last) if options.compile else nullcontext()
-    )
+    if options.compile:
+        first_steps = compiling(step, captured, options.channels_last)
+    else:
+        first_steps = nullcontext()
     if captured is not None:
         graph = GraphStep(step, captured)
         graph.capture(first_steps)
@@ -113,7 +114,7 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
     # of torch, of a compiler, or of the user's model, which has to run in eager mode then
     except Exception as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-    problem = runtime.conclude(
+    problem = runtime.gather_and_decide(
         "attempt", problem, lambda problems: next(filter(None, problems), "")
     )
     return (None, problem) if problem else (built, "")
@@ -148,7 +149,7 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
     layers = layers_to_compile(step.strategy)
     left = steps_left * seconds
     needed = WORTH_FROM + WORTH_EACH * layers
-    pays = step.strategy.runtime.agree("compile", lambda: left > needed)
+    pays = step.strategy.runtime.broadcast_from_rank0("compile", lambda: left > needed)
     steps = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
     return pays, f"{steps}: compiling {layers} different layers pays from about {needed:.0f} s on"
 

@@ -67,30 +67,30 @@ def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     return torch.cat(collectives.wait_tensor(gathered).chunk(group.ranks), 1)
 
 
-def start_sum(own: torch.Tensor, group: TokenGroup) -> torch.Tensor:
+def start_sum(addend: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     """Begin the sum of what each rank has for all tokens, [b, n, width]. Collective.
 
     Returns:
         What `finish_sum` needs. It has no values before.
     """
     if group.share_tokens:
-        by_rank = torch.cat(own.chunk(group.ranks, 1))
+        by_rank = torch.cat(addend.chunk(group.ranks, 1))
         return collectives.reduce_scatter_tensor(by_rank, "sum", group.ranks, group.name)
     if group.peers:
-        return peer_sums.start(own, group.name)
-    return collectives.all_reduce(own, "sum", group.name)
+        return peer_sums.start(addend, group.name)
+    return collectives.all_reduce(addend, "sum", group.name)
 
 
 def finish_sum(
-    own: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup
+    addends: list[torch.Tensor], started: list[torch.Tensor], group: TokenGroup
 ) -> torch.Tensor:
     """Return the sums of a batch's chunks, of the rank's tokens between two pairs, as one tensor.
 
     Args:
-        own: what this rank has added, by chunk along the first dimension.
+        addends: what this rank has added, by chunk along the first dimension.
         started: what `start_sum` has returned for each.
     """
     if group.peers and not group.share_tokens:
-        return peer_sums.finish(own, started, group.name)
+        return peer_sums.finish(addends, started, group.name)
     sums = [collectives.wait_tensor(each) for each in started]
     return sums[0] if len(sums) == 1 else torch.cat(sums)

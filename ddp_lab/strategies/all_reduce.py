@@ -36,11 +36,9 @@ def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     devices.
     """
     for gradient in map(in_memory_order, gradients):
-        from_ranks = (
-            [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-            if dist.get_rank() == 0
-            else None
-        )
+        from_ranks = None
+        if dist.get_rank() == 0:
+            from_ranks = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
         dist.gather(gradient, from_ranks, dst=0)
         if from_ranks is not None:
             gradient.copy_(torch.stack(from_ranks).sum(0))
@@ -127,12 +125,14 @@ def find_algorithm(name: str) -> Algorithm:
         "import, for example mine.tree from a file mine.py in the current directory"
     )
     try:
-        found = pkgutil.resolve_name(name)
+        function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"strategy.algorithm={name}: {allowed} ({error})") from None
-    if not callable(found):
-        raise ConfigError(f"strategy.algorithm={name}: {allowed}; it is a {type(found).__name__}")
-    return cast("Algorithm", found)
+    if not callable(function):
+        raise ConfigError(
+            f"strategy.algorithm={name}: {allowed}; it is a {type(function).__name__}"
+        )
+    return cast("Algorithm", function)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> None:

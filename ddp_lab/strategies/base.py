@@ -181,11 +181,10 @@ class Strategy(ABC):
     @property
     def where(self) -> str:
         """Number and kind of the devices, for the log, for example "2 x cpu"."""
-        kind = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else self.device.type
-        )
+        if self.device.type == "cuda":
+            kind = torch.cuda.get_device_name(self.device)
+        else:
+            kind = self.device.type
         return f"{self.num_devices} x {kind}"
 
     @property
@@ -301,7 +300,7 @@ class Strategy(ABC):
                 are in memory at a time.
 
         Returns:
-            [loss_sum, *task.running, weight] of the local batch.
+            [loss_sum, *task.train_metrics, weight] of the local batch.
         """
         if self.check_first is not None:
             check = self.check_first
@@ -315,27 +314,32 @@ class Strategy(ABC):
 
             parts = chunk((inputs, targets), accumulate)
         for part in parts:
-            own, _ = part
-            num_valid = min(left, len(own) if isinstance(own, torch.Tensor) else self._size(own))
+            own_inputs, _ = part
+            num_valid = min(
+                left,
+                len(own_inputs) if isinstance(own_inputs, torch.Tensor) else self._size(own_inputs),
+            )
             left -= num_valid
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
             # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
             # because every rank must compute every micro-batch, and many models fail for none.
             # Their number must be the same on every rank. From outputs that are no tensor padding
             # cannot be cut, so it is cut from the inputs.
-            kept = None
+            num_rows = None
             if self.find_unused_parameters:
                 # A rank of shards must make the collectives of a pass; it lets a sample that does
                 # not count use nothing.
-                kept = max(num_valid, 1) if self.sharded else num_valid
+                num_rows = max(num_valid, 1) if self.sharded else num_valid
             elif (
-                self.batch_norm == "sync" or self.cuts_padding or not isinstance(own, torch.Tensor)
+                self.batch_norm == "sync"
+                or self.cuts_padding
+                or not isinstance(own_inputs, torch.Tensor)
             ):
-                kept = max(num_valid, 1)
-            if kept is not None:
+                num_rows = max(num_valid, 1)
+            if num_rows is not None:
                 from ddp_lab.data.trees import rows
 
-                part = rows(part, slice(kept))
+                part = rows(part, slice(num_rows))
             micro_batches.append((*part, num_valid))
         divisor = float(global_size)
         *early, last = micro_batches
@@ -404,17 +408,21 @@ class Strategy(ABC):
     def add_gradient(
         self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Add the gradient of one micro-batch to `.grad`; return [loss_sum, *task.running, weight].
+        """Add the gradient of one micro-batch to `.grad`; return its sums.
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
             num_valid: number of samples without padding, which is at the end.
             divisor: what the summed loss is divided by.
+
+        Returns:
+            [loss_sum, *task.train_metrics, weight] of the micro-batch.
         """
         with self._mixed_precision():
-            outputs = (
-                self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
-            )
+            if isinstance(inputs, torch.Tensor):
+                outputs = self.forward(inputs)
+            else:
+                outputs = self._call(inputs)
         size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
         if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
             outputs = self._of_samples(outputs, self._size(inputs), num_valid)
@@ -521,8 +529,8 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
 
     Collective.
     """
-    own = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
-    return strategy.runtime.all_reduce(own if strategy.is_metric_rank else own.zero_())
+    own_sums = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
+    return strategy.runtime.all_reduce(own_sums if strategy.is_metric_rank else own_sums.zero_())
 
 
 def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
@@ -537,12 +545,12 @@ def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
     """
     size = math.prod(mesh_axes.values())
     if ranks % size:
-        given = " ".join(
+        options = " ".join(
             f"strategy.{axis}={length}" for axis, length in mesh_axes.items() if length > 1
         )
         product = "sizes whose product is " if len(mesh_axes) > 1 else ""
         raise ConfigError(
-            f"{given}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
+            f"{options}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
             f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
             f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )

@@ -229,11 +229,10 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
     """
     for name, layer in model.named_modules():
         place = f"{name or 'that is the model'}, {' '.join(str(layer).split())}"
-        if (
-            mode == "sync"
-            and not isinstance(layer, SyncBatchNorm)
-            and (reason := why_unsupported(layer))
-        ):
+        reason = ""
+        if mode == "sync" and not isinstance(layer, SyncBatchNorm):
+            reason = why_unsupported(layer)
+        if reason:
             raise ConfigError(
                 f"strategy.batch_norm=sync: does not support the layer {place}: {reason}. Allowed: "
                 f"{ALLOWED}. Use strategy.batch_norm=local"
@@ -256,8 +255,8 @@ def require_no_others(model: nn.Module, example: Tree) -> None:
     Raises:
         ConfigError: it does; the message names the module.
     """
-    if found := other_statistics(model, example):
-        name, reason = found
+    if problem := other_statistics(model, example):
+        name, reason = problem
         place = f"{name or 'that is the model'}, {type(model.get_submodule(name)).__name__}"
         raise ConfigError(
             f"strategy.batch_norm=sync: does not support the module {place}: {reason}. "

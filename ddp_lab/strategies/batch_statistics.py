@@ -29,11 +29,9 @@ def why_unsupported(layer: nn.Module) -> str:
     Return "" if they can, or if it keeps none.
     """
     if isinstance(layer, _InstanceNorm):
-        return (
-            "its running statistics would be those of the local batch"
-            if layer.track_running_stats
-            else ""
-        )
+        if layer.track_running_stats:
+            return "its running statistics would be those of the local batch"
+        return ""
     if isinstance(layer, _BatchNorm):
         if not layer.track_running_stats:
             return (
@@ -78,11 +76,11 @@ def accepts(layer: _BatchNorm, inputs: torch.Tensor) -> bool:
 def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool:
     """Return whether these inputs show no difference to torch's BatchNorm before the children."""
     with suppress(Exception):
-        own = cast(_BatchNorm, trial_copy(layer).train(training))
-        plain = copy.deepcopy(own)
+        copied = cast(_BatchNorm, trial_copy(layer).train(training))
+        plain = copy.deepcopy(copied)
         torch.default_generator.manual_seed(0)  # of dropout
         with Operations() as of_own:
-            outputs = own.forward(inputs)
+            outputs = copied.forward(inputs)
         torch.default_generator.manual_seed(0)
         with Operations() as of_plain:
             expected = _BatchNorm.forward(plain, inputs)
@@ -90,9 +88,9 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
                 expected = child(expected)
         if of_own.names != of_plain.names:
             return False
-        buffers = zip(own.buffers(), plain.buffers(), strict=True)
+        buffers = zip(copied.buffers(), plain.buffers(), strict=True)
         return torch.equal(outputs, expected) and all(
-            torch.equal(one, other) for one, other in buffers
+            torch.equal(buffer, other) for buffer, other in buffers
         )
     return False
 
@@ -117,8 +115,8 @@ class Operations(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = tree_leaves((args, kwargs))
-        if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
+        arguments = tree_leaves((args, kwargs))
+        if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in arguments):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -130,11 +128,11 @@ def changes_buffers(layer: nn.Module, channels: int) -> bool:
     with torch.random.fork_rng(devices=[]):
         for inputs in inputs_of(layer, channels):
             with suppress(Exception):  # the layer is for inputs of another shape
-                own = trial_copy(layer).train()
-                before = [buffer.clone() for buffer in own.buffers()]
-                own.forward(inputs)
-                pairs = zip(own.buffers(), before, strict=True)
-                changed.append(not all(torch.equal(one, other) for one, other in pairs))
+                copied = trial_copy(layer).train()
+                before = [buffer.clone() for buffer in copied.buffers()]
+                copied.forward(inputs)
+                pairs = zip(copied.buffers(), before, strict=True)
+                changed.append(not all(torch.equal(after, other) for after, other in pairs))
     return not changed or any(changed)
 
 

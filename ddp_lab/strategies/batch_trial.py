@@ -76,9 +76,9 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
             "local batch",
         )
     for name, buffer in results[0].items() if len(results) == 2 else ():
-        owner, _, own = name.rpartition(".")
+        owner, _, buffer_name = name.rpartition(".")
         if owner not in layers and not buffer.is_meta and not torch.equal(buffer, results[1][name]):
-            return owner, f"its buffer {own} would be computed from the local batch"
+            return owner, f"its buffer {buffer_name} would be computed from the local batch"
     return None
 
 
@@ -113,12 +113,10 @@ def samples(model: nn.Module, example: Tree, draw: int) -> Tree:
     generator = torch.Generator().manual_seed(draw)
 
     def drawn(tensor: torch.Tensor) -> torch.Tensor:
-        given = torch.full_like(tensor, draw, device="cpu")
-        return (
-            given.uniform_(draw, 2 * draw + 1, generator=generator)
-            if given.is_floating_point()
-            else given
-        )
+        values = torch.full_like(tensor, draw, device="cpu")
+        if values.is_floating_point():
+            return values.uniform_(draw, 2 * draw + 1, generator=generator)
+        return values
 
     device = next((tensor.device for tensor in model.parameters()), "cpu")
     return to(apply(drawn, example), device)
@@ -135,8 +133,8 @@ def buffers_after_step(
     Args:
         before: what they are before it; None: those of the model.
     """
-    given = dict(model.named_buffers()) if before is None else before
-    buffers: Buffers = {name: buffer.clone() for name, buffer in given.items()}
+    initial = dict(model.named_buffers()) if before is None else before
+    buffers: Buffers = {name: buffer.clone() for name, buffer in initial.items()}
     model.train()
     recorder.running = [""]
     with ExitStack() as stack:

@@ -108,7 +108,7 @@ def fill_buckets(parameters: Sequence[nn.Parameter], size: float) -> list[list[n
     """
     buckets: list[list[nn.Parameter]] = [[]]
     for parameter in reversed(parameters):
-        if sum(held.nbytes for held in buckets[-1]) >= size:
+        if sum(parameter_in_bucket.nbytes for parameter_in_bucket in buckets[-1]) >= size:
             buckets.append([])
         buckets[-1].append(parameter)
     return buckets

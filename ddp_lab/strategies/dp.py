@@ -26,11 +26,10 @@ class DP(Strategy):
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):
         super().__init__(runtime)
-        self.devices = (
-            [find_device(name, "strategy.devices") for name in devices]
-            if devices
-            else runtime.devices
-        )
+        if devices:
+            self.devices = [find_device(name, "strategy.devices") for name in devices]
+        else:
+            self.devices = runtime.devices
         self.device = self.devices[0]
         if self.device.type == "cpu":
             self.devices = [self.device]  # one replica, even if the CPU is listed several times
@@ -39,11 +38,10 @@ class DP(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = to_device(model, self.device, self.initial_weights)
-        self.forward = (
-            nn.DataParallel(self.module, self.devices)
-            if self.device.type == "cuda"
-            else self.module
-        )
+        if self.device.type == "cuda":
+            self.forward = nn.DataParallel(self.module, self.devices)
+        else:
+            self.forward = self.module
 
     def describe(self) -> str:
         if self.device.type == "cpu":

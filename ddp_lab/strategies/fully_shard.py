@@ -58,9 +58,8 @@ class FullyShard(Strategy):
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
         require_no_hooks(model, self.name)
-        if scalars := [
-            name for name, parameter in model.named_parameters() if parameter.dim() == 0
-        ]:
+        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+        if scalars:
             raise ConfigError(
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no "
                 "dimensions. Give it the shape [1], or use another strategy, for example ddp"

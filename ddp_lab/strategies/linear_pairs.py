@@ -61,8 +61,8 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        own = gradients[0].contiguous()
-        return finish_sum([own], [start_sum(own, ctx.group)], ctx.group), None
+        gradient = gradients[0].contiguous()
+        return finish_sum([gradient], [start_sum(gradient, ctx.group)], ctx.group), None
 
 
 class Column(torch.autograd.Function):
@@ -93,13 +93,13 @@ class Column(torch.autograd.Function):
         gradient = gradients[0]
         complete, weight = ctx.saved_tensors
         of_tokens, _, of_weight, of_bias, _ = ctx.needs_input_grad
-        own = gradient @ weight
-        started = start_sum(own, ctx.group) if of_tokens else own
+        input_gradient = gradient @ weight
+        started = start_sum(input_gradient, ctx.group) if of_tokens else input_gradient
         # Computed while the ranks send.
         rows = gradient.flatten(0, -2)
         to_weight = rows.t() @ complete.flatten(0, -2) if of_weight else None
         to_bias = rows.sum(0) if of_bias else None
-        to_tokens = finish_sum([own], [started], ctx.group) if of_tokens else None
+        to_tokens = finish_sum([input_gradient], [started], ctx.group) if of_tokens else None
         return to_tokens, None, to_weight, to_bias, None
 
 
@@ -117,12 +117,12 @@ class Row(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.group = group
-        own: list[torch.Tensor] = []
+        addends: list[torch.Tensor] = []
         started: list[torch.Tensor] = []
         for chunk in inputs.chunk(CHUNKS if group.peers else 1):
-            own.append(F.linear(chunk, weight))
-            started.append(start_sum(own[-1], group))
-        return finish_sum(own, started, group)
+            addends.append(F.linear(chunk, weight))
+            started.append(start_sum(addends[-1], group))
+        return finish_sum(addends, started, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -202,9 +202,10 @@ class Mesh(FullyShard):
         self.gradients.append(
             BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers()))
         )
-        along_dp = (
-            self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
-        )
+        if self.axes["replicate"] > 1:
+            along_dp = self.mesh["replicate", "shard"]
+        else:
+            along_dp = self.mesh["shard"]
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)

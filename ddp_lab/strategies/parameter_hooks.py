@@ -125,7 +125,7 @@ class LateHooks:
         self._seen |= present
         if self.strategy.replaces_parameters:
             names = [name for name, parameter in module.named_parameters() if id(parameter) in late]
-            self.strategy.runtime.conclude("late hooks", names, self._refuse)
+            self.strategy.runtime.gather_and_decide("late hooks", names, self._refuse)
         elif late:
             self.strategy.parameter_hooks = take_hooks(module, self._of_strategy)
 
@@ -142,7 +142,7 @@ def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
         module: the model.
         is_later: whether those count that autograd leaves out.
     """
-    found: set[Key] = set()
+    keys: set[Key] = set()
     for parameter in module.parameters():
         private: Any = parameter
         for kind, hooks in enumerate(
@@ -150,8 +150,8 @@ def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
         ):
             for key, hook in (hooks or {}).items():
                 if is_later or not isinstance(hook, Later):
-                    found.add((id(parameter), kind, key))
-    return found
+                    keys.add((id(parameter), kind, key))
+    return keys
 
 
 def require_no_hooks(model: nn.Module, strategy: str) -> None:

@@ -83,18 +83,18 @@ class PeerSums:
         """
         self._ready.clear()
 
-    def start(self, own: torch.Tensor) -> None:
+    def start(self, addend: torch.Tensor) -> None:
         """Begin to copy a contiguous tensor to the other rank.
 
         It must not be freed or changed before `finish`.
         """
-        slot = self._take(max(SMALL, 1 << (own.nbytes - 1).bit_length()))
-        self._taken[own.data_ptr()] = slot
+        slot = self._take(max(SMALL, 1 << (addend.nbytes - 1).bit_length()))
+        self._taken[addend.data_ptr()] = slot
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             if slot not in self._ready:
                 slot.handle.barrier(channel=0)
-            slot.there(own).copy_(own, non_blocking=True)
+            slot.there(addend).copy_(addend, non_blocking=True)
             slot.handle.barrier(channel=0)
             slot.arrived = torch.cuda.Event()
             slot.arrived.record(self.stream)
@@ -114,11 +114,11 @@ class PeerSums:
         free.remove(slot)
         return slot
 
-    def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
+    def finish(self, addends: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum of a tensor, which `start` got, and that of the other rank to `out`."""
-        slot = self._taken.pop(own.data_ptr())
+        slot = self._taken.pop(addends.data_ptr())
         torch.cuda.current_stream(self.device).wait_event(slot.arrived)
-        torch.add(own, slot.here(own), out=out)
+        torch.add(addends, slot.here(addends), out=out)
         self._free[slot.memory.nbytes].append(slot)
 
 
@@ -133,51 +133,51 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     ranks = dist.get_process_group_ranks(group)
     if device.type != "cuda" or len(ranks) != 2:
         return None
-    found = FOUND.get(group.group_name)
-    if found is not None and found.group is group:
-        return found
-    made = None
+    known_sums = FOUND.get(group.group_name)
+    if known_sums is not None and known_sums.group is group:
+        return known_sums
+    new_sums = None
     works = 1.0
     try:
-        made = PeerSums(group, device)
+        new_sums = PeerSums(group, device)
     # the GPUs are in two machines, or the driver gives no access
     except (RuntimeError, ImportError):
         works = 0.0
     agreed = torch.tensor(works, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-    if made is None or not agreed.item():
+    if new_sums is None or not agreed.item():
         return None
-    FOUND[group.group_name] = made
-    return made
+    FOUND[group.group_name] = new_sums
+    return new_sums
 
 
 @torch.library.custom_op("ddp_lab::start_peer_sum", mutates_args=())
-def start(own: torch.Tensor, group: str) -> torch.Tensor:
+def start(addend: torch.Tensor, group: str) -> torch.Tensor:
     """Begin a sum of the group. Return an empty tensor, which orders `finish` after it."""
-    FOUND[group].start(own)
-    return own.new_empty(0)
+    FOUND[group].start(addend)
+    return addend.new_empty(0)
 
 
 @start.register_fake
-def _(own: torch.Tensor, group: str) -> torch.Tensor:
-    return own.new_empty(0)
+def _(addend: torch.Tensor, group: str) -> torch.Tensor:
+    return addend.new_empty(0)
 
 
 @torch.library.custom_op("ddp_lab::finish_peer_sum", mutates_args=())
-def finish(own: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
+def finish(addends: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
     """Return the sums of contiguous tensors, concatenated along the first dimension.
 
     Args:
-        own: what `start` got.
+        addends: what `start` got.
         started: what it has returned.
     """
-    rows = sum(len(each) for each in own)
-    sums = own[0].new_empty(rows, *own[0].shape[1:])
-    for each, out in zip(own, sums.split([len(each) for each in own]), strict=True):
+    rows = sum(len(each) for each in addends)
+    sums = addends[0].new_empty(rows, *addends[0].shape[1:])
+    for each, out in zip(addends, sums.split([len(each) for each in addends]), strict=True):
         FOUND[group].finish(each, out)
     return sums
 
 
 @finish.register_fake
-def _(own: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
-    return own[0].new_empty(sum(len(each) for each in own), *own[0].shape[1:])
+def _(addends: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
+    return addends[0].new_empty(sum(len(each) for each in addends), *addends[0].shape[1:])

@@ -91,14 +91,17 @@ class PipelinePlan:
         number = keys["num_microbatches"]
         cut = [str(name) for name in keys["cut"] or ()]  # the blocks of a Sequential have numbers
         require_microbatches(schedule, number, ranks, samples)
-        one = has_one_stage(schedule)
-        if cut and (len(cut) + 1 != ranks if one else (len(cut) + 1) % ranks):
-            needs = f"{ranks} stages, one for each" if one else f"a multiple of {ranks} stages"
+        one_stage = has_one_stage(schedule)
+        if cut and (len(cut) + 1 != ranks if one_stage else (len(cut) + 1) % ranks):
+            if one_stage:
+                needs = f"{ranks} stages, one for each"
+            else:
+                needs = f"a multiple of {ranks} stages"
             raise ConfigError(
                 f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but "
                 f"strategy.schedule={schedule} on {ranks} ranks needs {needs}"
             )
-        cut_at = cut or (ranks if one else 2 * ranks)
+        cut_at = cut or (ranks if one_stage else 2 * ranks)
         if cut_model is not None:
             parts = cut_model(cut_at)
         else:

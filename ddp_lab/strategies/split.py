@@ -120,10 +120,10 @@ class Split(Strategy):
             (inputs, to(targets, self.devices[-1])), self.num_microbatches
         )
         for micro_batch, expected in batch:
-            own = min(num_valid, len(micro_batch))
-            num_valid -= own
+            num_own = min(num_valid, len(micro_batch))
+            num_valid -= num_own
             loss, sums = measure(
-                self.task_on_last, self._through_stages(micro_batch), expected, own, divisor
+                self.task_on_last, self._through_stages(micro_batch), expected, num_own, divisor
             )
             losses.append(loss)
             results.append(sums)

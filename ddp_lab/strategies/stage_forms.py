@@ -61,14 +61,14 @@ class StageForms:
             ConfigError: the model does not support them, or returns outputs of other samples, or an
                 activation between two stages has no gradient.
         """
-        found = self.boundaries.of(self._as_computed(inputs))
-        require_samples(found[-1].shape, inputs.shape[0])
+        activations = self.boundaries.of(self._as_computed(inputs))
+        require_samples(activations[-1].shape, inputs.shape[0])
         if self.own_part is not None:
-            found = [self.own_part(index, form) for index, form in enumerate(found)]
+            activations = [self.own_part(index, form) for index, form in enumerate(activations)]
         between = [
-            self._between(part.start, found[part.start]) for part in self.plan.parts.parts[1:]
+            self._between(part.start, activations[part.start]) for part in self.plan.parts.parts[1:]
         ]
-        outputs = Form(found[-1].shape, self.outside) if self.is_bf16 else found[-1]
+        outputs = Form(activations[-1].shape, self.outside) if self.is_bf16 else activations[-1]
         return [inputs, *between, outputs]
 
     def _between(self, start: int, form: Form) -> Form:

@@ -164,12 +164,11 @@ class PipelineExecutor:
     @property
     def order(self) -> dict[int, list[str]]:
         """The actions of each rank by torch's names, as "1F0", in the first training step."""
-        schedule = next(made for (_, training), made in self._schedules.items() if training)
-        order = (
-            schedule.pipeline_order
-            if hasattr(schedule, "pipeline_order")
-            else schedule._get_pipeline_order()
-        )
+        schedule = next(prepared for (_, training), prepared in self._schedules.items() if training)
+        if hasattr(schedule, "pipeline_order"):
+            order = schedule.pipeline_order
+        else:
+            order = schedule._get_pipeline_order()
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
     def add_gradient(
@@ -205,9 +204,10 @@ class PipelineExecutor:
         """
         num_valid = min(self._left, len(expected))
         self._left -= num_valid
-        targets = (
-            expected if isinstance(self._targets, torch.Tensor) else rows(self._targets, expected)
-        )
+        if isinstance(self._targets, torch.Tensor):
+            targets = expected
+        else:
+            targets = rows(self._targets, expected)
         loss, results = measure(self.task, outputs, targets, num_valid, self._divisor)
         self._results.append(results)
         return loss

@@ -123,9 +123,9 @@ class ReplicatedConv2d(nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         assert isinstance(input, DTensor)
-        found = [input, self.weight, *([] if self.bias is None else [self.bias])]
+        operands = [input, self.weight, *([] if self.bias is None else [self.bias])]
         images, weight, *bias = (
-            cast(DTensor, tensor).to_local(grad_placements=[ALL]) for tensor in found
+            cast(DTensor, tensor).to_local(grad_placements=[ALL]) for tensor in operands
         )
         outputs = self._conv_forward(images, weight, bias[0] if bias else None)
         return DTensor.from_local(outputs, input.device_mesh, [ALL], run_check=False)
@@ -161,8 +161,8 @@ class Replicated(ParallelStyle):
         )
 
     def _leave(self, module: nn.Module, outputs: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-        own = outputs.redistribute(mesh, self.outputs).to_local()
-        return own.clone() if self.clone else own
+        own_outputs = outputs.redistribute(mesh, self.outputs).to_local()
+        return own_outputs.clone() if self.clone else own_outputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for layer in module.modules():
@@ -331,11 +331,10 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
             )
         linear = is_linear(modules[path])
         if word not in (WORDS if linear else WORDS[-2:]):
-            allowed = (
-                f"one of {', '.join(WORDS)}"
-                if linear
-                else "tokens or gather, because it is no nn.Linear"
-            )
+            if linear:
+                allowed = f"one of {', '.join(WORDS)}"
+            else:
+                allowed = "tokens or gather, because it is no nn.Linear"
             raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:

@@ -71,9 +71,9 @@ class ShardedConv2d(nn.Conv2d):
         same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(
             grad_placements=[Partial()]
         )
-        own = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        channels = own.dim() - 3  # a single image has no batch dimension
-        outputs = DTensor.from_local(own, mesh, [Shard(channels)], run_check=False)
+        own_channels = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
+        channels = own_channels.dim() - 3  # a single image has no batch dimension
+        outputs = DTensor.from_local(own_channels, mesh, [Shard(channels)], run_check=False)
         return outputs.full_tensor(grad_placements=[Replicate()]).clone()  # as `copied`
 
 
@@ -179,12 +179,11 @@ class TP(Strategy):
         self.plans, self.why_layers = plans_for(model, self.axes["tp"])
         self.peer_sums: PeerSums | None = None
         if self.plans:
-            self.layers = {
-                f"{name}.{path}": model.get_submodule(f"{name}.{path}")
-                for name, block in self.plans.items()
-                for path, word in (plan_of(block) or {}).items()
-                if word in ("column", "heads", "row")
-            }
+            self.layers = dict[str, nn.Module]()
+            for name, block in self.plans.items():
+                for path, word in (plan_of(block) or {}).items():
+                    if word in ("column", "heads", "row"):
+                        self.layers[f"{name}.{path}"] = block.get_submodule(path)
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
         else:
             self._choose_layers(model)
@@ -234,8 +233,8 @@ class TP(Strategy):
             for name, layer in layers.items()
             if name not in usage.called
             or any(
-                name not in usage.within.get(f"{name}.{own}", {name})
-                for own, _ in layer.named_parameters()
+                name not in usage.within.get(f"{name}.{own_name}", {name})
+                for own_name, _ in layer.named_parameters()
             )
         }
 

@@ -36,9 +36,9 @@ class Advice:
         return Advice([*self.modules, *patterns], self.units, self.given).keep(patterns)
 
     def _pattern(self, name: str, others: Collection[str]) -> str:
-        parent, _, own = name.rpartition(".")
+        parent, _, own_name = name.rpartition(".")
         are_siblings = any(other != name and other.rpartition(".")[0] == parent for other in others)
-        if not parent or not (own.isdigit() or are_siblings):
+        if not parent or not (own_name.isdigit() or are_siblings):
             return name
         parts = ["*" if part.isdigit() else part for part in parent.split(".")]
         return ".".join([*parts, "*"])

@@ -62,7 +62,9 @@ class UnitGradients:
     def before_sharding(self, unit: nn.Module) -> None:
         """Prepare a unit, after those within it, and before fully_shard is applied to it."""
         originals = self._originals
-        self._own[unit] = [originals[found] for found in unit.parameters() if found in originals]
+        self._own[unit] = [
+            originals[parameter] for parameter in unit.parameters() if parameter in originals
+        ]
 
     def after_sharding(self, unit: nn.Module) -> None:
         """Register hooks around those of fully_shard that gather the unit and sum its gradients."""
@@ -76,8 +78,8 @@ class UnitGradients:
         backward pass.
         """
         if torch.is_grad_enabled():
-            own = self._own[unit]
-            self._gathered[unit] = [(index, getattr(*self._places[index])) for index in own]
+            parameters = self._own[unit]
+            self._gathered[unit] = [(index, getattr(*self._places[index])) for index in parameters]
 
     def complete(self, unit: nn.Module) -> None:
         """Set the missing gradients of a unit to zeros, just before torch sums them.

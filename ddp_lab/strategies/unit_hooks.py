@@ -103,13 +103,13 @@ def tensors_in_objects(values: Any) -> Iterator[torch.Tensor]:
     """
     for value in tree_leaves(values):
         if not isinstance(value, (torch.Tensor, type)) and hasattr(value, "__dict__"):
-            held = [*vars(value).values()]
+            attributes = [*vars(value).values()]
             yield from (
                 each
-                for each in tree_leaves(held)
+                for each in tree_leaves(attributes)
                 if isinstance(each, torch.Tensor) and each.requires_grad
             )
-            yield from tensors_in_objects(held)
+            yield from tensors_in_objects(attributes)
 
 
 def tensors_with_gradient(values: Any) -> Iterator[torch.Tensor]:

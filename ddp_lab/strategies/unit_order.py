@@ -92,13 +92,14 @@ class UnitOrder:
         rank, expected, without_gradient = json.loads(store.compare_set(f"{key}/first", "", mine))
         if expected != name:
             differing = self.without_gradient.symmetric_difference(without_gradient)
-            store.set(answer, message := self._describe(rank, expected, name, differing))
+            message = self._describe(rank, expected, name, differing)
+            store.set(answer, message)
             raise TrainingError(message, rank=ranks.rank)
         if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")
-        found = self._wait(answer, name)
-        if found:
-            raise TrainingError(found, rank=ranks.rank)
+        answer_found = self._wait(answer, name)
+        if answer_found:
+            raise TrainingError(answer_found, rank=ranks.rank)
         if ranks.rank == self.group[0]:  # all ranks have read the answers to what was asked before
             for old in self._asked:
                 for part in ("first", "count", "answer"):

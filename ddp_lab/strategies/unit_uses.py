@@ -48,11 +48,11 @@ class Uses:
         except RuntimeError as error:
             if MIXED not in str(error):
                 raise
-            others = (
-                ""
-                if self.tried
-                else "; or, in a Lab, let the model be tried: lab.trainer(..., example=dataset[0])"
-            )
+            others = ""
+            if not self.tried:
+                others = (
+                    "; or, in a Lab, let the model be tried: lab.trainer(..., example=dataset[0])"
+                )
             raise TrainingError(
                 "strategy=fsdp: a parameter is used outside the forward pass of the module that "
                 f"has it{place_of(error)}, and is not gathered then. Gather it together with the "

@@ -33,18 +33,18 @@ def find_units(
         ConfigError: a pattern matches no module.
     """
     names = {module: name for name, module in model.named_modules()}
-    kept = {inner for module in matched(names, keep_whole) for inner in module.modules()}
+    kept_whole = {inner for module in matched(names, keep_whole) for inner in module.modules()}
     parents = [model, *filter(is_container, names)]
-    found = list[nn.Module]()
+    units = list[nn.Module]()
     for parent in parents:
         for child in parent.children():
             has_parameters = any(True for _ in child.parameters())
-            if not has_parameters or child in kept or is_container(child):
+            if not has_parameters or child in kept_whole or is_container(child):
                 continue
             alone = is_self_contained(child, model) and is_gathered_in_time(child, names, usage)
-            (found if alone else parents).append(child)
+            (units if alone else parents).append(child)
     places = {module: place for place, module in enumerate(names)}
-    return sorted(dict.fromkeys(found), key=lambda unit: (-names[unit].count("."), places[unit]))
+    return sorted(dict.fromkeys(units), key=lambda unit: (-names[unit].count("."), places[unit]))
 
 
 def matched(names: dict[nn.Module, str], patterns: Sequence[str]) -> Iterator[nn.Module]:
@@ -54,14 +54,14 @@ def matched(names: dict[nn.Module, str], patterns: Sequence[str]) -> Iterator[nn
         ConfigError: a pattern matches none.
     """
     for pattern in patterns:
-        found = [module for module, name in names.items() if name and fnmatchcase(name, pattern)]
-        if not found:
+        modules = [module for module, name in names.items() if name and fnmatchcase(name, pattern)]
+        if not modules:
             some = ", ".join(list(names.values())[1:7])
             raise ConfigError(
                 f"strategy.keep_whole=[{pattern}]: matches no module of the model. Use a name or a "
                 f"pattern of names, for example of {some}"
             )
-        yield from found
+        yield from modules
 
 
 def is_container(module: nn.Module) -> bool:
@@ -86,11 +86,13 @@ def is_container(module: nn.Module) -> bool:
 
 def is_self_contained(unit: nn.Module, model: nn.Module) -> bool:
     """Return whether no parameter of a module is tied to one outside of it."""
-    own = set(unit.parameters())
+    own_parameters = set(unit.parameters())
     every = model.named_modules(remove_duplicate=False)
     prefixes = tuple(f"{name}." for name, module in every if module is unit)
     named = model.named_parameters(remove_duplicate=False)
-    return all(name.startswith(prefixes) for name, parameter in named if parameter in own)
+    return all(
+        name.startswith(prefixes) for name, parameter in named if parameter in own_parameters
+    )
 
 
 def is_gathered_in_time(unit: nn.Module, names: dict[nn.Module, str], usage: Usage | None) -> bool:
@@ -116,18 +118,18 @@ def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -
     """
     seen = set[nn.Parameter]()
     for unit in units:
-        own = {
+        own_parameters = {
             name: parameter
             for name, parameter in unit.named_parameters()
             if parameter not in seen and parameter.requires_grad
         }
-        seen.update(own.values())
+        seen.update(own_parameters.values())
         by_dtype: dict[torch.dtype, str] = {}
-        for name, parameter in own.items():
+        for name, parameter in own_parameters.items():
             by_dtype.setdefault(parameter.dtype, f"{names[unit]}.{name}".lstrip("."))
         if len(by_dtype) > 1:
-            (one, first), (other, second), *_ = by_dtype.items()
+            (first_dtype, first), (other, second), *_ = by_dtype.items()
             raise ConfigError(
-                f"strategy=fsdp: gathers {first} ({one}) and {second} ({other}) together, which "
-                "must have one type. Use one type, or another strategy, for example ddp"
+                f"strategy=fsdp: gathers {first} ({first_dtype}) and {second} ({other}) together, "
+                "which must have one type. Use one type, or another strategy, for example ddp"
             )

@@ -126,7 +126,7 @@ def refuse_unused_anywhere(strategy: Strategy, unused: Sequence[nn.Parameter]) -
     if runtime.on_any_rank(bool(unused)):
         names = {id(parameter): name for name, parameter in strategy.module.named_parameters()}
         first = names[id(unused[0])] if unused else ""
-        rank, name = runtime.conclude("unused parameter", first, first_named)
+        rank, name = runtime.gather_and_decide("unused parameter", first, first_named)
         raise unused_error(strategy, name, rank)
 
 

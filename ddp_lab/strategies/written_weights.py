@@ -165,8 +165,8 @@ def drawn_like(draw: int, example: torch.Tensor) -> torch.Tensor:
 
     If they have no fraction, all are the number of the draw.
     """
-    given = torch.full((2 + draw, *example.shape[1:]), draw, dtype=example.dtype)
-    return given.normal_(draw) if given.is_floating_point() else given
+    values = torch.full((2 + draw, *example.shape[1:]), draw, dtype=example.dtype)
+    return values.normal_(draw) if values.is_floating_point() else values
 
 
 def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") -> set[str] | None:
@@ -183,10 +183,10 @@ def differing(model: nn.Module, written: Iterable[str], strategy: "Strategy") ->
     for draw in (0, 1):
         with suppress(Exception), state_kept(model):
             torch.manual_seed(draw)
-            given = apply(partial(drawn_like, draw), strategy.example)
-            call(model.train(), to(given, next(model.parameters()).device))
+            inputs = apply(partial(drawn_like, draw), strategy.example)
+            call(model.train(), to(inputs, next(model.parameters()).device))
             results.append({name: model.get_parameter(name).detach().clone() for name in written})
     if len(results) < 2:
         return None
-    one, other = results
-    return {name for name, value in one.items() if not torch.equal(value, other[name])}
+    first, other = results
+    return {name for name, value in first.items() if not torch.equal(value, other[name])}

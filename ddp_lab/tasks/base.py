@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.data.labels import LabelRange
 
 Losses = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -37,6 +37,15 @@ def require_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
         )
 
 
+# former names of what a task defines, by which a user's class would silently be ignored
+RENAMED = {
+    "own_losses": "loss_fn",
+    "running": "train_metrics",
+    "better": "metric_mode",
+    "choosing": "monitorable",
+}
+
+
 class Task(nn.Module):
     """What a model is trained for: its loss, and metrics as sums.
 
@@ -44,18 +53,18 @@ class Task(nn.Module):
     tuple, dict or object of tensors. Targets are those of the dataset: a tensor, [b, ...], or a
     tuple or dict of tensors, or None. A task with `takes_logits` gets one tensor of each. Neither
     contains padding. The mode of the task, training or evaluation, is that of the model.
-    `Task(loss)` has a loss and no metrics. A task of one's own overrides `own_losses` for a loss,
-    `sums` and `metrics` for metrics of evaluations, and `running` and `running_sums` for metrics of
-    the training steps.
+    `Task(loss)` has a loss and no metrics. A task of one's own overrides `loss_fn` for a loss,
+    `sums` and `metrics` for metrics of evaluations, and `train_metrics` and `running_sums` for
+    metrics of the training steps.
 
     Args:
         loss: function that replaces the task's own loss. For outputs and targets it returns
             unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
 
     Attributes:
-        running: names of the training metrics. Each is a sum over the steps, weighted as the losses
-            are (`weighted_sum`), divided by the sum of the weights.
-        better: whether lower or higher values of a metric are better, by its name, so that
+        train_metrics: names of the training metrics. Each is a sum over the steps, weighted as the
+            losses are (`weighted_sum`), divided by the sum of the weights.
+        metric_mode: whether lower or higher values of a metric are better, by its name, so that
             `checkpoint.best=val_NAME` can choose by it. The mean loss is always allowed.
         pictures: whether the inputs, where they are images, are drawn with their targets and the
             outputs' largest logits.
@@ -70,8 +79,8 @@ class Task(nn.Module):
             nothing to check.
     """
 
-    running: ClassVar[tuple[str, ...]] = ()
-    better: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
+    train_metrics: ClassVar[tuple[str, ...]] = ()
+    metric_mode: ClassVar[Mapping[str, Literal["lower", "higher"]]] = {}
     pictures: ClassVar[bool] = False
     takes_logits: ClassVar[bool] = False
     weighted: bool = True
@@ -79,20 +88,30 @@ class Task(nn.Module):
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
+        self._require_new_names()
         self.loss = loss
         if loss is not None:
             self.weighted = getattr(loss, "weighted", True)
         self.check_first: Callable[[Any, Any], object] | None = None
 
-    def choosing(self, classes: int) -> list[str]:
+    def _require_new_names(self) -> None:
+        """Raise a ConfigError if the class defines an attribute under a name that has changed."""
+        defined = {name for kind in type(self).__mro__ for name in vars(kind)}
+        for old, new in RENAMED.items():
+            if old in defined:
+                raise ConfigError(
+                    f"{type(self).__name__}: defines {old}, which a task calls {new}; rename it"
+                )
+
+    def monitorable(self, classes: int) -> list[str]:
         """Return the names of the metrics that can choose the best epoch.
 
         Args:
             classes: number of classes of the data; 0: the targets are no classes.
         """
-        return ["loss", *self.better]
+        return ["loss", *self.metric_mode]
 
-    def own_losses(self, outputs: Any, targets: Any) -> Losses:
+    def loss_fn(self, outputs: Any, targets: Any) -> Losses:
         """Return the unreduced losses of the task's own loss.
 
         Args:
@@ -106,9 +125,7 @@ class Task(nn.Module):
             TrainingError: the task has no loss.
         """
         name = type(self).__name__
-        raise TrainingError(
-            f"{name}: has no loss; define its method own_losses, or use {name}(loss)"
-        )
+        raise TrainingError(f"{name}: has no loss; define its method loss_fn, or use {name}(loss)")
 
     def losses(self, outputs: Any, targets: Any) -> Losses:
         """Return the unreduced losses of the task, checked: those of `loss`, else its own.
@@ -124,13 +141,12 @@ class Task(nn.Module):
             TrainingError: the loss is reduced, the weights have another shape, or `weighted` is
                 False and there is not one loss of weight 1 for each sample.
         """
-        found = (self.loss or self.own_losses)(outputs, targets)
-        losses, weights = found if isinstance(found, tuple) else (found, found)
-        samples = (
-            len(targets)
-            if isinstance(targets, torch.Tensor)
-            else samples_in(outputs, targets, losses)
-        )
+        returned = (self.loss or self.loss_fn)(outputs, targets)
+        losses, weights = returned if isinstance(returned, tuple) else (returned, returned)
+        if isinstance(targets, torch.Tensor):
+            samples = len(targets)
+        else:
+            samples = samples_in(outputs, targets, losses)
         if losses.shape[:1] != (samples,):
             raise TrainingError(
                 f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, "
@@ -151,7 +167,7 @@ class Task(nn.Module):
                 f"[{samples}], but the loss returned {what}. Remove the attribute weighted of "
                 "the loss or the task, or set it to True",
             )
-        return found
+        return returned
 
     def loss_sum(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of losses * weights and the sum of the weights, both [].
@@ -163,10 +179,10 @@ class Task(nn.Module):
         Raises:
             TrainingError: the loss is reduced, or the weights have another shape.
         """
-        found = self.losses(outputs, targets)
-        if isinstance(found, tuple):
-            return (found[0] * found[1]).sum(), found[1].sum()
-        return found.sum(), torch.full((), found.numel(), device=found.device)
+        losses = self.losses(outputs, targets)
+        if isinstance(losses, tuple):
+            return (losses[0] * losses[1]).sum(), losses[1].sum()
+        return losses.sum(), torch.full((), losses.numel(), device=losses.device)
 
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.
@@ -191,10 +207,10 @@ class Task(nn.Module):
         Args:
             metric: name of the metric, for example loss.
         """
-        return metric == "loss" or cls.better.get(metric) == "lower"
+        return metric == "loss" or cls.metric_mode.get(metric) == "lower"
 
     def running_sums(self, outputs: Any, targets: Any) -> list[torch.Tensor]:
-        """Return the sums of the training metrics over a batch, each [], in the order of `running`.
+        """Return the sums of `train_metrics` over a batch, each [], in their order.
 
         Args:
             outputs: outputs of the model, [b, ...].
@@ -217,8 +233,8 @@ class Task(nn.Module):
         if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
-            found = self.losses(outputs, targets)
-        weights = found[1] if isinstance(found, tuple) else torch.ones_like(found)
+            losses = self.losses(outputs, targets)
+        weights = losses[1] if isinstance(losses, tuple) else torch.ones_like(losses)
         dtype = sum_dtype(outputs.device)
         values = values.to(dtype)
         weights = weights.to(dtype)
@@ -276,13 +292,15 @@ def in_float32(outputs: torch.Tensor) -> torch.Tensor:
 
 def width(task: Task) -> int:
     """Return the number of sums of a training step: those of `measure`."""
-    return 2 + len(task.running)
+    return 2 + len(task.train_metrics)
 
 
 def measure(
     task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss to backpropagate, [], and [loss_sum, *task.running, weight] in `sum_dtype`.
+    """Return the loss to backpropagate, [], and [loss_sum, *train_metrics, weight].
+
+    The latter are in `sum_dtype`.
 
     The loss to backpropagate is the sum divided by `divisor`.
 

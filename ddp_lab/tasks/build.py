@@ -28,7 +28,10 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
         ConfigError: the loss of two samples fails or is not a loss per sample, the loss has
             trainable parameters, or it does not support mixed targets.
     """
-    if isinstance(built, nn.Module) and (names := [name for name, _ in built.named_parameters()]):
+    names = []
+    if isinstance(built, nn.Module):
+        names = [name for name, _ in built.named_parameters()]
+    if names:
         raise ConfigError(
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part "
             "of the model, or a buffer"
@@ -41,9 +44,10 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
             f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; "
             f"for b=2 it {problem}"
         )
-    if mixed and (
-        problem := describe_losses(built, F.one_hot(targets, num_classes).float(), num_classes)
-    ):
+    if not mixed:
+        return
+    probabilities = F.one_hot(targets, num_classes).float()
+    if problem := describe_losses(built, probabilities, num_classes):
         raise ConfigError(
             f"{key}: does not support mixup and cutmix, whose targets are probabilities [b, "
             f"classes]; for b=2 it {problem}. Use mixup=0 cutmix=0, or loss=cross_entropy"

@@ -56,18 +56,20 @@ class Classification(Task):
         loss: as in `Task`.
     """
 
-    running = ("accuracy",)
+    train_metrics = ("accuracy",)
     pictures = True
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
+    metric_mode: ClassVar = {"accuracy": "higher", "top5_accuracy": "higher"}
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss or CrossEntropy())
         self.labels: LabelRange = LabelRange()  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def choosing(self, classes: int) -> list[str]:
+    def monitorable(self, classes: int) -> list[str]:
         return [
-            name for name in super().choosing(classes) if name != "top5_accuracy" or classes > TOP
+            name
+            for name in super().monitorable(classes)
+            if name != "top5_accuracy" or classes > TOP
         ]
 
     def loss_sum(
@@ -116,25 +118,25 @@ class Classification(Task):
         classes = outputs.size(1)
         top = outputs.topk(min(TOP, classes), dim=1).indices
         predicted = outputs.argmax(1)
-        found = {
+        sums_of_batch = {
             "top5": (top == targets.unsqueeze(1)).any(1).sum(),
             "correct": (predicted == targets).sum(),
         }
-        found["samples"] = torch.full_like(found["correct"], len(targets))
+        sums_of_batch["samples"] = torch.full_like(sums_of_batch["correct"], len(targets))
         if classes <= MOST_CLASSES:
             cells = targets * classes + predicted
             ones = torch.ones_like(targets)
-            found["confusion"] = (
+            sums_of_batch["confusion"] = (
                 ones.new_zeros(classes * classes).index_add_(0, cells, ones).view(classes, classes)
             )
-        return found
+        return sums_of_batch
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         accuracy = {"accuracy": float(sums["correct"] / sums["samples"])}
         few = "confusion" in sums and len(sums["confusion"]) <= TOP
-        return (
-            accuracy if few else accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
-        )
+        if few:
+            return accuracy
+        return accuracy | {"top5_accuracy": float(sums["top5"] / sums["samples"])}
 
 
 def classes_of(targets: torch.Tensor) -> torch.Tensor:

@@ -22,11 +22,11 @@ class MultiLabel(Task):
         loss: as in `Task`.
     """
 
-    running = ("accuracy",)
+    train_metrics = ("accuracy",)
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
+    metric_mode: ClassVar = {"accuracy": "higher", "f1_micro": "higher", "f1_macro": "higher"}
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)
         return F.binary_cross_entropy_with_logits(
             outputs, targets.to(outputs.dtype), reduction="none"
@@ -40,8 +40,8 @@ class MultiLabel(Task):
         decided = outputs > 0
         true = targets > 0.5
         counts = {"true_positive": decided & true, "positive": true, "decided": decided}
-        found = {name: value.sum(0).double() for name, value in counts.items()}
-        return found | {
+        sums_of_batch = {name: value.sum(0).double() for name, value in counts.items()}
+        return sums_of_batch | {
             "correct": (decided == true).sum().double(),
             "decisions": outputs.new_tensor(true.numel()).double(),
         }
@@ -50,11 +50,10 @@ class MultiLabel(Task):
         true_positive = sums["true_positive"]
         either = sums["positive"] + sums["decided"]
         used = either > 0
-        macro = (
-            (2 * true_positive[used] / either[used]).mean()
-            if used.any()
-            else torch.tensor(float("nan"))
-        )
+        if used.any():
+            macro = (2 * true_positive[used] / either[used]).mean()
+        else:
+            macro = torch.tensor(float("nan"))
         micro = 2 * true_positive.sum() / either.sum()
         values = {
             "accuracy": sums["correct"] / sums["decisions"],

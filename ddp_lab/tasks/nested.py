@@ -13,7 +13,7 @@ from ddp_lab.tasks.base import Task, in_float32
 LOGITS = "logits"
 
 
-class Taken(NamedTuple):
+class TaskInputs(NamedTuple):
     """Outputs and targets as a task takes them.
 
     Attributes:
@@ -27,7 +27,7 @@ class Taken(NamedTuple):
     counts: bool
 
 
-def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> Taken:
+def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> TaskInputs:
     """Return outputs and targets as a task takes them.
 
     Args:
@@ -46,8 +46,8 @@ def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> Taken:
     if isinstance(taken, torch.Tensor):
         taken = taken[:num_valid]
     elif num_valid == 0:
-        return Taken(taken, targets, False)
-    return Taken(taken, rows(targets, slice(num_valid)), True)
+        return TaskInputs(taken, targets, False)
+    return TaskInputs(taken, rows(targets, slice(num_valid)), True)
 
 
 def outputs_for(task: Task, outputs: Any, what: str = "the model") -> Any:
@@ -93,13 +93,14 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
     Raises:
         ConfigError: there is no such tensor.
     """
-    found = outputs
+    logits = outputs
     if not isinstance(outputs, torch.Tensor):
-        found = (
-            outputs.get(LOGITS) if isinstance(outputs, Mapping) else getattr(outputs, LOGITS, None)
-        )
-    if isinstance(found, torch.Tensor):
-        return found
+        if isinstance(outputs, Mapping):
+            logits = outputs.get(LOGITS)
+        else:
+            logits = getattr(outputs, LOGITS, None)
+    if isinstance(logits, torch.Tensor):
+        return logits
     content, place = describe_content(outputs)
     raise ConfigError(
         f"{what} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a part "
@@ -113,9 +114,10 @@ def require_tensor_targets(targets: Tree, task: str) -> None:
     if isinstance(targets, torch.Tensor):
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""
-    what = (
-        "no targets" if targets is None else f"targets that are a {type(targets).__name__}{parts}"
-    )
+    if targets is None:
+        what = "no targets"
+    else:
+        what = f"targets that are a {type(targets).__name__}{parts}"
     raise ConfigError(
         f"{task}: needs targets that are one tensor [b, ...], got {what}. Choose one by `targets`, "
         "or use a loss function, which gets them as they are"

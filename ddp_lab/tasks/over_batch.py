@@ -93,11 +93,11 @@ def describe_coupling(
         for each_outputs, each_targets in cases:
             for training in (True, False):  # in evaluation mode dropout draws nothing
                 try:
-                    found = compare(copied(task).train(training), each_outputs, each_targets)
+                    difference = compare(copied(task).train(training), each_outputs, each_targets)
                 except NotRepeatableError:
                     continue
-                if found:
-                    return found
+                if difference:
+                    return difference
                 break
     return None
 
@@ -136,9 +136,10 @@ def compare_with(
     task: Task, outputs: Any, targets: Tree, together: Sums, dtype: torch.dtype
 ) -> str | None:
     """As `compare`, given the sums over all samples and the coarsest dtype in them."""
-    tolerance = (
-        EXACT if dtype == torch.float64 else measure_tolerance(task, outputs, targets, together)
-    )
+    if dtype == torch.float64:
+        tolerance = EXACT
+    else:
+        tolerance = measure_tolerance(task, outputs, targets, together)
     again, _ = sums_of(task, outputs, targets)
     if not all(map(np.isfinite, together)):
         return None
@@ -147,16 +148,16 @@ def compare_with(
     alone: list[Sums] = []
     count = len(tensors_of(outputs)[0])
     for row in range(count):
-        one = slice(row, row + 1)
+        sample = slice(row, row + 1)
         try:
-            found, _ = sums_of(
-                task, map_outputs(operator.itemgetter(one), outputs), rows(targets, one)
+            sums, _ = sums_of(
+                task, map_outputs(operator.itemgetter(sample), outputs), rows(targets, sample)
             )
         except NotRepeatableError:
             raise
         except Exception as error:
             return f"fails for one sample: {describe_error(error)}"
-        alone.append(found)
+        alone.append(sums)
     for name, value, each in zip(
         ("loss", "weight"), together, zip(*alone, strict=True), strict=True
     ):
@@ -170,15 +171,15 @@ def compare_with(
     return None
 
 
-def is_close(one: float, other: float, tolerance: float, size: float = 0.0) -> bool:
+def is_close(value: float, other: float, tolerance: float, size: float = 0.0) -> bool:
     """Return whether two sums are equal; NaN equals nothing.
 
     Args:
-        one, other: the sums.
+        value, other: the sums.
         tolerance: relative to `size`, and absolute if that is below 1.
         size: of the terms.
     """
-    return abs(one - other) <= tolerance * max(1.0, size, abs(one))
+    return abs(value - other) <= tolerance * max(1.0, size, abs(value))
 
 
 def measure_tolerance(task: Task, outputs: Any, targets: Tree, together: Sums) -> float:
@@ -350,16 +351,16 @@ def outputs_of(model: nn.Module, inputs: Tree) -> Any:
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     on_cpu = not on_meta and sum(parameter.numel() for parameter in model.parameters()) <= LARGE
-    found: object = None
+    outputs: object = None
     if not on_cpu:
         with suppress(Exception), torch.no_grad(), state_kept(model, weights=False):
-            found = call(meta_copy(model).eval(), to(inputs, "meta"))
-    if found is None and not on_meta:
+            outputs = call(meta_copy(model).eval(), to(inputs, "meta"))
+    if outputs is None and not on_meta:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with suppress(Exception), torch.no_grad(), state_kept(model):
-            found = call(model.eval(), to(inputs, device))
-    is_batch = not isinstance(found, torch.Tensor) or found.shape[:1] == (size(inputs),)
-    return found if is_batch else None
+            outputs = call(model.eval(), to(inputs, device))
+    is_batch = not isinstance(outputs, torch.Tensor) or outputs.shape[:1] == (size(inputs),)
+    return outputs if is_batch else None
 
 
 def copied(task: Task) -> Task:

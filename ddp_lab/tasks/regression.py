@@ -21,9 +21,9 @@ class Regression(Task):
     """
 
     takes_logits = True
-    better: ClassVar = {"mae": "lower", "rmse": "lower", "r2": "higher"}
+    metric_mode: ClassVar = {"mae": "lower", "rmse": "lower", "r2": "higher"}
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_same_shape(outputs, targets)
         return F.mse_loss(outputs, targets, reduction="none")
 

@@ -25,14 +25,14 @@ class Segmentation(Task):
     """
 
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "mean_iou": "higher"}
+    metric_mode: ClassVar = {"accuracy": "higher", "mean_iou": "higher"}
 
     def __init__(self, loss: LossFunction | None = None, ignore: int = 255):
         super().__init__(loss)
         self.ignore = ignore
         self.labels = LabelRange(ignore)
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         targets = targets.long()
         self.require_labels(targets, outputs.size(1))
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")

@@ -29,13 +29,13 @@ class Tokens(Task):
     """
 
     takes_logits = True
-    better: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}
+    metric_mode: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__(loss)
         self.labels = LabelRange(IGNORE)
 
-    def own_losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
+    def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_int64(targets)
         self.require_labels(targets, outputs.size(-1))
         losses = F.cross_entropy(
@@ -48,13 +48,13 @@ class Tokens(Task):
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         valid = targets != IGNORE
-        losses, _ = self.own_losses(outputs, targets)
-        found = {
+        losses, _ = self.loss_fn(outputs, targets)
+        sums_of_batch = {
             "tokens": valid.sum(),
             "nats": losses.double().sum(),
             "correct": ((outputs.argmax(-1) == targets) & valid).sum(),
         }
-        return {name: value.double() for name, value in found.items()}
+        return {name: value.double() for name, value in sums_of_batch.items()}
 
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         nats = float(sums["nats"] / sums["tokens"])

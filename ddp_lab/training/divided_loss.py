@@ -78,10 +78,10 @@ def check_loss(
     """
     if not division.causes or is_own(task):
         return True
-    found = samples()
-    if found is None:
+    outputs_and_targets = samples()
+    if outputs_and_targets is None:
         return False
-    outputs, targets = found
+    outputs, targets = outputs_and_targets
     if not isinstance(outputs, torch.Tensor):
         from ddp_lab.tasks.nested import outputs_for as taken_by
 

@@ -132,13 +132,13 @@ class Steps(NamedTuple):
 
 def layouts_of(parameters: Sequence[nn.Parameter]) -> list[Layout]:
     """Return the layouts of parameters, in the order in which they have them."""
-    found: dict[Layout, None] = {}
+    layouts: dict[Layout, None] = {}
     for parameter in parameters:
         dims = max(1, min(parameter.dim(), 2))
         mesh = getattr(parameter, "device_mesh", None)
         placements = getattr(parameter, "placements", None)
-        found[Layout(dims, mesh, placements, local(parameter.data).device)] = None
-    return [*found]
+        layouts[Layout(dims, mesh, placements, local(parameter.data).device)] = None
+    return [*layouts]
 
 
 def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, kind: str) -> None:
@@ -163,11 +163,11 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
     except Exception:  # it cannot update such parameters on one device, either
         return
     try:
-        found = steps.take(divide(wholes), [divide(each) for each in gradients])
+        updated = steps.take(divide(wholes), [divide(each) for each in gradients])
     except Exception as error:
         why = describe_error(error)
         refuse(strategy, f"shards the parameters as DTensors, which {kind} does not support: {why}")
-    difference = largest_difference(found, expected, wholes)
+    difference = largest_difference(updated, expected, wholes)
     if difference > EXACT:
         refuse(
             strategy,
@@ -205,19 +205,19 @@ def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
 
 def made_up_gradients(layouts: Sequence[Layout]) -> list[list[torch.Tensor]]:
     """Return complete gradients for each step."""
-    found: list[list[torch.Tensor]] = []
+    gradients: list[list[torch.Tensor]] = []
     for step in range(1, STEPS + 1):
         first = step * len(layouts)
-        found.append([layout.make(first + place) for place, layout in enumerate(layouts)])
-    return found
+        gradients.append([layout.make(first + place) for place, layout in enumerate(layouts)])
+    return gradients
 
 
-def largest_difference(found: Tensors, expected: Tensors, before: Tensors) -> float:
+def largest_difference(updated: Tensors, expected: Tensors, before: Tensors) -> float:
     """Return the largest difference of an element, relative to the change of its parameter."""
     differences = [0.0]
-    for one, other, start in zip(found, expected, before, strict=True):
+    for result, other, start in zip(updated, expected, before, strict=True):
         change = (other - start.cpu()).abs().max().item()
-        differences.append((one - other).abs().max().item() / max(change, 1e-30))
+        differences.append((result - other).abs().max().item() / max(change, 1e-30))
     return max(differences)
 
 

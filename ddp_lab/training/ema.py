@@ -120,11 +120,11 @@ class EMA:
         Nothing is copied.
         """
         return {
-            name: sharded_as(self.tensors[own], self.averages[own])
-            for name, own in self._names.items()
+            name: sharded_as(self.tensors[names], self.averages[names])
+            for name, names in self._names.items()
         }
 
-    def begin_again(self) -> None:
+    def reset_to_weights(self) -> None:
         """Let the averages start from the weights."""
         for name, average in self.averages.items():
             average.copy_(local(self.tensors[name].detach()))

@@ -134,10 +134,10 @@ class Run:
         Collective; waits for the device.
         """
         begun = self._begun
-        own = total(self.strategy, self.eager.running_sums.totals).tolist()
-        earlier = begun.sums or [0.0] * len(own)
-        sums = [before + now for before, now in zip(earlier, own, strict=True)]
-        self.sync.settle()
+        own_sums = total(self.strategy, self.eager.running_sums.totals).tolist()
+        earlier = begun.sums or [0.0] * len(own_sums)
+        sums = [before + now for before, now in zip(earlier, own_sums, strict=True)]
+        self.sync.flush()
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
 

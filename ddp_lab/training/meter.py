@@ -18,7 +18,7 @@ from ddp_lab.training.sync import PERIOD, Exchanged
 from ddp_lab.world.device import peak_memory_bytes
 
 
-class Mark(NamedTuple):
+class Snapshot(NamedTuple):
     """A position in an epoch: samples and sums so far over all ranks, and this rank's time."""
 
     samples: int
@@ -55,27 +55,29 @@ class Meter(Hook):
 
     def _begin(self, before: Progress) -> None:
         """Begin with the remaining steps of an epoch, at the position `before`."""
-        self._shown = Mark(before.samples, before.sums or self._zeros, time.perf_counter(), 0.0)
+        self._shown = Snapshot(before.samples, before.sums or self._zeros, time.perf_counter(), 0.0)
         self._recorded = self._shown._replace(sums=before.recorded or self._zeros)
 
     def read(self, exchanged: Exchanged) -> None:
         """Record and show what the ranks have exchanged after a step, if that is due."""
-        mark = Mark(exchanged.position.samples, exchanged.sums, exchanged.time, exchanged.waited)
+        snapshot = Snapshot(
+            exchanged.position.samples, exchanged.sums, exchanged.time, exchanged.waited
+        )
         if exchanged.is_row:
-            self.logger.steps(self._row(exchanged, self._recorded, mark))
-            self._recorded = mark
+            self.logger.steps(self._row(exchanged, self._recorded, snapshot))
+            self._recorded = snapshot
         shown_every = min(self.logger.show_every, self.settings.log_every.seconds or math.inf)
         if exchanged.time - self._shown_at >= shown_every - PERIOD / 2:
-            self.logger.show(self._row(exchanged, self._shown, mark))
-            self._shown = mark
+            self.logger.show(self._row(exchanged, self._shown, snapshot))
+            self._shown = snapshot
             self._shown_at = exchanged.time
 
-    def _row(self, exchanged: Exchanged, since: Mark, mark: Mark) -> Mapping[str, Any]:
+    def _row(self, exchanged: Exchanged, since: Snapshot, snapshot: Snapshot) -> Mapping[str, Any]:
         at = exchanged.position
-        seconds = mark.time - since.time
-        rate = (mark.samples - since.samples) / seconds
-        left = self._size - mark.samples
-        sums = [now - before for before, now in zip(since.sums, mark.sums, strict=True)]
+        seconds = snapshot.time - since.time
+        rate = (snapshot.samples - since.samples) / seconds
+        left = self._size - snapshot.samples
+        sums = [now - before for before, now in zip(since.sums, snapshot.sums, strict=True)]
         row: dict[str, Any] = {
             "epoch": at.epoch,
             "step": at.step,
@@ -83,7 +85,7 @@ class Meter(Hook):
             "lr": at.lr,
         }
         row["samples_per_second"] = rate
-        row["data_wait"] = (mark.waited - since.waited) / seconds
+        row["data_wait"] = (snapshot.waited - since.waited) / seconds
         if exchanged.gradient_norm is not None:
             row["gradient_norm"] = exchanged.gradient_norm
         if self.settings.full_rate:

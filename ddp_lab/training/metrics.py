@@ -69,7 +69,7 @@ def evaluate(
     totals = dict[str, torch.Tensor]()
     for inputs, targets, global_size in batches:
         num_valid = strategy.valid_samples(global_size)
-        outputs = found = None
+        outputs = sums_of_batch = None
         if (
             isinstance(inputs, torch.Tensor)
             and isinstance(targets, torch.Tensor)
@@ -77,15 +77,15 @@ def evaluate(
         ):
             outputs = strategy.predict(inputs)
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
-                own = in_float32(outputs[:num_valid])
+                own_outputs = in_float32(outputs[:num_valid])
                 expected = targets[:num_valid]
-                loss, weight = strategy.task.loss_sum(own, expected)
-                found = {"loss": loss, "weight": weight, **task.sums(own, expected)}
-        if found is None:
+                loss, weight = strategy.task.loss_sum(own_outputs, expected)
+                sums_of_batch = {"loss": loss, "weight": weight, **task.sums(own_outputs, expected)}
+        if sums_of_batch is None:
             from ddp_lab.training.nested import sums_of
 
-            found = sums_of(strategy, task, (inputs, targets), num_valid, outputs)
-        for name, value in found.items():
+            sums_of_batch = sums_of(strategy, task, (inputs, targets), num_valid, outputs)
+        for name, value in sums_of_batch.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
         samples += global_size
@@ -98,11 +98,11 @@ def evaluate(
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:
-    """Return the mean loss and running metrics, by name, of [loss_sum, *task.running, weight]."""
-    *found, weight = sums
+    """Return the mean loss and metrics, by name, of [loss_sum, *task.train_metrics, weight]."""
+    *numerators, weight = sums
     return {
         name: value / weight if weight else math.nan
-        for name, value in zip(("loss", *task.running), found, strict=True)
+        for name, value in zip(("loss", *task.train_metrics), numerators, strict=True)
     }
 
 
@@ -115,10 +115,10 @@ class RunningSums:
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
 
     Attributes:
-        totals: [loss_sum, *task.running, weight] in `sum_dtype` since the training loop last zeroed
-            it.
+        totals: [loss_sum, *task.train_metrics, weight] in `sum_dtype` since the training loop last
+            zeroed it.
         norm: L2 norm of the last step's gradient, [1], before clipping; None: no step computes it.
-        add: counts the next step, by its [loss_sum, *task.running, weight].
+        add: counts the next step, by its [loss_sum, *task.train_metrics, weight].
     """
 
     def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):

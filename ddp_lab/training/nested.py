@@ -37,12 +37,12 @@ def sums_of(
     else:
         strategy.cuts_padding = True
         outputs = without_padding(outputs, samples, num_valid)
-    own = for_task(strategy.task, outputs, targets, num_valid)
-    other = own if task is strategy.task else for_task(task, outputs, targets, num_valid)
-    loss, weight = strategy.task.loss_sum(own.outputs, own.targets)
-    found = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
-    counted = {"loss": own.counts, "weight": own.counts}
+    loss_inputs = for_task(strategy.task, outputs, targets, num_valid)
+    other = loss_inputs if task is strategy.task else for_task(task, outputs, targets, num_valid)
+    loss, weight = strategy.task.loss_sum(loss_inputs.outputs, loss_inputs.targets)
+    sums = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
+    counted = {"loss": loss_inputs.counts, "weight": loss_inputs.counts}
     return {
         name: value if counted.get(name, other.counts) else torch.zeros_like(value)
-        for name, value in found.items()
+        for name, value in sums.items()
     }

@@ -71,9 +71,7 @@ def describe_metrics(values: Mapping[str, float], when: str) -> str:
     if not values:
         return ""
     listed = ", ".join(f"{name} ({value})" for name, value in values.items())
-    never_best = (
-        "; such a value is never the best one"
-        if any(name.startswith("val_") for name in values)
-        else ""
-    )
+    never_best = ""
+    if any(name.startswith("val_") for name in values):
+        never_best = "; such a value is never the best one"
     return f"not finite{when}: {listed}{never_best}"

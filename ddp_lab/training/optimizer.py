@@ -197,11 +197,11 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
     state = optimizer.state
     wholes: list[list[nn.Parameter]] = [group["params"] for group in groups]
     shards = {whole: shard_of(whole) for group in wholes for whole in group}
-    for group, held in zip(groups, wholes, strict=True):
-        group["params"] = [shards[whole] for whole in held]
+    for group, parameters in zip(groups, wholes, strict=True):
+        group["params"] = [shards[whole] for whole in parameters]
     optimizer.state = defaultdict(dict)
-    for whole, kept in cast("dict[nn.Parameter, dict[str, Any]]", state).items():
-        optimizer.state[shards[whole]] = {key: local(value) for key, value in kept.items()}
+    for whole, values in cast("dict[nn.Parameter, dict[str, Any]]", state).items():
+        optimizer.state[shards[whole]] = {key: local(value) for key, value in values.items()}
     try:
         yield
     finally:
@@ -214,8 +214,8 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
                         and value.dim() > 0
                     )
                     state[whole][key] = sharded_as(whole, value) if same else value
-        for group, held in zip(groups, wholes, strict=True):
-            group["params"] = held
+        for group, parameters in zip(groups, wholes, strict=True):
+            group["params"] = parameters
         optimizer.state = state
 
 

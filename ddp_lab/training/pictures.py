@@ -24,7 +24,7 @@ class Pictures(Hook):
         loader = run.loaders[self.name]
         self.is_drawable = run.strategy.task.pictures and len(loader.data.shape) == 3
         runtime = run.strategy.runtime
-        self.predicts = self.is_drawable and runtime.agree(
+        self.predicts = self.is_drawable and runtime.broadcast_from_rank0(
             "pictures", lambda: run.logger.draws_predictions
         )
         self.samples = loader.first(SHOWN) if self.predicts else None

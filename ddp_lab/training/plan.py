@@ -37,7 +37,7 @@ class FitSettings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainSizes:
     """The batch sizes, steps and learning rate of a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
     @classmethod
     def make(
         cls, keys: Mapping[str, Any], lr: float, world_size: int, replicas: int, train_size: int
-    ) -> "Plan":
+    ) -> "TrainSizes":
         """Compute the plan of a run.
 
         Args:

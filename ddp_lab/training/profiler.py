@@ -124,7 +124,7 @@ class Profiled(Hook):
         profiler.export_chrome_trace(str(path))
         with gzip.open(path) as file:
             mine = {"devices": read(json.load(file)), "peak_memory_bytes": peak_memory_bytes()}
-        if ranks := self.runtime.collect("profile", json.dumps(mine)):
+        if ranks := self.runtime.gather_objects("profile", json.dumps(mine)):
             self._report([json.loads(rank) for rank in ranks])
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:

@@ -20,8 +20,8 @@ class Progress:
         step: optimizer steps since the beginning of the run.
         averaged_from: the step after which the averages of the weights (ema) begin: 0, or that of a
             checkpoint without them, from which the run was resumed.
-        sums: [loss_sum, *task.running, weight] of this epoch's steps so far, over all ranks; empty
-            at its beginning.
+        sums: [loss_sum, *task.train_metrics, weight] of this epoch's steps so far, over all ranks;
+            empty at its beginning.
         recorded: the sums at the last recorded row of this epoch; empty before the first one.
         seconds: duration of this epoch's steps so far.
         lr: learning rate of the last step.

@@ -71,8 +71,8 @@ class Step:
     Attributes:
         running_sums: sums of the losses, each computed before the optimizer's step.
         lr: learning rate of the last step.
-        sums: the last step's [loss_sum, *task.running, weight] of this rank, which the next step
-            may overwrite.
+        sums: the last step's [loss_sum, *task.train_metrics, weight] of this rank, which the next
+            step may overwrite.
     """
 
     sums: torch.Tensor

@@ -33,7 +33,7 @@ class Exchanged(NamedTuple):
     Attributes:
         position: after the step of the exchange, as hooks get it.
         time: on this rank, as time.perf_counter counts it.
-        sums: [loss_sum, *task.running, weight] of the epoch so far.
+        sums: [loss_sum, *task.train_metrics, weight] of the epoch so far.
         gradient_norm: of the step; None if it does not compute one.
         waited: seconds in which a rank has waited for batches in this epoch, on average over the
             ranks.
@@ -55,7 +55,7 @@ class Exchanged(NamedTuple):
     weights_not_finite: bool
 
 
-class Sent(NamedTuple):
+class PendingReduce(NamedTuple):
     """The values of an exchange, and what this rank remembers for it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sync:
         self.next = sys.maxsize
         self.recorded: list[float] = []
         self._is_used = flags is not None or every != Every()
-        self._pending: Sent | None = None
+        self._pending: PendingReduce | None = None
 
     def begin(self, position: Progress) -> None:
         """Begin before the first step of this launch, at `position`."""
@@ -140,15 +140,15 @@ class Sync:
         """
         step = position.step
         if self._pending and (self._pending.arrived is None or self._pending.arrived.query()):
-            self.settle()
+            self.flush()
         exchanged = None
         if self.is_due(step):
-            self.settle()
+            self.flush()
             is_row = self._is_row(step)
             exchanged = self._receive(self._send(step, position, waited, is_row, waits=True))
             self._hand_on(exchanged)
         elif self._is_row_step(step):
-            self.settle()  # of the last row, whose step is long done
+            self.flush()  # of the last row, whose step is long done
             self._pending = self._send(step, position, waited, is_row=True, waits=False)
         self._set_next(step)
         return exchanged
@@ -172,7 +172,7 @@ class Sync:
         self._set_next(step)
         return exchanged
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Hand on the sums of the last row, if that was not done yet. It waits for them."""
         if self._pending is not None:
             sent = self._pending
@@ -209,7 +209,7 @@ class Sync:
         is_row: bool,
         waits: bool,
         weights: Iterable[torch.Tensor] = (),
-    ) -> Sent:
+    ) -> PendingReduce:
         """Add the values of all ranks: in the order in which `_receive` reads them."""
         runtime = self.strategy.runtime
         device = self.strategy.device
@@ -231,7 +231,7 @@ class Sync:
             float(is_first and is_row),
             *map(float, self.flags()),
         ]
-        own = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
+        own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
         first_bad = self.running_sums.first_bad(step) if waits else None
         is_bad = totals.new_zeros(()) if first_bad is None else first_bad.isfinite().to(totals)
         bad_weights = [1.0 - tensor.isfinite().all().to(totals) for tensor in weights]
@@ -239,7 +239,7 @@ class Sync:
         on_host = torch.tensor(host, dtype=totals.dtype, pin_memory=cuda).to(
             device, non_blocking=cuda
         )
-        on_device = [on_host, torch.stack([is_bad, worst_weight]), own]
+        on_device = [on_host, torch.stack([is_bad, worst_weight]), own_totals]
         if self.running_sums.norm is not None:  # the same on every rank
             on_device.append(self.running_sums.norm * is_first)
         values = runtime.all_reduce(torch.cat(on_device))
@@ -251,9 +251,9 @@ class Sync:
             arrived = torch.cuda.Event()
             values = values.to("cpu", non_blocking=True)
             arrived.record()
-        return Sent(values, arrived, first_bad, replace(position), now)
+        return PendingReduce(values, arrived, first_bad, replace(position), now)
 
-    def _receive(self, sent: Sent) -> Exchanged:
+    def _receive(self, sent: PendingReduce) -> Exchanged:
         """Return what the ranks have sent.
 
         Collective if a loss is not finite, which `_send` has made known to all.
@@ -267,6 +267,9 @@ class Sync:
         if ahead:
             self._exchange_at = self._last_step + int(ahead)
         sums = [before + now for before, now in zip(self._sums_before, rest, strict=False)]
+        not_finite = None
+        if is_bad and sent.first_bad is not None:
+            not_finite = self._find_first(sent.first_bad)
         return Exchanged(
             position=sent.position,
             time=sent.time,
@@ -275,9 +278,7 @@ class Sync:
             waited=waited / self.strategy.runtime.world_size,
             is_row=bool(is_row),
             flags=flags,
-            not_finite=self._find_first(sent.first_bad)
-            if is_bad and sent.first_bad is not None
-            else None,
+            not_finite=not_finite,
             weights_not_finite=bool(bad_weights),
         )
 
@@ -290,7 +291,7 @@ class Sync:
         """
         runtime = self.strategy.runtime
         encoded = -(first_bad * runtime.world_size + runtime.rank)
-        found = runtime.all_reduce(encoded, dist.ReduceOp.MAX).item()
-        assert found != -math.inf, "a rank has said that a loss is not finite"
-        step, rank = divmod(int(-found), runtime.world_size)
+        earliest = runtime.all_reduce(encoded, dist.ReduceOp.MAX).item()
+        assert earliest != -math.inf, "a rank has said that a loss is not finite"
+        step, rank = divmod(int(-earliest), runtime.world_size)
         return step, rank

@@ -69,7 +69,7 @@ class Trainer:
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe):
-        place(strategy, model, task, recipe.performance.channels_last)
+        setup_distributed(strategy, model, task, recipe.performance.channels_last)
         self.strategy = strategy
         self.seed = recipe.step.seed
         self.optimizer = make_optimizer(recipe, strategy)
@@ -82,7 +82,9 @@ class Trainer:
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
 
 
-def place(strategy: Strategy, model: nn.Module, task: Task, channels_last: bool) -> None:
+def setup_distributed(
+    strategy: Strategy, model: nn.Module, task: Task, channels_last: bool
+) -> None:
     """Connect the ranks, and place the model and the task on their devices. Collective.
 
     Args:
@@ -134,8 +136,8 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
     try:
         optimizer = construct_optimizer(make, groups)
     except (TypeError, ValueError, AttributeError) as error:
-        given = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
-        raise ConfigError(f"optimizer: {describe_error(error)}{given}") from None
+        hint = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
+        raise ConfigError(f"optimizer: {describe_error(error)}{hint}") from None
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided

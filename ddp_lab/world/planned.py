@@ -64,10 +64,12 @@ class PlannedRuntime(Runtime):
     def free_memory(self) -> int:
         return self.free
 
-    def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
+    def broadcast_from_rank0(
+        self, key: str, decide: Callable[[], Answer], per_node: bool = False
+    ) -> Answer:
         return decide()
 
-    def collect(self, key: str, value: str) -> list[str] | None:
+    def gather_objects(self, key: str, value: str) -> list[str] | None:
         return [value]
 
     def on_any_rank(self, here: bool) -> bool:

@@ -29,7 +29,7 @@ NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Which rank of which node a process is.
 
     A node is what one torchrun agent starts, usually one machine.
@@ -48,7 +48,7 @@ class Place:
     nodes: int = 1
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Place":
+    def of(cls, environment: Mapping[str, str]) -> "RankInfo":
         """Return the place that torchrun's environment variables describe.
 
         Without them it is that of a single process.
@@ -193,6 +193,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    kept = mallopt(TRIM_THRESHOLD, NEVER)
+    is_set = mallopt(TRIM_THRESHOLD, NEVER)
     in_heap = mallopt(MMAP_THRESHOLD, LARGEST)
-    return bool(kept and in_heap)
+    return bool(is_set and in_heap)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_lab.world.process import Place, env_int, launch_id
+from ddp_lab.world.process import RankInfo, env_int, launch_id
 
 # the longest wait is for a slow dataset download on another rank
 DECISION_TIMEOUT = timedelta(minutes=30)
@@ -35,17 +35,17 @@ class Ranks:
         abandoned: Threads that nothing needs any more, but that may still wait for the store.
 
     Args:
-        place: Which rank this is.
+        rank_info: Which rank this is.
         timeout: How long to wait for the store to open.
     """
 
-    def __init__(self, place: Place, timeout: timedelta):
-        self.rank = place.rank
-        self.world_size = place.world_size
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
-        self.node = place.node
-        self.nodes = place.nodes
+    def __init__(self, rank_info: RankInfo, timeout: timedelta):
+        self.rank = rank_info.rank
+        self.world_size = rank_info.world_size
+        self.local_rank = rank_info.local_rank
+        self.local_world_size = rank_info.local_world_size
+        self.node = rank_info.node
+        self.nodes = rank_info.nodes
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None
@@ -103,7 +103,9 @@ class Ranks:
             )
         return "0"  # the store is rank 0's, and new at each start
 
-    def agree(self, key: str, decide: Callable[[], Answer], per_node: bool = False) -> Answer:
+    def broadcast_from_rank0(
+        self, key: str, decide: Callable[[], Answer], per_node: bool = False
+    ) -> Answer:
         """Run `decide` on one rank and return its answer on every rank.
 
         Collective; it does not need the process group.
@@ -154,15 +156,15 @@ class Ranks:
             self.store.set(answer_key, answer)
             return value
         self.store.wait([answer_key], DECISION_TIMEOUT)
-        found = json.loads(self.store.get(answer_key))
-        if "error" in found:
+        reply = json.loads(self.store.get(answer_key))
+        if "error" in reply:
             from ddp_lab.config.causes import from_record
 
-            raise from_record(found)
-        if found["question"] != name:
-            other = found["question"]
+            raise from_record(reply)
+        if reply["question"] != name:
+            other = reply["question"]
             raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {other}")
-        return found["value"]
+        return reply["value"]
 
     def _pass_on(self, keys: list[str], error: BaseException) -> None:
         """Set some keys of the store to this rank's exception, unless the store is gone."""
@@ -207,7 +209,7 @@ class Ranks:
                 self._pass_on([outcomes[self.rank]], error)
             raise
         self.store.set(outcomes[self.rank], json.dumps({}))
-        self.agree(key, partial(self._check_ranks, outcomes))
+        self.broadcast_from_rank0(key, partial(self._check_ranks, outcomes))
         return result
 
     def _check_ranks(self, outcomes: list[str]) -> None:
@@ -233,7 +235,7 @@ class Ranks:
         self._collections += 1
         return [f"{key}/{self._collections}/{rank}" for rank in range(self.world_size)]
 
-    def collect(self, key: str, value: str) -> list[str] | None:
+    def gather_objects(self, key: str, value: str) -> list[str] | None:
         """Gather one string per rank on rank 0. Collective; it does not need the process group.
 
         Args:
@@ -250,12 +252,14 @@ class Ranks:
         if self.rank != 0:
             return None
         self.store.wait(keys, DECISION_TIMEOUT)
-        return [found.decode() for found in self.store.multi_get(keys)]
+        return [value_found.decode() for value_found in self.store.multi_get(keys)]
 
-    def conclude(self, key: str, value: Any, decide: Callable[[list[Any]], Answer]) -> Answer:
+    def gather_and_decide(
+        self, key: str, value: Any, decide: Callable[[list[Any]], Answer]
+    ) -> Answer:
         """Return on every rank what rank 0 concludes from the values of all ranks.
 
-        Collective, as `agree`.
+        Collective, as `broadcast_from_rank0`.
 
         Args:
             key: Name of the question in the store.
@@ -266,8 +270,8 @@ class Ranks:
             ConfigError: `decide` raised it.
             OtherRankError: `decide` raised another exception on rank 0.
         """
-        found = self.collect(key, json.dumps(value)) or []
-        return self.agree(key, lambda: decide([json.loads(each) for each in found]))
+        texts = self.gather_objects(key, json.dumps(value)) or []
+        return self.broadcast_from_rank0(key, lambda: decide([json.loads(each) for each in texts]))
 
     @property
     def launch(self) -> str:
@@ -278,8 +282,10 @@ class Ranks:
         They are complete on rank 0 only.
         """
         if self._launch is None:
-            own = launch_id()
-            self._launch = "\n".join(dict.fromkeys(self.collect("launch", own) or [own]))
+            own_id = launch_id()
+            self._launch = "\n".join(
+                dict.fromkeys(self.gather_objects("launch", own_id) or [own_id])
+            )
         return self._launch
 
     def exit_if_abandoned(self, code: int) -> None:

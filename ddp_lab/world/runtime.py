@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.world.device import card_of, find_device, list_devices, peak_flops
-from ddp_lab.world.process import Place, die_with_torchrun
+from ddp_lab.world.process import RankInfo, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
 # seconds that rank 0 keeps its store open after an error, for the other ranks to read the message
@@ -47,7 +47,7 @@ class Runtime(Ranks):
         device: The config key `device`.
         precision: "float32" or "bf16".
         timeout: Timeout of the collectives, in seconds.
-        place: Which rank this is; None: torchrun's environment variables say it.
+        rank_info: Which rank this is; None: torchrun's environment variables say it.
 
     Raises:
         NodeError: The device does not exist, there are more ranks than GPUs, or the device does not
@@ -60,9 +60,9 @@ class Runtime(Ranks):
         device: str = "auto",
         precision: str = "float32",
         timeout: float = 600.0,
-        place: Place | None = None,
+        rank_info: RankInfo | None = None,
     ):
-        super().__init__(place or Place.of(os.environ), timedelta(seconds=timeout))
+        super().__init__(rank_info or RankInfo.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._kept: list[object] = []
@@ -84,21 +84,18 @@ class Runtime(Ranks):
             )
         if name in ("cpu", "mps"):
             return [first]
-        devices = (
-            [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-            if name == "cuda"
-            else [first]
-        )
+        if name == "cuda":
+            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        else:
+            devices = [first]
         if self.local_world_size > len(devices):
+            remedy = f"Use --nproc_per_node={len(devices)}, or set device=cpu"
+            if name != "cuda":
+                remedy += ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
             raise NodeError(
                 f"device={name}: {self.local_world_size} ranks on {socket.gethostname()} need one "
                 f"GPU each, but this setting provides {len(devices)}. Available: {list_devices()}. "
-                f"Use --nproc_per_node={len(devices)}, or set device=cpu"
-                + (
-                    ""
-                    if name == "cuda"
-                    else ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
-                )
+                f"{remedy}"
             )
         return devices
 
@@ -121,11 +118,9 @@ class Runtime(Ranks):
 
     def peak_flops(self) -> float | None:
         """Return the FLOP/s of this rank's card by its data sheet; None without a known card."""
-        return (
-            peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
-            if self.device.type == "cuda"
-            else None
-        )
+        if self.device.type == "cuda":
+            return peak_flops(card_of(torch.cuda.get_device_name()), self.precision)
+        return None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of mixed precision for the forward pass.

@@ -51,11 +51,11 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: timedelt
     waited = 0.0
     name = ""
     while waited < timeout.total_seconds():
-        if (name or store.check(["attempt"])) and (
-            published := store.get("attempt").decode()
-        ) != name:
-            name = published
-            store.set(f"{name}/{rank}", word)
+        if name or store.check(["attempt"]):
+            published = store.get("attempt").decode()
+            if published != name:
+                name = published
+                store.set(f"{name}/{rank}", word)
         answer = f"{name}/{rank}/repeated"
         if name and store.check([answer]) and store.get(answer).decode() == word:
             return name

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from worlds import run_world
 
 from ddp_lab.advise import fit
+from ddp_lab.advise.advisor import Advisor
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
@@ -41,7 +42,9 @@ def test_state_that_fits_or_cannot_be_planned_is_accepted(overrides, size):
     check_state(overrides, size, 2)
 
 
-def test_refusal_names_the_two_simplest_alternatives():
+def test_refusal_names_the_two_simplest_alternatives(monkeypatch):
+    few = [["strategy=ddp"], ["strategy=fsdp"], ["strategy=tp", "strategy.tp=2"]]
+    monkeypatch.setattr(Advisor, "candidates", lambda self: few)
     with pytest.raises(ConfigError) as refused:
         check_state(
             [*LENET[:-1], "batch_size=8", "optimizer=adamw", "strategy=single"],
@@ -51,10 +54,10 @@ def test_refusal_names_the_two_simplest_alternatives():
         )
     text = str(refused.value)
     first, second = text[text.index("Use ") :].split(" or ")
-    assert first.startswith(
-        "Use `torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy="
-    )
-    assert re.search(r", the simplest of \d+ that fit on 4 such devices$", second)
+    launch_line = "`torchrun --standalone --nproc_per_node=4 -m ddp_lab ... strategy="
+    assert first.startswith(f"Use {launch_line}")
+    assert second.startswith(launch_line)
+    assert second.endswith(", the simplest of 2 that fit on 4 such devices"), text
 
 
 def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):

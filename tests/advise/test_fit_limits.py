@@ -12,7 +12,7 @@ from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
-from ddp_lab.training.plan import Plan
+from ddp_lab.training.plan import TrainSizes
 from ddp_lab.world.planned import PlannedRuntime
 
 LENET = ["model=lenet", "data=digits", "batch_size=8", "strategy=single"]
@@ -64,9 +64,9 @@ def test_chosen_global_batch_is_at_most_the_training_set(scaling, ranks, largest
     sizes = fit.values_of(cfg, strategy, DIGITS, 1)
     assert max(sizes) == largest
     cfg.batch_size = largest
-    plan = Plan.make(cfg, 0.1, ranks, strategy.replicas, DIGITS)
-    assert plan.global_batch_size == largest * (ranks if scaling == "weak" else 1) <= DIGITS
-    assert plan.warning() is None
+    sizes = TrainSizes.make(cfg, 0.1, ranks, strategy.replicas, DIGITS)
+    assert sizes.global_batch_size == largest * (ranks if scaling == "weak" else 1) <= DIGITS
+    assert sizes.warning() is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from worlds import once, run_world
 
 from ddp_lab.advise.advisor import Advisor
 from ddp_lab.advise.devices import find_devices
-from ddp_lab.advise.plan import Planned, plan_rank
+from ddp_lab.advise.plan import DeviceEstimate, plan_rank
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
 from ddp_lab.strategies.dtensor import local
@@ -135,7 +135,7 @@ def world(cases: tuple[str, ...]) -> list[dict[str, Real]]:
     return run_world(4, measure_all, cases)
 
 
-def plan(case: str, ranks: int, rank: int) -> list[Planned]:
+def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
     with dtype_of(case):
         runtime = PlannedRuntime(ranks, ranks, "float32", kind="cpu")
         cfg = config_of(case)

@@ -6,19 +6,20 @@ Both in each of the formats.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cases import assert_equal
-from training import largest_difference, reference_of, run_cases
+from training import Outcome, largest_difference, reference_of, run_cases
 from worlds import run_world
 
 from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
 # Runs by what they train, in three steps an epoch, with their numbers of ranks. Each writes both
-# formats, and resumes from one format of the run before it and the other of the second before. That
-# suffices, because all write the same.
+# formats. It resumes from one format of the run before it or the other of the second before, and in
+# the slow tests from both. That suffices, because all write the same.
 RUNS = {
     "lenet samples=49 ema=0.8": {
         "single": 1,
@@ -32,20 +33,34 @@ RUNS = {
     },
     "vit adamw samples=49 ema=0.8": {
         "single": 1,
-        "mesh shard=null tp=2 sequence_parallel=true": 4,
+        "mesh tp=2 sequence_parallel=true": 2,
         "mesh pp=2 tp=2 schedule=interleaved1f1b": 4,
     },
     # also a frozen bias and unused parameters
     "tied adamw samples=49 ema=0.8": {"single": 1, "fsdp": 2, "pipeline": 2},
 }
-BACK = {"pt": 1, "sharded": 2}
 WRITERS = [(model, strategy) for model, runs in RUNS.items() for strategy in runs]
-READERS = [
-    (model, list(runs)[i - back % len(runs)], strategy, form)
-    for model, runs in RUNS.items()
-    for i, strategy in enumerate(runs)
-    for form, back in BACK.items()
-]
+FORMS = [("pt", 1), ("sharded", 2)]
+
+
+def readers_of(first: int) -> list[tuple[str, str, str, str]]:
+    """Return for each run its model, the run that it resumes from, and of which format.
+
+    Args:
+        first: the index in FORMS for the first run of a model; it alternates.
+    """
+    found = []
+    for model, runs in RUNS.items():
+        names = list(runs)
+        for i, strategy in enumerate(names):
+            form, back = FORMS[(first + i) % 2]
+            found.append((model, names[i - back % len(names)], strategy, form))
+    return found
+
+
+QUICK = readers_of(0)
+SLOW = readers_of(1)
+READERS = [*QUICK, *(pytest.param(*reader, marks=pytest.mark.slow) for reader in SLOW)]
 # Runs of `single` with the step of a checkpoint, and the runs that resume from it: within an epoch;
 # with one group of parameters instead of the two that were saved.
 RECIPES = {"recipe": "single recipe checkpoint.at_steps=[4]", "groups": "single unbiased undecayed"}
@@ -65,6 +80,27 @@ def file_of(folder: Path, *writer: str, form: str = "pt", step: int = 3) -> Path
     return folder_of(folder, *writer) / form / f"step_{step:08d}.{form}"
 
 
+def outcomes_of(launches: dict[Any, tuple[str, int]]) -> dict[Any, list[Outcome]]:
+    """Run cases, which have their number of ranks; return the outcomes of each, for each rank."""
+    outcomes = {}
+    for size in (1, 2, 4):
+        cases = {key: case for key, (case, ranks) in launches.items() if ranks == size}
+        found = run_world(size, run_cases, list(cases.values()), timeout=240)
+        outcomes |= {key: [rank[case] for rank in found] for key, case in cases.items()}
+    return outcomes
+
+
+def resuming(folder: Path, readers: list[tuple[str, str, str, str]]) -> dict[Any, tuple[str, int]]:
+    """Return the cases of readers, with their numbers of ranks."""
+    return {
+        (model, writer, reader, form): (
+            f"{reader} {model} resume={file_of(folder, model, writer, form=form)}",
+            RUNS[model][reader],
+        )
+        for model, writer, reader, form in readers
+    }
+
+
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory) -> tuple[Path, dict]:
     """Let each run train for two epochs, and then each reader resume.
@@ -72,38 +108,34 @@ def moved(tmp_path_factory) -> tuple[Path, dict]:
     Return the folder and the outcomes, for each rank.
     """
     folder = tmp_path_factory.mktemp("moved")
-    outcomes = {}
     first = {
         (model, run): (f"{run} {model} save={folder_of(folder, model, run)}", RUNS[model][run])
         for model, run in WRITERS
     }
     first |= {name: (f"{case} save={folder_of(folder, name)}", 1) for name, case in RECIPES.items()}
-    then = {
-        (model, writer, reader, form): (
-            f"{reader} {model} resume={file_of(folder, model, writer, form=form)}",
-            RUNS[model][reader],
-        )
-        for model, writer, reader, form in READERS
-    }
+    then = resuming(folder, QUICK)
     for name, case in RESUMED:
         for each, ranks in ((case, 2), (reference_of(case), 1)):
             then[name, each] = f"{each} resume={file_of(folder, name, step=STEPS[name])}", ranks
-    for launches in (first, then):
-        for size in (1, 2, 4):
-            cases = {key: case for key, (case, ranks) in launches.items() if ranks == size}
-            found = run_world(size, run_cases, list(cases.values()), timeout=240)
-            outcomes |= {key: [rank[case] for rank in found] for key, case in cases.items()}
-    return folder, outcomes
+    return folder, outcomes_of(first) | outcomes_of(then)
+
+
+@pytest.fixture(scope="module")
+def moved_slowly(moved) -> dict:
+    folder, _ = moved
+    return outcomes_of(resuming(folder, SLOW))
 
 
 @pytest.mark.parametrize(("model", "writer", "reader", "form"), READERS)
-def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, moved):
+def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, moved, request):
     """Weights, averages, momentum and sums end as those of `single` without an interruption.
 
     They are the same on all ranks.
     """
     _, outcomes = moved
-    first, *others = outcomes[model, writer, reader, form]
+    key = model, writer, reader, form
+    resumed = outcomes if key in QUICK else request.getfixturevalue("moved_slowly")
+    first, *others = resumed[key]
     straight = outcomes[model, "single"][0]
     assert len(first.sums) == 1, "it started from the beginning"
     assert_equal(

@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import launches
 import pytest
 import torch
-from launches import ROOT, SUPPORT
 from torch import nn
 
 from ddp_lab import Lab, tasks
@@ -63,14 +60,7 @@ def print_outcome() -> None:
 
 
 def test_killed_worker_process_under_launch_is_one_message():
-    search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(search),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-c", "import test_lost_worker; test_lost_worker.print_outcome()"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = launches.call_in_process(print_outcome, timeout=100)
     first, empty, line = done.stdout.splitlines()
     assert first in ("rank 0 raised:", "rank 1 raised:")
     assert empty == ""

@@ -6,12 +6,10 @@ Nothing is downloaded.
 import os
 import sys
 
-import datasets
 import own_datasets
 import pytest
 import torch
 from configs import config
-from hf_datasets import make_hf
 from image_folders import write_folder
 from omegaconf import DictConfig, OmegaConf
 from worlds import run_world
@@ -226,12 +224,14 @@ def load_hf(root, *overrides: str) -> Dataset:
     cfg = config(*IMAGES, f"data.root={root}", *overrides)
     source = make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root.parent / "cache")
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
         patch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
         return source.load()
 
 
 def write(root, form: str) -> None:
+    from hf_datasets import make_hf  # takes 2 s, which all processes of pytest would spend
+
     if form == "saved":
         make_hf().save_to_disk(root)
     for split, rows in make_hf().items() if form == "parquet" else ():
@@ -271,9 +271,9 @@ def test_hf_folder_of_images_has_the_samples_of_data_folder(tmp_path):
 
 
 def test_saved_split_and_text_of_hf_are_training_sets_of_which_a_part_is_held_out(tmp_path):
-    datasets.Dataset.from_dict({"text": ["to be", None, "or not"] * 13}).save_to_disk(
-        tmp_path / "one"
-    )
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["to be", None, "or not"] * 13}).save_to_disk(tmp_path / "one")
     text = load_hf(
         tmp_path / "one",
         "data.dataset.inputs=text",

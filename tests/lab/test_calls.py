@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import ROOT, SUPPORT
+from launches import ROOT, SUPPORT, call_in_process
 from torch import nn
 from torch.utils.data import TensorDataset
+from warm import programs
 from worlds import run_world
 
 from ddp_lab import Lab, tasks
@@ -106,20 +107,8 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes() -> dict[str, list]:
-    """Return what `print_outcomes` prints in a new process.
-
-    Another test of this one may have started threads of autograd.
-    """
-    search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(search),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, "-c", "import test_calls; test_calls.print_outcomes()"]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT * len(CASES)
-    )
+    """Return what `print_outcomes` prints in a process of its own."""
+    done = call_in_process(print_outcomes, timeout=LIMIT * len(CASES))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -145,7 +134,7 @@ def test_script_of_torchrun_ends_with_the_message(tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
     }
     torchrun = [
-        str(Path(sys.executable).parent / "torchrun"),
+        str(programs() / "torchrun"),
         "--standalone",
         "--nproc_per_node=2",
         str(script),

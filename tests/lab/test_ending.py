@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ending
 import pytest
-from launches import ROOT, SUPPORT
+from launches import ROOT, SUPPORT, launch
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node=2"]
 
@@ -76,7 +76,13 @@ def test_launch_ends_with_worker_processes():
         assert re.search(rf"^{how}: {outcome}; left: \[\]$", output, re.MULTILINE), output
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["parent", "group"])
+@pytest.mark.parametrize(
+    "send",
+    [
+        pytest.param(os.kill, id="parent"),
+        pytest.param(os.killpg, id="group", marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_launch_ends_with_all_processes(send):
     """A notebook's kernel gets the signal of its stop button alone, or with its process group."""
     process, mark = start([sys.executable, str(SUPPORT / "ending.py"), "launch", "wait"])
@@ -96,8 +102,18 @@ def test_killed_launch_leaves_no_process():
     finish(process, mark, timeout=10)
 
 
-@pytest.mark.parametrize("how", ["stuck", "raise"])
-@pytest.mark.parametrize("command", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
+PYTHON = [sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        pytest.param(PYTHON, "stuck", id="python-stuck"),
+        pytest.param(TORCHRUN, "raise", id="torchrun-raise"),
+        pytest.param(PYTHON, "raise", id="python-raise", marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, "stuck", id="torchrun-stuck", marks=pytest.mark.slow),
+    ],
+)
 def test_script_ends_with_worker_processes(command, how):
     process, mark = start([*command, "script", how])
     output = finish(process, mark)
@@ -107,6 +123,7 @@ def test_script_ends_with_worker_processes(command, how):
 
 
 def test_error_that_all_ranks_of_a_script_raise_is_printed_by_one():
-    process, mark = start([*TORCHRUN, "script", "label"])
-    output = finish(process, mark)
+    line = "torchrun --standalone --nproc_per_node=2"
+    code, output = launch(line, str(SUPPORT / "ending.py"), "script", "label")
+    assert code != 0
     assert output.count("SampleError: the targets contain the label 7, but") == 1, output

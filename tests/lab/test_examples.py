@@ -8,8 +8,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 from launches import ROOT
 from worlds import run_world
@@ -42,6 +40,9 @@ def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
 
 
 def test_notebook_trains_on_two_ranks_and_plots():
+    import nbclient  # takes 1 s, which all processes of pytest would spend
+    import nbformat
+
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     outputs = [

@@ -157,7 +157,7 @@ def test_loss_that_is_one_number_is_refused_and_may_be_expanded():
 
 def test_task_with_a_loss_over_the_batch_is_refused():
     class Own(tasks.Regression):
-        def own_losses(self, outputs, targets):
+        def loss_fn(self, outputs, targets):
             return info_nce(outputs, targets)
 
     assert refusal(Own(), "single", accumulate=2).startswith(

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import OrderedDict, namedtuple
@@ -19,7 +18,7 @@ import launches
 import numpy as np
 import pytest
 import torch
-from launches import ROOT, SUPPORT, refusal_in_world
+from launches import call_in_process, refusal_in_world
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from worlds import run_world
@@ -217,15 +216,8 @@ def print_outcomes() -> None:
 
 @functools.cache
 def outcomes_on_two_ranks() -> dict[str, list[str]]:
-    """Return what `print_outcomes` prints in a new process.
-
-    Another test of this one may have started threads of autograd.
-    """
-    search = [str(ROOT), str(SUPPORT), str(Path(__file__).parent)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search), "OMP_NUM_THREADS": "1"}
-    program = "import test_mistakes; test_mistakes.print_outcomes()"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    """Return what `print_outcomes` prints in a process of its own."""
+    done = call_in_process(print_outcomes)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -11,14 +11,11 @@ that a step with the learning rate 0.1 multiplies w by 0.35. The decay of the av
 """
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from launches import call_in_process
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -38,7 +35,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
 class Outputs(tasks.Task):
     """Has the sum of the outputs as its metric, and a loss that would be 100."""
 
-    def own_losses(self, outputs, targets):
+    def loss_fn(self, outputs, targets):
         return torch.full((len(outputs),), 100.0)
 
     def sums(self, outputs, targets):
@@ -266,11 +263,5 @@ def check_launch_of_two_ranks() -> None:
 
 
 def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():
-    """In a new process: this one may have threads of autograd, which no fork survives."""
-    root = Path(__file__).parents[2]
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{root}:{here}", "OMP_NUM_THREADS": "1"}
-    program = "import test_trainer_numbers; test_trainer_numbers.check_launch_of_two_ranks()"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = call_in_process(check_launch_of_two_ranks, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -134,9 +134,9 @@ def raise_in_an_answer(own_store: bool, port: int) -> str:
 
     try:
         with Runtime("cpu", timeout=30) as runtime:
-            runtime.collect("here", "")
+            runtime.gather_objects("here", "")
             time.sleep(0.3 * runtime.rank)
-            runtime.agree("thing", decide)
+            runtime.broadcast_from_rank0("thing", decide)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
@@ -159,11 +159,11 @@ def work_of_all(failing: int, kind: type[Exception]) -> str:
     def work() -> str:
         if runtime.rank == failing:
             raise kind("impossible")
-        return runtime.agree("inner", lambda: "done") if failing == 0 else "done"
+        return runtime.broadcast_from_rank0("inner", lambda: "done") if failing == 0 else "done"
 
     try:
         with Runtime("cpu", timeout=30) as runtime:
-            runtime.collect("here", "")
+            runtime.gather_objects("here", "")
             return runtime.succeed("work", work)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -192,7 +192,8 @@ def test_work_that_all_ranks_can_do_returns_each_ranks_result():
 def succeed_everywhere() -> str:
     with Runtime("cpu", timeout=30) as runtime:
         return runtime.succeed(
-            "work", lambda: f"{runtime.rank} {runtime.agree('inner', lambda: 'done')}"
+            "work",
+            lambda: f"{runtime.rank} {runtime.broadcast_from_rank0('inner', lambda: 'done')}",
         )
 
 

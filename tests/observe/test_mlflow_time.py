@@ -2,8 +2,6 @@
 
 import time
 
-from mlflow import MlflowClient
-
 from ddp_lab.observe.trackers.base import TrackedRun
 from ddp_lab.observe.trackers.mlflow import MLflow
 
@@ -32,6 +30,8 @@ class Client:
 
 
 def test_metrics_have_the_time_in_milliseconds_and_the_step(tmp_path, monkeypatch):
+    from mlflow import MlflowClient  # takes 4 s, which all processes of pytest would spend
+
     for name in (
         "__init__",
         "get_experiment_by_name",

@@ -85,7 +85,7 @@ def test_rank_that_waits_for_the_sums_of_a_row_exchanges_at_the_same_steps_as_ot
     assert sync.after_step(Progress(step=3), 0.0) is None
     assert sync.next == 4, "it looks again after the next step"
     assert not sync.is_due(4)
-    sync.settle()
+    sync.flush()
     assert [sync.is_due(step) for step in (6, 7)] == [False, True]
 
 

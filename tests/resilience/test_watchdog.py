@@ -19,7 +19,7 @@ from ddp_lab.resilience import flight_recorder, heartbeats
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
-from ddp_lab.world.process import Place
+from ddp_lab.world.process import RankInfo
 from ddp_lab.world.runtime import Runtime
 
 
@@ -46,8 +46,8 @@ def table() -> Table:
 
 def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> Watchdog:
     """Return a rank's watchdog without its thread; instead of exiting it only reports."""
-    place = Place(rank, table.size, rank, table.size, 0, 1)
-    made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", place=place), timeout)
+    rank_info = RankInfo(rank, table.size, rank, table.size, 0, 1)
+    made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", rank_info=rank_info), timeout)
     made.table = table
     made.leave = lambda grace: None
     made.heartbeat = OwnHeartbeat(table, rank, made.own)
@@ -65,7 +65,7 @@ def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypa
     created = []
     create = Table._create
     monkeypatch.setattr(Table, "_create", lambda table: created.append(create(table)) or created[0])
-    runtime.collect = opened
+    runtime.gather_objects = opened
     table = Table(runtime)
     assert found == [0o600], "the file has a name until all ranks have opened it"
     assert not Path(created[0]).exists()
@@ -262,10 +262,10 @@ def nodes() -> list[NodeLink]:
     store = HashStore()
     links = []
     for node in (0, 1):
-        runtime = Runtime("cpu", place=Place(node, 2, 0, 1, node, 2))
+        runtime = Runtime("cpu", rank_info=RankInfo(node, 2, 0, 1, node, 2))
         runtime._store = store
-        runtime.agree = lambda key, create, per_node: create()
-        runtime.collect = lambda key, value: None
+        runtime.broadcast_from_rank0 = lambda key, create, per_node: create()
+        runtime.gather_objects = lambda key, value: None
         links.append(NodeLink(runtime, Table(runtime)))
         links[-1].table.write(0, beat(node))
     return links

@@ -154,7 +154,9 @@ def test_rank_0_decides_whether_to_compile(answer, attempts, monkeypatch):
     step, loader = make_step("optimizer.fused=true")
     runtime = step.strategy.runtime
     monkeypatch.setattr(
-        runtime, "agree", lambda key, decide: answer if key == "compile" else decide()
+        runtime,
+        "broadcast_from_rank0",
+        lambda key, decide: answer if key == "compile" else decide(),
     )
     build_step(CHOSEN, step, loader, 1 if answer else 10**9)
     assert attempts.tried == [GRAPH, BOTH][: 1 + answer]
@@ -167,7 +169,7 @@ class OfModel:
         self.strategy = SimpleNamespace(
             module=model,
             compiled_by_block=False,
-            runtime=SimpleNamespace(agree=lambda key, decide: decide()),
+            runtime=SimpleNamespace(broadcast_from_rank0=lambda key, decide: decide()),
         )
 
 

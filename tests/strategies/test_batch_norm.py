@@ -17,7 +17,7 @@ from training import BatchNormAct
 from worlds import run_world
 
 from ddp_lab import Lab, tasks
-from ddp_lab.checkpoints.state import collect
+from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.batch_norm import (
     OF_MICRO_BATCHES,
@@ -358,7 +358,7 @@ def statistics(
         )
         for batch in trainer.batches(data, 0):
             trainer.step(*batch)
-        weights, _ = collect(trainer.strategy, trainer.state.weights())
+        weights, _ = gather_full_state(trainer.strategy, trainer.state.weights())
         return {
             name.removeprefix("model.1."): tensor
             for name, tensor in weights.items()

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from worlds import run_world
 
 from ddp_lab import Lab, tasks
-from ddp_lab.checkpoints.state import collect
+from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.unit_advice import Advice
 
@@ -251,7 +251,7 @@ def train(kind: type[nn.Module], strategy: str, **options) -> tuple[str, dict[st
             return str(error), {}
         except RuntimeError:  # of gloo: this rank waits for another one, which has ended
             return "", {}
-        full, _ = collect(trainer.strategy, trainer.state.weights())
+        full, _ = gather_full_state(trainer.strategy, trainer.state.weights())
         return "", full
 
 

@@ -15,7 +15,7 @@ from training import make_model
 from worlds import run_world
 
 from ddp_lab import Lab, tasks
-from ddp_lab.checkpoints.state import collect
+from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lenet import lenet
@@ -279,7 +279,7 @@ def train_branches(
             trainer = lab.trainer(model, tasks.Regression(), make, 8, accumulate, example=inputs[0])
             for batch in trainer.batches(data, 0, shuffle=False):
                 trainer.step(*batch)
-            found[kind], _ = collect(trainer.strategy, trainer.state.weights())
+            found[kind], _ = gather_full_state(trainer.strategy, trainer.state.weights())
     return found
 
 

@@ -11,7 +11,7 @@ from torchvision.models import efficientnet_b0
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
-from ddp_lab.checkpoints.state import collect
+from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.tp import can_be_sharded
 
@@ -107,7 +107,7 @@ def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, tor
         example = data[0] if tried else None
         trainer = lab.trainer(model, tasks.Classification(), make, batch_size=16, example=example)
         losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
-        weights, _ = collect(trainer.strategy, trainer.state.weights())
+        weights, _ = gather_full_state(trainer.strategy, trainer.state.weights())
         return losses, weights
 
 

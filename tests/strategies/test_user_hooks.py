@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
-from ddp_lab.checkpoints.state import collect
+from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.make import as_chain
@@ -181,7 +181,7 @@ def train(
                 trainer.step(*batch)
         except ConfigError as error:
             return str(error)
-        return collect(trainer.strategy, trainer.state.weights())[0]
+        return gather_full_state(trainer.strategy, trainer.state.weights())[0]
 
 
 def train_all(strategy: str, options: dict) -> dict[str, dict[str, torch.Tensor] | str]:

@@ -212,5 +212,5 @@ OVER_BATCH = {
 class Contrastive(Regression):
     """A task with a loss over the batch."""
 
-    def own_losses(self, outputs, targets):
+    def loss_fn(self, outputs, targets):
         return info_nce(outputs, targets)

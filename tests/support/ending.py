@@ -117,6 +117,9 @@ def main() -> None:
     if way == "script":
         print(train(given[0]))
         return
+    if len(given) > 1:
+        import preload_rank  # noqa: F401  # else all ranks import it, which takes each 2 s
+
     for how in given:
         try:
             outcome = launch(train, how)

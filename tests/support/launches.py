@@ -100,6 +100,25 @@ def launch(
     return finish(start(line, *more, gpus=gpus, cold=cold, cwd=cwd))
 
 
+def call_in_process(
+    function: Callable[[], None], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Call a function of a test file in a process of its own, and return how that ended.
+
+    The function may fork ranks, unlike the process of pytest, in which a test may have started
+    threads of autograd. The process is forked from the server of warm.py if that runs.
+    """
+    search = [str(ROOT), str(SUPPORT), str(Path(function.__code__.co_filename).parent)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(search),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    module = Path(function.__code__.co_filename).stem
+    command = [programs() / "python", SUPPORT / "call.py", module, function.__name__]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
 def launch_on_terminal(line: str, *more: str) -> str:
     """Run a command on a terminal of 100 columns, and return what it writes there."""
     command = f"stty rows 30 columns 100; {line} {shlex.join(more)}"

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import State, collect, content_of, merge
+from ddp_lab.checkpoints.state import State, content_of, gather_full_state, merge
 from ddp_lab.config.types import Every
 from ddp_lab.data.loader import Loader
 from ddp_lab.models.book_resnet import Residual, book_resnet18
@@ -455,7 +455,7 @@ def run_case(runtime: Runtime, case: str) -> Outcome:
     with TemporaryDirectory() as own:
         if "files" in case.split():  # images of ten classes
             sizes = {"train": 49, "val": 12, "test": TEST_SAMPLES}
-            cfg.data.root = runtime.agree(
+            cfg.data.root = runtime.broadcast_from_rank0(
                 "root", lambda: str(write_folder(Path(own), sizes, classes=10, sides=(28, 48)))
             )
         job = build(cfg, runtime)
@@ -493,7 +493,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     ]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
     position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
-    steps_left = cfg.epochs * job.plan.steps_per_epoch
+    steps_left = cfg.epochs * job.sizes.steps_per_epoch
     step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
     eager = trainer.eager_step
@@ -511,7 +511,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     if chosen == "test":
         assert tested.samples == confusion.sum() == TEST_SAMPLES
         assert tested.values["accuracy"] == confusion.trace().item() / TEST_SAMPLES
-    full, rests = collect(strategy, *state.part(position))
+    full, rests = gather_full_state(strategy, *state.part(position))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
     own = {
@@ -537,7 +537,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
 
 def full_weights(strategy: Strategy) -> dict[str, torch.Tensor]:
     """Return the complete model's weights on rank 0, else {}. Collective."""
-    return collect(strategy, strategy.module.state_dict())[0]
+    return gather_full_state(strategy, strategy.module.state_dict())[0]
 
 
 def hash_of(state: dict[str, torch.Tensor]) -> str:

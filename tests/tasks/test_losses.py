@@ -7,7 +7,7 @@ from own_losses import Focal
 
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.run.build import build_loss
-from ddp_lab.tasks.base import Task, measure
+from ddp_lab.tasks.base import RENAMED, Task, measure
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 
 LOGITS = torch.randn(6, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -85,9 +85,18 @@ def test_own_loss_that_does_not_fit_is_refused(name, message):
         own(name, **{"how": how[0]} if how else {})
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_task_of_a_user_that_defines_a_former_name_is_refused_with_the_new_one(old, new):
+    kind = type("Mine", (Classification,), {old: None})
+    derived = type("Derived", (kind,), {})
+    message = rf"^Derived: defines {old}, which a task calls {new}; rename it$"
+    with pytest.raises(ConfigError, match=message):
+        derived()
+
+
 def test_task_without_a_loss_is_refused():
     with pytest.raises(
         TrainingError,
-        match=r"^Task: has no loss; define its method own_losses, or use Task\(loss\)$",
+        match=r"^Task: has no loss; define its method loss_fn, or use Task\(loss\)$",
     ):
         Task().loss_sum(LOGITS, TARGETS)

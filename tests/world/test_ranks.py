@@ -39,7 +39,7 @@ def prepare_once_per_node(folder) -> str:
             path.touch()
             return str(path)
 
-        path = runtime.agree("data", prepare, per_node=True)
+        path = runtime.broadcast_from_rank0("data", prepare, per_node=True)
         assert os.path.exists(path), "the rank did not wait for its node's first rank"
         return path
 
@@ -63,7 +63,7 @@ def fail_on_one_node(failing: int) -> str:
 
     with on_two_nodes() as runtime:
         try:
-            return runtime.agree("data", decide, per_node=True)
+            return runtime.broadcast_from_rank0("data", decide, per_node=True)
         except ConfigError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -131,9 +131,9 @@ def fail_to_agree(port: int | None) -> str:
         os.environ["MASTER_PORT"] = str(port)
     try:
         with Runtime("cpu", timeout=30) as runtime:
-            runtime.collect("here", "")
+            runtime.gather_objects("here", "")
             time.sleep(0.3 * runtime.rank)
-            runtime.agree("thing", decide)
+            runtime.broadcast_from_rank0("thing", decide)
     except ConfigError as error:
         return str(error)
     return "agreed"

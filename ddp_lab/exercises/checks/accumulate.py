@@ -67,31 +67,31 @@ def explain_bias(gradient: torch.Tensor | None, samples: int, step: int, rank: i
 
 def explain(total: int, step: int, rank: int, ranks: int) -> None:
     """Raise an error about a sum of digits, of which each should be 1."""
-    held = [total // 10**each % 10 for each in range(MICRO_BATCHES * ranks)]
-    own = slice(MICRO_BATCHES * rank, MICRO_BATCHES * (rank + 1))
+    times = [total // 10**each % 10 for each in range(MICRO_BATCHES * ranks)]
+    own_batches = slice(MICRO_BATCHES * rank, MICRO_BATCHES * (rank + 1))
     if total == sum(10**each for each in range(MICRO_BATCHES * ranks)):
         return
     table = "; ".join(
-        f"rank {r}: {held[MICRO_BATCHES * r : MICRO_BATCHES * (r + 1)]}" for r in range(ranks)
+        f"rank {r}: {times[MICRO_BATCHES * r : MICRO_BATCHES * (r + 1)]}" for r in range(ranks)
     )
     text = (
         f"Step {step}: the gradient on rank {rank} contains the micro-batches so often ({table}); "
         "expected each once. "
     )
-    if set(held[own]) == {1} and sum(held) == MICRO_BATCHES:
+    if set(times[own_batches]) == {1} and sum(times) == MICRO_BATCHES:
         text += "Only the rank's own: the gradients are not summed over the ranks."
     elif step == 2:
         text += "The gradients of the step before are still there: zero_grad at the beginning."
     elif all(
-        held[each] == (each % MICRO_BATCHES == MICRO_BATCHES - 1) for each in range(len(held))
+        times[each] == (each % MICRO_BATCHES == MICRO_BATCHES - 1) for each in range(len(times))
     ):
         text += "Only the last micro-batch: zero_grad removes the earlier ones."
-    elif set(held) == {MICRO_BATCHES}:
+    elif set(times) == {MICRO_BATCHES}:
         text += (
             "Each micro-batch was divided by its share of the batch: divide by the size of the "
             "global batch."
         )
-    elif max(held) > 1:
+    elif max(times) > 1:
         text += (
             "Earlier micro-batches count again: what an all-reduce has summed is summed once more "
             "by the next one."

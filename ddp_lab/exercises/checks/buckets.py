@@ -61,24 +61,26 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             raise Wrong(text + "one for each bucket.")
 
 
-def check_buckets(found: object, expected: list[list[int]], sizes: list[int], limit: int) -> None:
+def check_buckets(buckets: object, expected: list[list[int]], sizes: list[int], limit: int) -> None:
     """Raise an error if the buckets are not the expected ones."""
-    if found == expected:
+    if buckets == expected:
         return
-    text = f"fill_buckets({sizes}, {limit}) returned {found}, expected {expected}. "
-    if not isinstance(found, list) or not all(isinstance(bucket, list) for bucket in found):
+    text = f"fill_buckets({sizes}, {limit}) returned {buckets}, expected {expected}. "
+    if not isinstance(buckets, list) or not all(isinstance(bucket, list) for bucket in buckets):
         raise Wrong(text + "Return a list of lists of indices.")
-    held = [index for bucket in found for index in bucket]
-    lost = sorted(set(range(len(sizes))) - set(held))
+    indices = [index for bucket in buckets for index in bucket]
+    lost = sorted(set(range(len(sizes))) - set(indices))
     if lost:
         text += (
             f"The gradients {lost} are in no bucket: a bucket that is not full, or one above the "
             "limit, counts as well."
         )
-    elif any(len(bucket) > 1 and sum(sizes[index] for index in bucket) > limit for bucket in found):
+    elif any(
+        len(bucket) > 1 and sum(sizes[index] for index in bucket) > limit for bucket in buckets
+    ):
         text += "A bucket exceeds the limit: close it before the gradient that would exceed it."
-    elif held == sorted(held):
+    elif indices == sorted(indices):
         text += "The first gradient comes first: the backward pass completes the last one first."
-    elif [] in found:
+    elif [] in buckets:
         text += "There is an empty bucket."
     raise Wrong(text)

@@ -21,29 +21,31 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     x, weight, _, grad_y = layer(ranks)
-    own = weight.chunk(ranks)[rank]
+    own_rows = weight.chunk(ranks)[rank]
     own_grad = grad_y.chunk(ranks, 1)[rank].contiguous()
     shards = {
         "It takes every world_size-th row: take a block of neighbours.": weight[rank::ranks],
         "It is split by inputs: that is row parallelism. Split the outputs, the rows of "
         "W.": weight.chunk(ranks, 1)[rank],
     }
-    compare(unchanged(theirs.shard, weight), own, f"The shard of rank {rank}", shards)
+    compare(unchanged(theirs.shard, weight), own_rows, f"The shard of rank {rank}", shards)
     before = len(calls)
-    compare(unchanged(theirs.forward, x, own), x @ own.T, f"The output of rank {rank}", {})
+    compare(
+        unchanged(theirs.forward, x, own_rows), x @ own_rows.T, f"The output of rank {rank}", {}
+    )
     if len(calls) > before:
         text = (
             f"forward calls {calls[before].name} at line {calls[before].line}: every rank has x "
             "and its rows, "
         )
         raise Wrong(text + "so nothing is sent.")
-    returned = unchanged(theirs.backward, x, own, own_grad)
+    returned = unchanged(theirs.backward, x, own_rows, own_grad)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise Wrong(
             f"backward returned {type(returned).__name__}: expected a tuple of the gradients of x "
             "and of the own rows"
         )
-    partial = own_grad @ own
+    partial = own_grad @ own_rows
     local = "It has only the terms of this rank's outputs: sum it over the ranks."
     mean = "It is the average over the ranks: the terms of all outputs are summed."
     compare(

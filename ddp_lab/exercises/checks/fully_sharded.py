@@ -26,8 +26,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.rand(2 * ranks, COLUMNS, generator=generator, dtype=torch.float64)
     inputs = torch.rand(2 * ranks + 1, COLUMNS, generator=generator, dtype=torch.float64)
-    own = weight.chunk(ranks)[rank].clone()
-    gathered = expect_tensor(unchanged(theirs.gather, own), weight.shape, "gather")
+    own_rows = weight.chunk(ranks)[rank].clone()
+    gathered = expect_tensor(unchanged(theirs.gather, own_rows), weight.shape, "gather")
     if not torch.equal(gathered, weight):
         text = (
             f"Rank {rank}: gather returned rows {rows_in(gathered, weight)}, expected "
@@ -39,48 +39,48 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         )
     # as after a step: what was gathered before is of no use
     weight = weight.square()
-    own = own.square()
-    returned = unchanged(theirs.gradient_of_own_rows, own, inputs[rank::ranks], len(inputs))
+    own_rows = own_rows.square()
+    returned = unchanged(theirs.gradient_of_own_rows, own_rows, inputs[rank::ranks], len(inputs))
     sums = [call for call in calls if call.name == "all_reduce"]
     expect_only(sums, (), "a reduce_scatter sums, and leaves each rank only its own rows")
     if isinstance(returned, torch.Tensor) and returned.shape == weight.shape:
         raise Wrong(
             f"Rank {rank} returned the gradient of the whole weight: it keeps only its own rows, "
-            f"[{len(own)}, {COLUMNS}]."
+            f"[{len(own_rows)}, {COLUMNS}]."
         )
-    found = expect_tensor(returned, own.shape, "gradient_of_own_rows")
-    explain(found, weight, inputs, rank, ranks)
+    gradient_rows = expect_tensor(returned, own_rows.shape, "gradient_of_own_rows")
+    explain(gradient_rows, weight, inputs, rank, ranks)
 
 
 def explain(
-    found: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rank: int, ranks: int
+    value: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rank: int, ranks: int
 ) -> None:
     """Raise an error if the rows of the gradient are not the expected ones."""
     expected = (inputs @ weight.T).T @ inputs / len(inputs)
     part = expected.chunk(ranks)[rank]
-    if torch.allclose(found, part):
+    if torch.allclose(value, part):
         return
     text = (
-        f"The gradient of rank {rank}'s first row begins with {float(found[0, 0]):.4g}, expected "
+        f"The gradient of rank {rank}'s first row begins with {float(value[0, 0]):.4g}, expected "
         f"{float(part[0, 0]):.4g}. "
     )
     local = (inputs[rank::ranks] @ weight.T).T @ inputs[rank::ranks] / len(inputs)
-    if torch.allclose(found, local.chunk(ranks)[rank]):
+    if torch.allclose(value, local.chunk(ranks)[rank]):
         text += "It is that of the local batch: sum it over the ranks with a reduce-scatter."
-    elif torch.allclose(found, part * len(inputs)):
+    elif torch.allclose(value, part * len(inputs)):
         text += "It was not divided by the size of the global batch."
     elif torch.allclose(
-        found, (inputs @ weight.sqrt().T).T.chunk(ranks)[rank] @ inputs / len(inputs)
+        value, (inputs @ weight.sqrt().T).T.chunk(ranks)[rank] @ inputs / len(inputs)
     ):
         text += (
             "It is that of the weight that was gathered before the last step: gather it each time."
         )
-    elif torch.allclose(found, part / ranks):
+    elif torch.allclose(value, part / ranks):
         text += (
             "It is the average over the ranks: the sum is divided by the size of the global batch "
             "already."
         )
-    elif any(torch.allclose(found, other) for other in expected.chunk(ranks)):
+    elif any(torch.allclose(value, other) for other in expected.chunk(ranks)):
         text += "These are the rows of another rank."
     raise Wrong(text)
 
@@ -90,4 +90,4 @@ def rows_in(gathered: torch.Tensor, weight: torch.Tensor) -> list[int | str]:
     equal = [
         [index for index, row in enumerate(weight) if torch.equal(row, each)] for each in gathered
     ]
-    return [found[0] if found else "unknown" for found in equal]
+    return [ranks_equal[0] if ranks_equal else "unknown" for ranks_equal in equal]

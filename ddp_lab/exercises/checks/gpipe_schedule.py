@@ -44,10 +44,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 for kind in "FB"
                 for actions in schedules
             }
-            text += (
-                "The stages take the micro-batches in different orders, so they wait for each "
-                "other."
-                if len(orders) > 1
-                else ""
-            )
+            if len(orders) > 1:
+                text += (
+                    "The stages take the micro-batches in different orders, so they wait for each "
+                    "other."
+                )
             raise Wrong(text)

@@ -42,9 +42,9 @@ def compare(
         )
         if same and not (other.shape == expected.shape and torch.allclose(other, expected)):
             raise Wrong(f"{what} is wrong. {text}")
-    found = expect_tensor(value, expected.shape, what)
-    if not torch.allclose(found, expected):
+    result = expect_tensor(value, expected.shape, what)
+    if not torch.allclose(result, expected):
         raise Wrong(
-            f"{what} begins with {float(found.flatten()[0]):.4g}, expected "
+            f"{what} begins with {float(result.flatten()[0]):.4g}, expected "
             f"{float(expected.flatten()[0]):.4g}."
         )

@@ -39,11 +39,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                     f"keeps at most {allowed}. "
                 )
                 gpipe = kinds == "F" * micro_batches + "B" * micro_batches
-                text += (
-                    "This is GPipe's schedule."
-                    if gpipe
-                    else "Its warm-up is too long: one pass for each stage after it."
-                )
+                if gpipe:
+                    text += "This is GPipe's schedule."
+                else:
+                    text += "Its warm-up is too long: one pass for each stage after it."
                 raise Wrong(text)
         if time != expected:
             text += (
@@ -54,9 +53,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 for each, actions in enumerate(schedules)
                 if peak(actions) < min(stages - each, micro_batches)
             ]
-            text += (
-                f"The warm-up of stage {short[0]} is too short, so later stages wait for it."
-                if short
-                else ""
-            )
+            if short:
+                text += (
+                    f"The warm-up of stage {short[0]} is too short, so later stages wait for it."
+                )
             raise Wrong(text)

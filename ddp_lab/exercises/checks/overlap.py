@@ -74,10 +74,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 def explain(name: str, parameter: nn.Parameter, step: int, rank: int, ranks: int) -> None:
     """Raise an error if the gradient of a parameter is not the sum over the ranks."""
     value = 0.0 if parameter.grad is None else float(parameter.grad)
-    held = describe_sum(value, ranks)
-    if held != "the sum of all ranks":
+    content = describe_sum(value, ranks)
+    if content != "the sum of all ranks":
         text = (
-            f"Step {step}: the gradient of {name} on rank {rank} holds {held}, not the sum of all "
-            "ranks. "
+            f"Step {step}: the gradient of {name} on rank {rank} holds {content}, not the sum of "
+            "all ranks. "
         )
         raise Wrong(text + "Is it parameter.grad that is summed, when it is complete, and once?")

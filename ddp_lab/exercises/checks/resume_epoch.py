@@ -26,29 +26,32 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     ranks = dist.get_world_size()
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED)).tolist()
     for done in (0, 2 * BATCH):
-        found = of_all_ranks(
+        batches_of_ranks = of_all_ranks(
             plain(theirs.remaining_batches(SAMPLES, SEED, done, BATCH, rank, ranks))
         )
         expected = [
             [order[start : start + BATCH][each::ranks] for start in range(done, SAMPLES, BATCH)]
             for each in range(ranks)
         ]
-        if found != expected:
-            explain(found, expected, order, done)
+        if batches_of_ranks != expected:
+            explain(batches_of_ranks, expected, order, done)
 
 
 def explain(
-    found: list[list[list[int]]], expected: list[list[list[int]]], order: list[int], done: int
+    batches_of_ranks: list[list[list[int]]],
+    expected: list[list[list[int]]],
+    order: list[int],
+    done: int,
 ) -> None:
     """Raise an error: the ranks' remaining batches are not the expected ones."""
-    ranks = len(found)
-    rank = next(each for each in range(ranks) if found[each] != expected[each])
+    ranks = len(batches_of_ranks)
+    rank = next(each for each in range(ranks) if batches_of_ranks[each] != expected[each])
     text = (
-        f"After {done} of {SAMPLES} samples, on {ranks} ranks: rank {rank} reads {found[rank]}, "
-        f"expected {expected[rank]}. "
+        f"After {done} of {SAMPLES} samples, on {ranks} ranks: rank {rank} reads "
+        f"{batches_of_ranks[rank]}, expected {expected[rank]}. "
     )
     try:
-        read = [index for batches in found for batch in batches for index in batch]
+        read = [index for batches in batches_of_ranks for batch in batches for index in batch]
     except TypeError:
         raise Wrong(text + "Return a list of lists of indices.") from None
     again = sorted(set(read) & set(order[:done]))

@@ -45,37 +45,37 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         )
 
 
-def explain(found: list[list[float]]) -> None:
+def explain(sums: list[list[float]]) -> None:
     """Raise an error about the first wrong element of any rank.
 
     Args:
-        found: what each rank holds in each element.
+        sums: what each rank holds in each element.
     """
-    ranks = len(found)
-    length = len(found[0])
+    ranks = len(sums)
+    length = len(sums[0])
     total = float(sum(10**rank for rank in range(ranks)))
     wrong = [
         (rank, index)
         for index in range(length)
         for rank in range(ranks)
-        if found[rank][index] != total
+        if sums[rank][index] != total
     ]
     if not wrong:
         return
     rank, index = wrong[0]
-    value = found[rank][index]
-    column = [values[index] for values in found]
+    value = sums[rank][index]
+    column = [values[index] for values in sums]
     text = (
         f"Element {index} of {length} on rank {rank} holds {describe_sum(value, ranks)}; expected "
         "the sum of all ranks. "
     )
-    held = counts(value, ranks)
+    times = counts(value, ranks)
     if length % ranks and all(each >= length - length % ranks for _, each in wrong):
         text += (
             f"{length} elements do not split into {ranks} equal chunks: the remainder is never "
             "sent."
         )
-    elif held and max(held) > 1:
+    elif times and max(times) > 1:
         text += (
             "Something is added twice: in the reduce-scatter send the chunk that was just added to "
             "(rank - step), and in the all-gather copy what arrives instead of adding it."
@@ -85,9 +85,9 @@ def explain(found: list[list[float]]) -> None:
             f"Rank {column.index(total)} has it: after the reduce-scatter the all-gather, another "
             "W-1 steps, passes it on."
         )
-    elif held and total not in column:
+    elif times and total not in column:
         text += "No rank has it: in the reduce-scatter "
-        alone = all(sum(counts(each, ranks) or []) == 1 for values in found for each in values)
+        alone = all(sum(counts(each, ranks) or []) == 1 for values in sums for each in values)
         replaced = "add the received chunk to the rank's own, and do not replace it."
         text += replaced if alone else "send in step s the chunk that was just added to, rank - s."
     raise Wrong(text)

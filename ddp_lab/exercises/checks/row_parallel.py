@@ -21,20 +21,24 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     ranks = dist.get_world_size()
     x, weight, bias, grad_y = layer(ranks)
     own_x = x.chunk(ranks, 1)[rank].contiguous()
-    own = weight.chunk(ranks, 1)[rank].contiguous()
+    own_columns = weight.chunk(ranks, 1)[rank].contiguous()
     y = x @ weight.T
     causes = {
-        "It has only the terms of this rank's inputs: sum it over the ranks.": own_x @ own.T + bias,
+        "It has only the terms of this rank's inputs: sum it over the ranks.": own_x @ own_columns.T
+        + bias,
         f"The bias was added {ranks} times, once on each rank before the sum: add it after the "
         "all-reduce.": y + ranks * bias,
         "The bias is missing.": y,
         "It is the average over the ranks: the terms of all inputs are summed.": y / ranks + bias,
     }
     compare(
-        unchanged(theirs.forward, own_x, own, bias), y + bias, f"The output of rank {rank}", causes
+        unchanged(theirs.forward, own_x, own_columns, bias),
+        y + bias,
+        f"The output of rank {rank}",
+        causes,
     )
     before = len(calls)
-    returned = theirs.backward(own_x, own, grad_y.clone())
+    returned = theirs.backward(own_x, own_columns, grad_y.clone())
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise Wrong(
             f"backward returned {type(returned).__name__}: expected a tuple of three gradients"
@@ -56,6 +60,6 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         "so nothing is averaged."
     )
     for name, value, expected in zip(
-        names, returned, (grad_y @ own, grad_y.T @ own_x, grad_y.sum(0)), strict=True
+        names, returned, (grad_y @ own_columns, grad_y.T @ own_x, grad_y.sum(0)), strict=True
     ):
         compare(value, expected, name, {divided: expected / ranks})

@@ -32,18 +32,18 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 "__init__",
                 side_effect=Wrong("DistributedSampler: write its order yourself."),
             ):
-                found = plain(theirs.epoch_indices(samples, 7, epoch, rank, ranks))
-            if not isinstance(found, list):
+                indices = plain(theirs.epoch_indices(samples, 7, epoch, rank, ranks))
+            if not isinstance(indices, list):
                 raise Wrong(
-                    f"epoch_indices returned {type(found).__name__}: expected a list of int"
+                    f"epoch_indices returned {type(indices).__name__}: expected a list of int"
                 )
-            drawn[epoch] = of_all_ranks(found), of_all_ranks(list(sampler))
+            drawn[epoch] = of_all_ranks(indices), of_all_ranks(list(sampler))
         explain(samples, *drawn[0], *drawn[1])
 
 
 def explain(
     samples: int,
-    found: list[list[int]],
+    indices: list[list[int]],
     expected: list[list[int]],
     later: list[list[int]],
     then: list[list[int]],
@@ -52,29 +52,31 @@ def explain(
 
     Args:
         samples: number of samples.
-        found: the indices of each rank in the first epoch.
+        indices: the indices of each rank in the first epoch.
         expected: those of DistributedSampler.
         later: `found` in the second epoch.
         then: `expected` in the second epoch.
     """
-    if found == expected and later == then:
+    if indices == expected and later == then:
         return
-    ranks = len(found)
+    ranks = len(indices)
     rank = next(
-        rank for rank in range(ranks) if (found[rank], later[rank]) != (expected[rank], then[rank])
+        rank
+        for rank in range(ranks)
+        if (indices[rank], later[rank]) != (expected[rank], then[rank])
     )
     text = (
-        f"{samples} samples on {ranks} ranks: rank {rank} reads {found[rank]}, expected "
+        f"{samples} samples on {ranks} ranks: rank {rank} reads {indices[rank]}, expected "
         f"{expected[rank]}. "
     )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7)).tolist()
-    everything = sorted(index for each in found for index in each)
-    if found == expected and later == found:
+    everything = sorted(index for each in indices for index in each)
+    if indices == expected and later == indices:
         raise Wrong(
-            f"Rank {rank} reads {found[rank]} in every epoch: the epoch must be part of the "
+            f"Rank {rank} reads {indices[rank]} in every epoch: the epoch must be part of the "
             "generator's seed."
         )
-    if len({len(each) for each in found}) > 1:
+    if len({len(each) for each in indices}) > 1:
         text += (
             "Ranks have different numbers of samples: repeat the beginning of the permutation, or "
             "some wait at the last step."
@@ -84,11 +86,11 @@ def explain(
             f"{samples - len(everything)} samples are read by no rank: the remainder is dropped "
             "instead of padded."
         )
-    elif found == [list(range(samples))[rank::ranks] for rank in range(ranks)]:
+    elif indices == [list(range(samples))[rank::ranks] for rank in range(ranks)]:
         text += "The samples are not shuffled."
-    elif found == [
+    elif indices == [
         (order + order[: -samples % ranks])[rank * len(each) :][: len(each)]
-        for rank, each in enumerate(found)
+        for rank, each in enumerate(indices)
     ]:
         text += "Every rank takes a block of the permutation: take every world_size-th position."
     elif set(everything) != set(range(samples)):
@@ -96,6 +98,6 @@ def explain(
             "Some samples are read by several ranks and others by none: every rank must draw the "
             "same permutation."
         )
-    elif [each[:-1] for each in found] == [each[:-1] for each in expected]:
+    elif [each[:-1] for each in indices] == [each[:-1] for each in expected]:
         text += "Only the padding differs: repeat samples from the beginning of the permutation."
     raise Wrong(text)

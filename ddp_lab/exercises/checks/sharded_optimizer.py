@@ -30,7 +30,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         for index in range(ranks + 2)
     ]
     optimizer = theirs.ShardedSGD(parameters, LR, MOMENTUM)
-    own = list(range(rank, len(parameters), ranks))
+    own_indices = list(range(rank, len(parameters), ranks))
     expected = [float(index) for index in range(ranks + 2)]
     buffers = [0.0] * len(parameters)
     for step in (1, 2, 3):
@@ -38,10 +38,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = torch.full([2], gradient, dtype=torch.float64)
         optimizer.step()
-        if sorted(optimizer.buffers) != own:
+        if sorted(optimizer.buffers) != own_indices:
             text = (
                 f"Rank {rank} of {ranks} keeps momentum buffers of the parameters "
-                f"{sorted(optimizer.buffers)}: expected {own}, "
+                f"{sorted(optimizer.buffers)}: expected {own_indices}, "
             )
             raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
         before = expected
@@ -51,8 +51,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         ]
         expected = [value - LR * buffer for value, buffer in zip(before, buffers, strict=True)]
         pairs = zip(parameters, expected, strict=True)
-        found = [worst(each.tolist(), right) for each, right in pairs]
-        explain(of_all_ranks(found), expected, before, step)
+        worst_values = [worst(each.tolist(), right) for each, right in pairs]
+        explain(of_all_ranks(worst_values), expected, before, step)
 
 
 def worst(values: list[float], right: float) -> float:
@@ -61,40 +61,40 @@ def worst(values: list[float], right: float) -> float:
 
 
 def explain(
-    found: list[list[float]], expected: list[float], before: list[float], step: int
+    worst_values: list[list[float]], expected: list[float], before: list[float], step: int
 ) -> None:
     """Raise an error if the parameters of a rank are not the expected ones.
 
     Args:
-        found: of each parameter the element that differs the most, by rank.
+        worst_values: of each parameter the element that differs the most, by rank.
         expected: those after the step.
         before: those before the step.
         step: number of the step.
     """
-    ranks = len(found)
+    ranks = len(worst_values)
     indices = range(len(expected))
     wrong = [
         (rank, index)
         for rank in range(ranks)
         for index in indices
-        if found[rank][index] != expected[index]
+        if worst_values[rank][index] != expected[index]
     ]
     if not wrong:
         return
     rank, index = wrong[0]
     owner = index % ranks
-    value = found[rank][index]
+    value = worst_values[rank][index]
     text = (
         f"Step {step}: parameter {index} is {value:g} on rank {rank}, expected "
         f"{expected[index]:g}. Rank {owner} owns it. "
     )
-    right_on_owner = all(found[each % ranks][each] == expected[each] for each in indices)
+    right_on_owner = all(worst_values[each % ranks][each] == expected[each] for each in indices)
     if right_on_owner and value == before[index]:
         text += (
             "Its owner has updated it, and has to send it to the others: a broadcast after the "
             "update."
         )
-    elif all(values[index] == before[index] for values in found):
+    elif all(values[index] == before[index] for values in worst_values):
         text += (
             "No rank has updated it, or the weights from before the update were sent over it: "
             "first update, then broadcast."

@@ -81,8 +81,8 @@ def simulate(schedules: list[list[Action]]) -> int:
 
 def peak(actions: list[Action]) -> int:
     """Return the largest number of micro-batches whose activations a stage keeps at a time."""
-    kept = highest = 0
+    in_memory = highest = 0
     for what, _ in actions:
-        kept += 1 if what == "F" else -1
-        highest = max(highest, kept)
+        in_memory += 1 if what == "F" else -1
+        highest = max(highest, in_memory)
     return highest

@@ -23,21 +23,21 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         batch = torch.arange(2 * samples).reshape(samples, 2)
         parts = [unchanged(theirs.local_batch, batch, each, ranks) for each in range(ranks)]
         expected = batch[rank::ranks]
-        found = [
+        samples_of_ranks = [
             row
             for part in parts
             if isinstance(part, torch.Tensor) and part.dim() == 2
             for row in part[:, 0].div(2).tolist()
         ]
-        own = expect_rows(parts[rank], f"rank {rank} of a global batch of {samples}")
-        at = own[:, 0].div(2).long().tolist()
+        own_samples = expect_rows(parts[rank], f"rank {rank} of a global batch of {samples}")
+        at = own_samples[:, 0].div(2).long().tolist()
         wanted = list(range(rank, samples, ranks))
         text = (
             f"of a global batch of {samples} samples, rank {rank} of {ranks} got the samples {at}: "
             f"expected {wanted}. "
         )
         if (
-            sorted(found) == list(range(samples))
+            sorted(samples_of_ranks) == list(range(samples))
             and at == list(range(at[0], at[-1] + 1) if at else [])
             and at != wanted
         ):
@@ -45,25 +45,30 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 text + "These are neighbours: every rank takes a block, but a rank's samples are "
                 "world_size apart."
             )
-        if len(found) < samples and len(set(found)) == len(found):
-            lost = sorted(set(range(samples)) - set(map(int, found)))
+        if len(samples_of_ranks) < samples and len(set(samples_of_ranks)) == len(samples_of_ranks):
+            lost = sorted(set(range(samples)) - set(map(int, samples_of_ranks)))
             raise Wrong(
                 text
                 + f"No rank got the samples {lost}: the remainder of samples / world_size is lost."
             )
-        if sorted(set(found)) == list(range(samples)) and len(found) > samples:
-            twice = sorted({int(each) for each in found if found.count(each) > 1})
+        if (
+            sorted(set(samples_of_ranks)) == list(range(samples))
+            and len(samples_of_ranks) > samples
+        ):
+            twice = sorted(
+                {int(each) for each in samples_of_ranks if samples_of_ranks.count(each) > 1}
+            )
             raise Wrong(
                 f"Some samples are computed twice, of {samples} on {ranks} ranks {twice}: padded, "
                 "or the parts overlap."
             )
         expect_tensor(
-            own,
+            own_samples,
             expected.shape,
             f"local_batch (rank {rank} of {ranks}, {samples} samples)",
             batch.dtype,
         )
-        if not torch.equal(own, expected):
+        if not torch.equal(own_samples, expected):
             raise Wrong(
                 text + "Does the slice begin at the rank, and is its step the number of ranks?"
             )
@@ -72,11 +77,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 def expect_rows(value: object, what: str) -> torch.Tensor:
     """Return the local batch, which must be two-dimensional as the global one."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        got = (
-            f"a tensor of {value.dim()} dimensions"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
+        if isinstance(value, torch.Tensor):
+            got = f"a tensor of {value.dim()} dimensions"
+        else:
+            got = type(value).__name__
         raise Wrong(
             f"{what}: local_batch returned {got}: expected a tensor of 2 dimensions like the "
             "global batch"

@@ -34,41 +34,41 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     explain([values[0] for values in of_all_ranks(tensor.tolist())])
 
 
-def explain(found: list[float]) -> None:
+def explain(sums: list[float]) -> None:
     """Raise an error if a rank does not hold the sum. `found` is what each rank holds."""
-    ranks = len(found)
+    ranks = len(sums)
     total = float(sum(10**rank for rank in range(ranks)))
-    wrong = [rank for rank, value in enumerate(found) if value != total]
+    wrong = [rank for rank, value in enumerate(sums) if value != total]
     if not wrong:
         return
     text = (
-        f"Rank {wrong[0]} holds {describe_sum(found[wrong[0]], ranks)}; expected the sum of all "
+        f"Rank {wrong[0]} holds {describe_sum(sums[wrong[0]], ranks)}; expected the sum of all "
         "ranks. "
     )
-    held = counts(found[0], ranks)
-    if found[0] == total and all(found[rank] == 10.0**rank for rank in wrong):
+    times = counts(sums[0], ranks)
+    if sums[0] == total and all(sums[rank] == 10.0**rank for rank in wrong):
         text += (
             "Rank 0 has the sum, and has to send it back to the others, which receive it into "
             "`tensor`."
         )
-    elif held and not held[0] and all(held[1:]):
+    elif times and not times[0] and all(times[1:]):
         text += "Rank 0 forgot its own tensor: add to it what arrives, and do not begin from zeros."
-    elif held and not held[0] and sum(held) == 1:
+    elif times and not times[0] and sum(times) == 1:
         text += (
             "What rank 0 received last replaced its own tensor: receive into another tensor, and "
             "add that."
         )
-    elif wrong == [0] and held == [1] + [0] * (ranks - 1):
+    elif wrong == [0] and times == [1] + [0] * (ranks - 1):
         text += (
             "It has sent the sum: `tensor = tensor + other` makes another tensor, `tensor += "
             "other` changes this one."
         )
-    elif max(held or [2]) == 1 and max(counts(found[wrong[0]], ranks) or [0]) > 1:
+    elif max(times or [2]) == 1 and max(counts(sums[wrong[0]], ranks) or [0]) > 1:
         text += (
             "What arrives from rank 0 is the sum already: receive it into the tensor, and do not "
             "add it."
         )
-    elif found[0] == total and counts(found[wrong[0]], ranks):
+    elif sums[0] == total and counts(sums[wrong[0]], ranks):
         text += (
             "Rank 0 sent before the sum was complete: receive from all ranks first, then send to "
             "all."

@@ -46,19 +46,19 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             f"the mean of channel 0 is {float(mean[0]):.6g}, expected "
             f"{float(everything[0].mean()):.6g}. "
         )
-        own = batches[rank].transpose(0, 1).flatten(1)
+        own_values = batches[rank].transpose(0, 1).flatten(1)
         if mean.isnan().any():
             text += (
                 "It is not a number: a rank without samples divides 0 by 0 before the all-reduce."
             )
-        elif len(own[0]) and torch.allclose(mean, own.mean(1)):
+        elif len(own_values[0]) and torch.allclose(mean, own_values.mean(1)):
             text += "This is the mean of the rank's own samples: nothing was added over the ranks."
         elif torch.allclose(mean, torch.stack([each.mean(1) for each in has]).sum(0) / ranks):
             text += (
                 "This is the mean of the ranks' means, in which the rank with one sample counts as "
                 "much as that with three."
             )
-        elif torch.allclose(mean, everything.sum(1) / max(1, len(own[0]))):
+        elif torch.allclose(mean, everything.sum(1) / max(1, len(own_values[0]))):
             text += (
                 "It was divided by the rank's own number of elements: the count has to be added "
                 "over the ranks, too."

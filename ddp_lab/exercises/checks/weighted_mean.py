@@ -32,10 +32,10 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     ]
     compare(unchanged(theirs.weighted_mean, values[rank], weights[rank]), values, weights)
     zeros = [torch.zeros_like(each) for each in weights]
-    found = of_all_ranks(unchanged(theirs.weighted_mean, values[rank], zeros[rank]))
-    if found != [0.0] * ranks:
+    means = of_all_ranks(unchanged(theirs.weighted_mean, values[rank], zeros[rank]))
+    if means != [0.0] * ranks:
         raise Wrong(
-            f"With weights of 0 alone the mean is {found[0]} on rank 0: expected 0.0; check the "
+            f"With weights of 0 alone the mean is {means[0]} on rank 0: expected 0.0; check the "
             "sum before you divide by it."
         )
     needed = sum(call.name in ("all_reduce", "all_gather", "all_gather_object") for call in calls)
@@ -46,18 +46,18 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         )
 
 
-def compare(found: object, values: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
+def compare(results: object, values: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
     """Raise an error if a rank's result is not the weighted mean over the elements of all ranks."""
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    if not isinstance(found, float):
+    if not isinstance(results, float):
         raise Wrong(
-            f"weighted_mean returned {type(found).__name__} on rank {rank}: expected a float"
+            f"weighted_mean returned {type(results).__name__} on rank {rank}: expected a float"
         )
     all_values = torch.cat(values)
     all_weights = torch.cat(weights)
     expected = float((all_values * all_weights).sum() / all_weights.sum())
-    if abs(found - expected) < 1e-9:
+    if abs(results - expected) < 1e-9:
         return
     has = [index for index, each in enumerate(weights) if len(each)]
     means = {
@@ -82,12 +82,12 @@ def compare(found: object, values: list[torch.Tensor], weights: list[torch.Tenso
         causes[0.0] = (
             "A rank without elements has the mean of all, too: every rank must call the all-reduce."
         )
-    why = [cause for value, cause in causes.items() if abs(found - value) < 1e-9]
-    default = (
-        "It is not a number: a rank without elements divides 0 by 0." if found != found else ""
-    )
+    why = [cause for value, cause in causes.items() if abs(results - value) < 1e-9]
+    default = ""
+    if results != results:
+        default = "It is not a number: a rank without elements divides 0 by 0."
     sizes = [len(each) for each in values]
     raise Wrong(
-        f"Ranks with {sizes} elements: rank {rank} returned {found:.6g}, expected {expected:.6g}. "
-        f"{(why or [default])[0]}"
+        f"Ranks with {sizes} elements: rank {rank} returned {results:.6g}, expected "
+        f"{expected:.6g}. {(why or [default])[0]}"
     )

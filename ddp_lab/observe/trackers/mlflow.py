@@ -48,8 +48,8 @@ class MLflow:
         folder.mkdir(parents=True, exist_ok=True)
         artifacts = None if uri and uri.startswith(SERVERS) else (folder / "mlartifacts").as_uri()
         self.client = client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
-        if found := client.get_experiment_by_name(experiment):
-            experiment_id = found.experiment_id
+        if experiment_found := client.get_experiment_by_name(experiment):
+            experiment_id = experiment_found.experiment_id
         else:
             experiment_id = client.create_experiment(experiment, artifacts)
         if runs := client.search_runs([experiment_id], f"tags.`{RUN_ID}` = '{run.id}'"):

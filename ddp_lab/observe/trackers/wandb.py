@@ -51,7 +51,7 @@ class WandB:
         settings = wandb.Settings(console="off", silent=True, **often)
         # else it would ask for a key on a terminal, from which nobody reads in this thread
         wandb.setup(settings)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "name": run.path.name,
             "resume": "allow",
             "allow_val_change": True,
@@ -66,7 +66,7 @@ class WandB:
             id=run.id,
             config=run.config,
             settings=settings,
-            **given,
+            **arguments,
         )
         log.info(f"tracker=wandb: {self.run.dir if self.run.offline else self.run.url}")
 
@@ -74,14 +74,9 @@ class WandB:
         self.run.log({**metrics, **({} if epoch is None else {"epoch": epoch})}, step=step)
 
     def log_media(self, name: str, media: Media, step: int, epoch: int) -> None:
-        self.run.log(
-            {
-                name: self.html(f"<pre>{media}</pre>")
-                if isinstance(media, str)
-                else self.image(media)
-            },
-            step=step,
-        )
+        is_text = isinstance(media, str)
+        shown = self.html(f"<pre>{media}</pre>") if is_text else self.image(media)
+        self.run.log({name: shown}, step=step)
 
     def finish(self, status: Status, summary: Mapping[str, Any]) -> None:
         self.run.summary.update(dict(summary))
