@@ -114,10 +114,12 @@ class Advisor:
                 "device and strategy.devices: plans are made for all devices that --gpus names; "
                 "leave them out"
             )
+
         if auto := [key for key in ("batch_size", "accumulate") if cfg[key] == "auto"]:
             raise ConfigError(
                 f"{auto[0]}=auto: is chosen when training starts; use a number for plans"
             )
+
         dataset = dataset_sizes(cfg.data) or load_dataset(cfg, PlannedRuntime(1, 1, cfg.precision))
         of_strategy = [
             override for override in overrides if re.match(r"(\+\+?|~)?strategy[.=]", override)
@@ -179,6 +181,7 @@ class Advisor:
         plans = list[DeviceEstimate]()
         sizes = make_sizes(cfg, strategy, self.dataset)
         images = sizes.global_batch_size
+
         for rank in ranks_to_plan(strategy):
             plans += plan_rank(cfg, self.dataset, self.model, runtime.of_rank(rank))
         if devices.card is not None:
@@ -187,6 +190,7 @@ class Advisor:
             )
             if prediction is not None:
                 self.notes.append(f"{name_of(overrides)}: {prediction}")
+
         return Row(
             overrides,
             plans,
@@ -224,12 +228,14 @@ class Advisor:
                 self.rows.append(self.plan(overrides))
             except (ConfigError, CannotPlan) as error:
                 refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
+
         own_name = name_of(self.own)
         if not self.rows:
             name = own_name or next(iter(refused))
             raise ConfigError(
                 f"no strategy can be planned on these devices. {name}: {refused[name]}"
             )
+
         for name, reason in refused.items():  # of what nobody chose the first sentence
             self.notes.append(
                 f"not in the table: {name}: {reason if name == own_name else reason.split('. ')[0]}"

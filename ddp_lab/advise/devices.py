@@ -77,6 +77,7 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
         name = torch.cuda.get_device_name()
         memory = torch.cuda.mem_get_info()[1]
         return Devices(name, torch.cuda.device_count(), nodes, memory, card_of(name), link * GB)
+
     match = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
     if match is None:
         raise ConfigError(
@@ -84,6 +85,7 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
             f"Cards: {', '.join(CARDS)}, cpu. For another card, use one that has about as much "
             "memory and bandwidth"
         )
+
     number = int(match[1])
     name = match[2].upper()
     if name == "CPU":

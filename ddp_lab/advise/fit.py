@@ -197,6 +197,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
             "accumulate=auto: needs a fixed global batch; use a number for batch_size, or leave "
             "accumulate out"
         )
+
     cfg[key], memory = "auto", memory_of(cfg, runtime)[1]
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
@@ -215,6 +216,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
                 f"batch_size={cfg.batch_size}, accumulate={cfg.accumulate}: those of the run that "
                 "is resumed"
             )
+
         taken, problem = take_real_step(cfg, runtime)
         if not problem and taken <= TAKEN * memory:
             text = (
@@ -222,6 +224,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
                 "a device"
             )
             return f"{text}; batch_size={cfg.batch_size}, lr_scaling={cfg.lr_scaling}"
+
     problem_text = problem or f"takes {size(taken)} of {size(memory)}"
     raise ConfigError(
         f"{key}=auto: a real step with {key}={cfg[key]} does not fit: {problem_text}. Use a number"
@@ -288,6 +291,7 @@ def largest(cfg: Config, dataset: Dataset, runtime: Runtime, values: list[int], 
         least = size(round(needed(values[-1])))
     except RuntimeError as error:  # CannotPlan
         raise ConfigError(f"{key}=auto: cannot be planned: {error}. Use a number") from None
+
     raise ConfigError(
         f"{key}=auto: not even {values[-1]} fits: it needs {least} of a device, of which "
         f"{size(budget)} may be used. {alternatives(advisor, runtime)}"
@@ -309,6 +313,7 @@ def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
             taken = pool.submit(real_step, with_references(cfg), port).result()
         except Exception as error:  # out of memory, or the process was killed
             problem = describe_error(error)
+
     taken, problem = runtime.gather_and_decide(
         "real step",
         [taken, problem],

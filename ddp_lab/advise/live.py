@@ -81,6 +81,7 @@ class Live(TorchDispatchMode):
         self.calls = Counter[Collective]()
         self.sent = Counter[Collective]()
         self.flops = Counter[int]()
+
         self._data: list[int] = []  # storages of the batch that is recorded
         self._place = 0  # where the operation computes
         self._places: dict[int, int] = {}  # of storages
@@ -90,6 +91,7 @@ class Live(TorchDispatchMode):
         self._peaks: list[dict[int, int]] = [{} for _ in self.modules]
         # of storages in `_peaks` that are not state
         self._kinds: list[dict[int, str]] = [{} for _ in self.modules]
+
         trainer.optimizer.register_step_pre_hook(StepObserver(self._begin_update))
         trainer.optimizer.register_step_post_hook(StepObserver(self._end_update))
         if len(self.modules) > 1:
@@ -111,6 +113,7 @@ class Live(TorchDispatchMode):
             inputs = apply(
                 lambda images: images.contiguous(memory_format=torch.channels_last), inputs
             )
+
         batch = Batch(inputs, targets, job.sizes.global_batch_size)
         for place in range(len(self.modules)):
             self.track(tensor for tensors in self.state(place).values() for tensor in tensors)
@@ -119,6 +122,7 @@ class Live(TorchDispatchMode):
         self._locate()
         for counter in (self.calls, self.sent, self.flops):
             counter.clear()
+
         self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         # during an update, state can be that of local shards, by other keys
@@ -144,6 +148,7 @@ class Live(TorchDispatchMode):
                 for name, tensor in ema.tensors.items()
                 if id(tensor) in model_ids
             ]
+
         return {
             "gradients": [parameter.grad for parameter in owned if parameter.grad is not None],
             "parameters": [*owned],
@@ -177,12 +182,14 @@ class Live(TorchDispatchMode):
         # a question, such as for the device of a tensor: five of six calls
         if func.namespace == "prim":
             return out
+
         self.track(tree_leaves(out))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func._schema.name.partition("::")[2], args, out)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops[self._place] += formula(*args, **(kwargs or {}), out_val=out)
+
         if self._data and not func.is_view:
             self._look()
         return out

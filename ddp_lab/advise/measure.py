@@ -45,6 +45,7 @@ def measure(advisor: Advisor, minutes: float) -> None:
             if (left := end - time.monotonic()) <= 0:
                 advisor.notes.append(f"stopped after {minutes:g} minutes; --minutes allows more")
                 break
+
             name = f"{''.join(filter(str.isalnum, row.name))}-{number}"
             run = train(
                 short_run(advisor, row),
@@ -59,6 +60,7 @@ def measure(advisor: Advisor, minutes: float) -> None:
             else:
                 runs_by_name[row.name].append(run)
                 row.measured = summary(advisor, row, runs_by_name[row.name])
+
     path = cache_of(advisor)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(

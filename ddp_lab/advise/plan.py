@@ -187,10 +187,12 @@ def plan_rank(
     job = assemble(
         cfg, strategy, dataset, make_sizes(cfg, strategy, dataset), built, make_task(cfg, dataset)
     )
+
     if strategy.name == "dp":
         raise CannotPlan(
             "nn.DataParallel copies the model to every GPU in every step; use strategy=ddp"
         )
+
     runtime.device = strategy.device = torch.device("cpu")
     if hasattr(strategy, "devices"):
         strategy.devices = [runtime.device] * len(strategy.devices)
@@ -211,6 +213,7 @@ def plan_rank(
                     and not group.get("fused")
                 ):
                     group["foreach"] = True  # the default on GPUs: all parameters in one call
+
             live = Live(job, trainer)
             with fake, live:
                 live.take_steps()
@@ -250,12 +253,14 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
         copied = {"parameters", "buffers", "averages"}
     else:
         copied = set[str]()
+
     peak["copies"] = sum(bytes_held[kind] for kind in copied)
     outside = 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
         peak["workspaces"] = 2 * WORKSPACE * bool(live.flops[place])
         outside = CONTEXT + COMMUNICATOR * len({collective.ranks for collective in live.calls})
+
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
     return DeviceEstimate(
@@ -291,6 +296,7 @@ def time_slots(order: dict[int, list[str]]) -> dict[int, list[tuple[int, int, st
     }
     last = max(stage for row in left.values() for stage, _ in row)
     slots: dict[int, list[tuple[int, int, str, int]]] = {rank: [] for rank in order}
+
     ends = dict[tuple[str, int, int], int]()
     counts = Counter[tuple[int, str]]()
     while any(left.values()):

@@ -87,6 +87,7 @@ def cells(row: Row, measured: bool) -> tuple[str, ...]:
         format(row.measured[key], form) if key in row.measured else ""
         for key, form in MEASURED.values()
     ]
+
     if "allocated" in row.measured:
         measured_cells += [gib(plan.allocated), gib(row.measured["allocated"])]
     else:
@@ -127,6 +128,7 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
                 for group, calls in values.pop("calls").items()
             ]
             rows[-1]["plans"].append(values)
+
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
     shown = {key: getattr(advisor, key) for key in ("own", "notes", "conclusion")}
     return shown | {"head": head(advisor), "rows": rows, "recommended": recommended}
@@ -173,6 +175,7 @@ def page(advisor: Advisor) -> str:
         if slots:
             title = f"{row.name}: a step, if stages are equal and backward takes twice as long"
             plots.append(timeline(title, "time slots of a forward pass", slots))
+
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none"}):  # text remains text
         figure(plots).savefig(file, format="svg")

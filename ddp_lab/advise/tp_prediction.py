@@ -82,6 +82,7 @@ class Prediction:
                 f"prediction from FLOPs and bytes: tp={self.tp} is at most {gain:.2f}x as fast as "
                 f"one GPU, {times}"
             )
+
         faster = "ddp" if self.replicated < self.alone else "single"
         return (
             f"prediction from FLOPs and bytes: tp={self.tp} is not faster than one GPU, {times}; "
@@ -115,6 +116,7 @@ def predict(
         or not plans_for(model, tp)[0]
     ):
         return None
+
     parts = Partition(model, 1)
     item = 2 if precision == "bf16" else torch.get_default_dtype().itemsize
     divided = 0.0
@@ -123,6 +125,7 @@ def predict(
         rows = list((plan_of(block) or {}).values()).count("row")
         divided += 3 * samples * flops if rows else 0
         sums += 2 * (tp - 1) / tp * rows * samples * shape.numel() * item
+
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     link = SENT * CARDS[card][3] * 1e9
     return Prediction(

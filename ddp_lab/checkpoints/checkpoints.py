@@ -113,6 +113,7 @@ class Checkpoints:
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
         if path is None:
             return Progress()
+
         state = self.state
         saved = open_checkpoint(path)
         saved.check(state.shapes)
@@ -122,6 +123,7 @@ class Checkpoints:
             for group in state.optimizer.param_groups
         ]
         saved.load(state)
+
         progress = Progress.of(saved.state["progress"])
         if state.ema is not None:
             if not saved.has_averages:
@@ -134,6 +136,7 @@ class Checkpoints:
         scheduler.load_state_dict(
             saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
         )
+
         for group, options, factor in zip(
             state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True
         ):
@@ -146,12 +149,14 @@ class Checkpoints:
             and best is not None
         ):
             progress = progress.without_best(best)
+
         self.kept = progress
         log.info(f"resumed from {path}: {progress}")
         if state.ema is not None and not saved.has_averages:
             log.info(
                 "the checkpoint has no averages of the weights (ema): they start from its weights"
             )
+
         if saved.state["seed"] != state.seed and self.runtime.rank == 0:
             log.warning(
                 f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order "
@@ -174,6 +179,7 @@ class Checkpoints:
         ]:
             with suppress(OSError):  # the launch may have been killed before it did this
                 link_best(path.resolve())
+
         best = self.best
         if best is None:
             return False
@@ -244,6 +250,7 @@ class Checkpoints:
                 )
             log.error(self.problem)
             return
+
         if self.runtime.rank == 0:
             remove_old(self.folder, self.keep)
             after_write(path)

@@ -78,6 +78,7 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
             "more. Make one file of it with that version (commit 07fce5d: `ddp-lab merge RUN "
             "--output FILE.pt`), and use that file"
         )
+
     sums = sums_of(path)
     folder = path if path.is_dir() else path.parent
     try:
@@ -95,6 +96,7 @@ def find_damage(path: Path, part: slice = slice(None)) -> str | None:
                 return f"{', '.join(different)}: missing, or not listed in {SUMS}"
     except (OSError, ValueError):
         return f"{sums.name} is missing or damaged"
+
     for name in sorted(digests)[part]:
         try:
             if sha256(folder / name) != digests[name]:

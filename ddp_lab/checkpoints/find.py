@@ -136,6 +136,7 @@ def find_checkpoint(
                 log.warning(f"{each}; using {candidate}, the newest valid checkpoint")
             return Path(candidate)
         bad.append(f"{candidate} is damaged ({problem})")
+
     if bad:
         remedy = "use --checkpoint PATH"
         if key == "resume=":

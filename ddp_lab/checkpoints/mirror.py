@@ -82,6 +82,7 @@ class Mirror(Hook):
             raise ConfigError(
                 f"{self.key}: cannot be used ({describe_error(error)}); {remedy}"
             ) from None
+
         self.remote = f"{root.rstrip('/')}/{run_dir.name}"
         self._failed = False
         self._queue: queue.Queue[Path] = queue.Queue()
@@ -141,6 +142,7 @@ class Mirror(Hook):
         spared = {*self._complete()[:1], self._best()}
         for name in outdated - spared:
             self._remove(name)
+
         self.fs.makedirs(target, exist_ok=True)
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if file.name != SUMS:
@@ -150,6 +152,7 @@ class Mirror(Hook):
                 content = file.read_bytes()
                 self.fs.pipe_file(f"{target}/{file.name}", content)
                 sums += f"{hashlib.sha256(content).hexdigest()}  {file.name}\n"
+
         self.fs.pipe_file(f"{target}/{SUMS}", sums.encode())
         if best := best_in(self.folder):
             self.fs.pipe_file(f"{self.remote}/best", best.resolve().name.encode())
@@ -235,6 +238,7 @@ class Mirror(Hook):
                 f"{self.key}: {self.remote} cannot be read ({describe_error(error)}). Use another "
                 "URL, or null"
             ) from None
+
         if bad and not newest:
             raise ConfigError(
                 f"{self.key}: none of the checkpoints is valid: {'; '.join(bad)}. Use another name "
@@ -263,6 +267,7 @@ class Mirror(Hook):
         }
         # a checkpoint without it is damaged
         digests.setdefault(STATE if is_sharded(self.folder / name) else name, "")
+
         for file, digest in digests.items():
             if self.fs.exists(f"{source}/{file}"):
                 self.fs.get_file(f"{source}/{file}", str(folder / file))
@@ -271,6 +276,7 @@ class Mirror(Hook):
                 shutil.rmtree(folder)
                 return False
             sync(folder / file)
+
         path = self.folder / name
         run_files = digests.keys() & set(RUN_FILES)
         for file in run_files:
@@ -278,6 +284,7 @@ class Mirror(Hook):
                 (folder / file).unlink()
             else:
                 os.replace(folder / file, self.run_dir / file)
+
         sums = "".join(
             f"{digest}  {file}\n" for file, digest in digests.items() if file not in run_files
         )

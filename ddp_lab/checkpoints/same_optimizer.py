@@ -74,6 +74,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:
         name: value.item() if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
     }
+
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)
     with suppress(Exception):  # a class of the user's may need other arguments

@@ -75,6 +75,7 @@ class SavedCheckpoint(ABC):
             for key, shape in shapes_of.items()
             if key.startswith("model.")
         }
+
         averages = {
             key.removeprefix("ema."): shape
             for key, shape in shapes_of.items()
@@ -112,6 +113,7 @@ class SavedCheckpoint(ABC):
                 f"{self.about}: was written with another optimizer: its options are {saved_text}; "
                 f"expected {expected}. Use the optimizer that it was trained with, or another name"
             )
+
         if line := describe_options(saved, state.optimizer):
             log.info(line)
         trained = {name for group in groups for name in group["params"]}
@@ -181,6 +183,7 @@ class SavedCheckpoint(ABC):
             for tensor in group["params"]
         }
         state_by_parameter: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+
         new: dict[str, torch.Tensor] = {}
         for key, tensor in self.tensors.items():
             name, _, what = key.rpartition(".")
@@ -192,6 +195,7 @@ class SavedCheckpoint(ABC):
                 state_by_parameter[name][what] = new[key] = torch.empty_like(
                     like, dtype=tensor.dtype
                 )
+
         self.read(new)
         for name, values in self.state["optimizer"]["state"].items():
             plain = {what: value for what, value in values.items() if not torch.is_tensor(value)}

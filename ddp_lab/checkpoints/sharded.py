@@ -97,6 +97,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
             size += (
                 item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
             )
+
         written = super().write_data(
             replace(plan, storage_data=plan.storage_data | {"fqn_to_index_mapping": files}), planner
         )

@@ -92,6 +92,7 @@ class State:
             # state by a step with zeros.
             self.optimizer.state.clear()
             optimizer["state"] = {}
+
         values = {
             (name, key): value
             for name, state_of_parameter in optimizer["state"].items()
@@ -102,6 +103,7 @@ class State:
             for (name, key), value in values.items()
             if torch.is_tensor(value)
         }
+
         others: dict[str, dict[str, Any]] = {}
         for (name, key), value in values.items():
             if not torch.is_tensor(value):
@@ -189,6 +191,7 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
             state.setdefault(name, {})[what] = tensor
         else:
             parts[part][name] = tensor
+
     # frozen weights are no averages
     averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}
     return rest | {"model": parts["model"], **averages, "optimizer": {**optimizer, "state": state}}

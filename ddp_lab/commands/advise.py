@@ -64,12 +64,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
     )
+
     namespace = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
         if not 0 < getattr(namespace, option) < math.inf:
             raise ConfigError(
                 f"--{option} {getattr(namespace, option):g}: must be a number above 0"
             )
+
     for option, ending in {"picture": ".png", "html": ".html", "json": ""}.items():
         if path := getattr(namespace, option):
             if not path.name.endswith(ending):
@@ -105,6 +107,7 @@ def main(arguments: list[str]) -> None:
         measure(advisor, namespace.minutes)
     elif namespace.gpus == "here" or namespace.gpus.endswith("xcpu"):
         offer(advisor)
+
     print(report.table(advisor))
     if namespace.json:
         write_json(namespace.json, report.as_json(advisor))

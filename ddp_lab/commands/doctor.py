@@ -41,6 +41,7 @@ def examine(cfg: DictConfig) -> None:
     # first, so that the report of a refused config has it, too
     show(introduce(usual, current), env_int("RANK", 0) == 0)
     check(cfg)
+
     mirror = None
     if cfg.checkpoint.mirror:
         mirror = partial(Mirror, cfg.checkpoint.mirror, Path(cfg.runs_dir, cfg.name or "unnamed"))

@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> None:
         metrics = evaluate_run(
             cfg, runtime, namespace.run, namespace.checkpoint, splits[-1] if splits else None
         )
+
     if runtime.rank == 0:
         where = f"on {metrics['samples']:,} samples ({metrics['where']})"
         print(

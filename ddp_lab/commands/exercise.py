@@ -43,12 +43,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="with check: also time the learner's all-reduce and draw it",
     )
+
     namespace = parser.parse_args(arguments)
     if (namespace.name is None) != (namespace.action == "list"):
         parser.error(
             f"{namespace.action}: "
             f"{'takes no name' if namespace.name else 'the name of an exercise is missing'}"
         )
+
     if namespace.speed and namespace.action != "check":
         parser.error(f"{namespace.action}: takes no --speed; allowed: check")
     return namespace
@@ -65,6 +67,7 @@ def main(arguments: list[str]) -> None:
                 f"{title}{'  (started)' if (namespace.folder / f'{name}.py').exists() else ''}"
             )
         return
+
     exercise = catalog.load(namespace.name)
     file = namespace.folder / f"{namespace.name}.py"
     if namespace.action == "start":
@@ -123,12 +126,14 @@ def check(exercise: "Exercise", file: Path, speed: bool) -> None:
         raise ConfigError(
             f"{file}: does not exist; write it with `{COMMAND} start {exercise.name}`"
         )
+
     if speed:
         check_folder(file.with_suffix(".png"), "--speed")
     wrong = explain_failure(exercise, file.resolve())
     if wrong:
         print(f"{exercise.name}: not yet right. {wrong}\n\nA hint: {COMMAND} hint {exercise.name}")
         sys.exit(1)
+
     processes = " and ".join(map(str, exercise.check.RANKS))
     then = following(exercise.name)
     print(

@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> None:
     checkpoint = checkpoint_of(namespace.run, namespace.checkpoint, runtime)
     if not checkpoint.is_dir():
         raise ConfigError(f"--checkpoint {namespace.checkpoint}: {checkpoint} is one file already")
+
     output: Path = namespace.output or namespace.run / f"{checkpoint.resolve().stem}.pt"
     check_output(output, namespace.force)
     state = open_checkpoint(checkpoint, key="--checkpoint ").content()
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(
             f"--output {output}: cannot be written ({str(error).splitlines()[0]})"
         ) from None
+
     progress = state["progress"]
     print(
         f"{output}: {checkpoint}, step {progress['step']}; {output.stat().st_size / 2**20:,.1f} MiB"

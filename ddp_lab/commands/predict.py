@@ -40,12 +40,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--temperature", type=float, metavar="T", help="0: the most probable byte (default: 1)"
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+
     namespace = parser.parse_intermixed_args(arguments)
     if bool(namespace.images) == bool(namespace.prompt):
         raise ConfigError(
             "ddp-lab predict: needs images, or --prompt TEXT for a run with task=tokens; see "
             "ddp-lab predict --help"
         )
+
     of_images = {"output": None, "top": 5, "batch_size": 64}
     of_text = {"tokens": 100, "temperature": 1.0}
     for option in of_images if namespace.prompt else of_text:
@@ -55,6 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(
                 f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output")
             )
+
     for option, default in {**of_images, **of_text}.items():
         if getattr(namespace, option) is None:
             setattr(namespace, option, default)
@@ -62,6 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if getattr(namespace, option) < 1:
             text = f"--{option.replace('_', '-')} {getattr(namespace, option)}"
             raise ConfigError(f"{text}: must be an integer of at least 1")
+
     if namespace.temperature < 0:
         raise ConfigError(f"--temperature {namespace.temperature:g}: must be at least 0")
     return namespace
@@ -112,6 +116,7 @@ def main(arguments: list[str]) -> None:
             shape["context"],
         )
         return print(namespace.prompt + text.decode(errors="replace"))
+
     predictor = Predictor(run, runtime, namespace.top)
     with float32_matmul(run.float32_matmul):
         rows, corrupt = predictor.run(images, namespace.batch_size)
@@ -120,6 +125,7 @@ def main(arguments: list[str]) -> None:
             write_table(file, rows)
     elif rows:
         write_table(sys.stdout, rows)
+
     if corrupt:
         raise ConfigError(
             f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}"

@@ -54,6 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="delete runs without a finished epoch and without a checkpoint",
     )
     parser.add_argument("--yes", action="store_true", help="delete without asking")
+
     namespace = parser.parse_args(arguments)
     if (
         (namespace.action is None) != (namespace.name is None)
@@ -164,6 +165,7 @@ def curve(title: str, lines: dict[str, list[tuple[int, float]]]) -> str:
             np.rint((high - heights) / ((high - low) or 1) * (HEIGHT - 1)).astype(int)
         ):
             grid[row][column] = MARKS[name]
+
     labels = {0: f"{high:.4g}", HEIGHT - 1: f"{low:.4g}"}
     drawn = [
         f"{labels.get(number, ''):>{LABEL}} |{''.join(row).rstrip()}"

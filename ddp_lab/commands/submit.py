@@ -48,8 +48,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="directory of your own yaml, which the job must find there, too",
     )
     parser.add_argument("--yes", action="store_true", help="submit without asking")
+
     namespace = parser.parse_intermixed_args(arguments[:end])
     namespace.options = arguments[end + 1 :]
+
     for option, least in {"nodes": 1, "gpus": 0}.items():
         if getattr(namespace, option) < least:
             raise ConfigError(
@@ -62,6 +64,7 @@ def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     if env_int("WORLD_SIZE", 1) > 1:
         raise ConfigError("ddp-lab submit: runs in one process; start it without torchrun")
+
     overrides = quote_faults(namespace.overrides)
     cfg = compose_config(overrides, namespace.config_dir)
     check(cfg)
@@ -71,10 +74,12 @@ def main(arguments: list[str]) -> None:
             f"--nodes {namespace.nodes}: this strategy drives all devices from one process; use "
             "--nodes 1"
         )
+
     overrides = [
         *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),
         *overrides,
     ]
+
     if namespace.scheduler == "slurm":
         options = [
             f"--nodes={namespace.nodes}",
@@ -102,6 +107,7 @@ def main(arguments: list[str]) -> None:
         )
         command = ["kubectl", "create", "--filename=-", *namespace.options]
         text = sent = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=128)
+
     print(f"{text}\n{shlex.join(command)}", flush=True)
     confirm(f"Submit this to {namespace.scheduler}?", namespace.yes)
     submit(command, sent)

@@ -142,6 +142,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         )
     except NameError:  # an annotation that exists only for type checkers
         hints = {}
+
     texts = descriptions(target)
     fields = {}
     base = Keys
@@ -155,6 +156,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
             keys = get_type_hints(get_args(hint)[0], include_extras=True)
             fields |= {key: (kind, Field(description=texts.get(key))) for key, kind in keys.items()}
             continue
+
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
         if name in GROUPS.get(group, ["run"]) or parameter.kind in (
@@ -162,6 +164,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
             parameter.VAR_POSITIONAL,
         ):
             continue
+
         default = ... if parameter.default is parameter.empty else parameter.default
         # YAML has no tuples, so a list is accepted in place of a tuple.
         fields[name] = (
@@ -170,6 +173,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         )
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
+
     if group == "model":
         fields |= {
             name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()
@@ -237,6 +241,7 @@ def find_target(key: str, name: Any) -> Any:
     )
     if name == "???":
         raise ConfigError(f"{key}: is missing; it {allowed}")
+
     if inspect.isclass(name):  # in a Lab
         return name
     # get_object logs the error that it raises, which would be a second message
@@ -249,6 +254,7 @@ def find_target(key: str, name: Any) -> Any:
         raise ConfigError(f"{key}={name}: {allowed}{f' ({reason})' if reason else ''}") from None
     finally:
         log.disabled = False
+
     if not (inspect.isclass(target) or inspect.isroutine(target)):
         raise ConfigError(f"{key}={name}: {allowed}; it is a {type(target).__name__}")
     return target

@@ -60,6 +60,7 @@ def check(cfg: DictConfig) -> RunConfig:
     # The optimizer's ranges are checked first, because looking up the constructors imports torch,
     # which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
+
     for group, node in groups.items():
         values_given = {
             key: value for key, value in node.items() if not key.startswith("_") and value != "???"
@@ -105,12 +106,14 @@ def check_trackers(tracker: str | Sequence[str], tracker_options: Mapping[str, A
                     f"tracker_options.{name}", tracker_options[name], "tracker_options.", known
                 )
             )
+
     for name, node in chosen.items():
         if name in EXTRAS and find_spec(name) is None:
             raise ConfigError(
                 f"tracker={name}: needs the package {name}. Use pip install 'ddp_lab[{name}]', or "
                 "tracker=none"
             )
+
         target = find_target("tracker", node["_target_"])
         missing = []
         if isinstance(target, type):
@@ -120,6 +123,7 @@ def check_trackers(tracker: str | Sequence[str], tracker_options: Mapping[str, A
                 f"tracker={name}: the class has no method {' and no '.join(missing)}; a tracker "
                 f"has {', '.join(METHODS)}, as ddp_lab.observe.trackers.base.Tracker"
             )
+
         group = f"tracker_options.{name}"
         validate(
             options(group, node),
@@ -179,6 +183,7 @@ def explain(
         values = values[name]
         prefix = f"{prefix}{name}."
         name, *rest = rest
+
     key = f"{prefix}{name}"
     value = values.get(name)
     if first["type"] == "extra_forbidden":
@@ -186,6 +191,7 @@ def explain(
         return unknown_key(
             key, value, prefix, list(dict.fromkeys([*set_in_conf, *model.model_fields]))
         )
+
     field = model.model_fields[name]
     allowed = describe(field.annotation, field.metadata)
     if first["type"] == "missing":
@@ -217,6 +223,7 @@ def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
     args = get_args(hint)
     if origin is Annotated:
         return describe(args[0], args[1:])
+
     if origin in (Union, UnionType):
         # The order is "null or a list, each X": in "a list, each X or null", the null would seem to
         # be an alternative to X.
@@ -224,6 +231,7 @@ def describe(hint: Any, metadata: Iterable[Any] = ()) -> str:
         return " or ".join(describe(arg) for arg in (reversed(args) if composite else args))
     if origin is Literal:
         return " or ".join(str(arg) for arg in args)
+
     if origin is list:
         return f"a list, each {describe(args[0])}"
     if origin is dict:

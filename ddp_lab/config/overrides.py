@@ -45,6 +45,7 @@ def check_overrides(
             f"--config-dir {config_dir}: there is no such directory. Use the directory of your own "
             "yaml"
         )
+
     parsed = [parse(override) for override in overrides]
     groups = find_groups(config_dir)
     for override in parsed:
@@ -56,6 +57,7 @@ def check_overrides(
             )
         if override.key_or_group in groups:
             check_option(override, groups[override.key_or_group])
+
     sets_keys = [override for override in parsed if is_of_key(override, groups)]
     if sets_keys or any(override.key_or_group == "experiment" for override in parsed):
         check_keys(sets_keys, parsed, groups, config_dir)
@@ -91,6 +93,7 @@ def explain_unreadable(override: str, reason: str) -> str:
             f"{override}: Hydra cannot read this value. Put it in quotes, within those of the "
             f"shell: {advised}"
         )
+
     first_sentence = " ".join(reason.split()).partition(" See https")[0].rstrip(".")
     return (
         f"{override}: Hydra cannot read this override ({first_sentence}). Overrides look like "
@@ -121,6 +124,7 @@ def check_option(override: Override, available: Collection[str]) -> None:
     if override.is_add() and (CONF / group).is_dir():
         changed = str(override.input_line).removeprefix("+")
         raise ConfigError(f"{override.input_line}: the config has a {group} already. Use {changed}")
+
     chosen: list[Any] = [override.value()]
     if override.is_sweep_override():
         chosen = list(override.sweep_iterator())
@@ -167,6 +171,7 @@ def check_keys(
     swept = {override.key_or_group for override in choices if override.is_sweep_override()}
     if "experiment" in swept:  # each job has other keys; Hydra composes them one by one
         return
+
     fixed = [str(each.input_line) for each in choices if each.key_or_group not in swept]
     values, chosen = compose_choices(fixed, config_dir)
     targets = {
@@ -174,6 +179,7 @@ def check_keys(
         for override in sets_keys
         if override.key_or_group.endswith("._target_") and not override.is_sweep_override()
     }
+
     added: set[str] = set()
     for override in sets_keys:
         key = override.key_or_group
@@ -262,6 +268,7 @@ def explain_key(
     path = key.split(".")
     while len(path) > 1 and isinstance(node.get(path[0]), dict):
         node = node[path.pop(0)]
+
     prefix = key.removesuffix(".".join(path))
     group = prefix.rstrip(".")
     hydra_group = group.replace(".", "/")
@@ -270,6 +277,7 @@ def explain_key(
             f"{key}={value}: {hydra_group}={chosen[hydra_group]} has no such key; "
             f"{hydra_group}={LARGER[hydra_group]} has more"
         )
+
     target = targets.get(group, node.get("_target_"))
     if path[0] in parameters(group, target):
         return f"{key}={value}: the config does not set this option of {target}; use +{key}={value}"

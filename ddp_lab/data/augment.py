@@ -62,6 +62,7 @@ def augment(
     images = torch.where(flip.bool()[:, None, None, None], images.flip(-1), images)
     if crop_padding == 0:
         return images
+
     size, channels, height, width = images.shape
     sample, channel, y, x = (
         torch.arange(n, device=images.device) for n in (size, channels, height, width)
@@ -178,6 +179,7 @@ class Mix:
             return batch
         assert isinstance(inputs, torch.Tensor), "images are mixed"
         assert isinstance(targets, torch.Tensor), "they have a class each"
+
         kept_share, weight, top, bottom, left, right = self._drawn
         pixels = torch.arange(self.image_size, device=inputs.device)
         # [height, width]
@@ -187,6 +189,7 @@ class Mix:
         wanted = (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).to(
             inputs.dtype
         )
+
         partners, wanted_of_partners = (
             tensor.roll(len(tensor) // 2, 0) for tensor in (inputs, wanted)
         )

@@ -115,6 +115,7 @@ def collate(
             f"{name}: the batch from collate_fn must be tensors, or tuples or dicts of them: "
             f"{error}"
         ) from None
+
     size = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
     if size != len(samples):
         raise ConfigError(

@@ -247,12 +247,14 @@ class Dataset:
             arguments["num_classes"] = len(self.classes)
         if not isinstance(inputs, torch.Tensor):
             return arguments  # a model of several inputs knows their shapes itself
+
         shape = tuple(inputs.shape[1:])
         arguments["input_shape"] = list(shape)
         # one for each token
         is_next = isinstance(targets, torch.Tensor) and targets.shape == inputs.shape
         if self.classes and is_next and len(shape) == 1 and not inputs.is_floating_point():
             arguments |= {"vocabulary": len(self.classes), "context": shape[0]}
+
         if len(shape) == 3:
             return arguments | {"in_channels": shape[0], "image_size": shape[-1]}
         return arguments
@@ -278,12 +280,14 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         fraction = 0 if evaluates else DEFAULT
     if not fraction and evaluates:
         return dataset
+
     key = f"data.val_fraction={fraction}"
     if dataset.val is not None:
         raise ConfigError(
             f"{key}: the dataset has a validation set already; use data.val_fraction=0, or remove "
             "its own"
         )
+
     size = dataset.train.size
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     chosen = order.argsort() < round(fraction * size)
@@ -293,6 +297,7 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
             f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to "
             "evaluate with; both must be at least 1. Use another fraction, or add samples"
         )
+
     return replace(
         dataset,
         train=dataset.train.subset(training, augment=True),
@@ -322,6 +327,7 @@ def require_same_data(values: list[tuple[str, dict[str, int]]]) -> None:
                     f"{first:,} on rank 0. Load the complete set on every rank, from the same "
                     "files: each rank reads its own part of it by itself"
                 )
+
     digests = [digest for digest, _ in values]
     if different := [rank for rank, digest in enumerate(digests) if digest != first_digest]:
         raise ConfigError(

@@ -51,9 +51,11 @@ class Folder:
         classes = sorted({name for _, name, _ in parts})
         number_of = {name: number for number, name in enumerate(classes)}
         targets = torch.tensor([number_of[name] for _, name, _ in parts])
+
         # worker processes share an array, unlike a list
         packed = np.array([os.fsencode(name) for name in names])
         read = partial(read_labelled, self.root, packed, targets)
+
         splits = {split: [i for i, part in enumerate(parts) if part[0] == split] for split in SETS}
         sets = {
             split: Indexed(
@@ -62,6 +64,7 @@ class Folder:
             for split, numbers in splits.items()
             if numbers
         }
+
         return Dataset(
             sets["train"],
             sets.get("test"),
@@ -125,6 +128,7 @@ def find_images(root: Path) -> list[str]:
     form = f"expected {root}/train/CLASS/FILE, and val and test alike if there are such images"
     if not (root / "train").is_dir():
         raise NodeError(f"{key}: has no folder train on {socket.gethostname()}; {form}")
+
     for entry in sorted(
         entry.name for entry in root.iterdir() if entry.is_dir() and entry.name not in SETS
     ):
@@ -133,6 +137,7 @@ def find_images(root: Path) -> list[str]:
                 f"{key}: the folder {entry} would not be used. Rename it to {meant[0]}, or move it "
                 "elsewhere"
             )
+
     classes_by_split = {
         split: find_classes(root, split) for split in SETS if (root / split).is_dir()
     }
@@ -144,6 +149,7 @@ def find_images(root: Path) -> list[str]:
             f"{key}: no image in {empty[0]}; {form}. Remove the folder, or add {kinds} "
             f"({len(empty)} are empty)"
         )
+
     for split, classes in classes_by_split.items():
         if different := sorted(classes_by_split["train"].keys() ^ classes.keys()):
             where = "train" if different[0] in classes_by_split["train"] else split
@@ -151,6 +157,7 @@ def find_images(root: Path) -> list[str]:
                 f"{key}: train and {split} must have the same classes, but {different[0]} is in "
                 f"{where} only ({len(different)} such classes)"
             )
+
     return sorted(
         name
         for classes in classes_by_split.values()

@@ -65,6 +65,7 @@ def open_split(
         raise ConfigError(
             "data=hf: needs the package datasets; pip install 'ddp_lab[hf]'"
         ) from None
+
     folder = Path(root)
     key = f"data.root={root}"
     if not folder.is_dir():  # load_dataset would look for it on the Hub
@@ -72,6 +73,7 @@ def open_split(
             f"{key}: is not a directory on this machine. Download the dataset, and use its "
             "directory"
         )
+
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         saved = datasets.load_from_disk(root)
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
@@ -82,6 +84,7 @@ def open_split(
             f"{key}: has no split {split}; it has {', '.join(map(str, splits))}. data.val_split "
             "and data.test_split name two"
         )
+
     rows = splits[split]
     for name, column in {"inputs": inputs, "targets": targets}.items():
         if column is not None and column not in rows.column_names:
@@ -98,6 +101,7 @@ def open_split(
                     "datasets, and save_to_disk"
                 )
             raise ConfigError(f"data.dataset.{name}={column}: is text; {remedy}")
+
     if targets is None:
         return tokens_of(rows, inputs, context, root)
     return Labelled(rows, inputs, targets)

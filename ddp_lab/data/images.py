@@ -157,6 +157,7 @@ class ImageOptions:
             )
         else:
             steps.append(v2.CenterCrop(self.image_size))
+
         # on Pillow's images 3.6 times as fast as on tensors
         if augment and self.randaugment is not None:
             steps += [v2.ToPILImage(), v2.RandAugment(magnitude=self.randaugment), v2.PILToTensor()]

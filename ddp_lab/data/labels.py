@@ -88,6 +88,7 @@ class LabelRange:
         self.low = self.high = 0  # a notebook may go on with other targets
         also = "" if self.ignore is None else f", or {self.ignore} where they do not count"
         allowed = f"labels must be 0 to {classes - 1}{also}"
+
         if low < 0:
             raise SampleError(f"the targets contain the label {low}; {allowed}. Correct them")
         raise SampleError(

@@ -53,6 +53,7 @@ class Loader(ABC):
                 "are for images (uint8, [channels, height, width]); the inputs of these data are "
                 f"{describe_inputs(data)}. Use 0 and false"
             )
+
         self.data = data
         self.options = options
         self.device = options.device
@@ -60,6 +61,7 @@ class Loader(ABC):
         self._is_image = data.is_image
         if options.labels is not None:
             options.labels.expect_loader()
+
         self.batch_size = options.batch_size
         self.local_batch_size = options.batch_size // options.dp_size
         rank = options.dp_rank
@@ -78,6 +80,7 @@ class Loader(ABC):
         self._first = self._range.new_zeros(())
         augments = options.crop_padding > 0 or options.flip
         self._offsets = self._range.new_zeros(3, self.samples) if augments else None
+
         if augments:  # here, because the methods may be compiled
             from ddp_lab.data.augment import augment, draw_offsets
 
@@ -234,12 +237,14 @@ def check_images(data: Samples, options: LoaderOptions) -> None:
             "would not change targets that are a tuple or dict, such as boxes, together with the "
             "images. Use 0 and false, and augment in the dataset"
         )
+
     for key, values in {"data.mean": options.mean, "data.std": options.std}.items():
         if len(values) not in (1, channels):
             raise ConfigError(
                 f"{key}={list(values)}: has {len(values)} values; expected 1, or 1 per channel of "
                 f"the images ({channels})"
             )
+
     if options.crop_padding > 0 and options.crop_padding >= min(height, width):
         raise ConfigError(
             f"data.crop_padding={options.crop_padding}: must be smaller than the images, which are "

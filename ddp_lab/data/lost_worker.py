@@ -90,17 +90,20 @@ def describe_end(killed_by: str | None) -> str:
             f"{how}, most likely because shared memory is full: {free_shared()}. {FEWER}, or "
             f"enlarge it ({LARGER})"
         )
+
     if number == signal.SIGKILL:
         return (
             f"{how}, most likely by the system because the memory of the machine or of the "
             f"container was used up. {FEWER}, or keep less in memory in the dataset, of which each "
             "process has a copy"
         )
+
     if killed_by is not None:
         return (
             f"{how}, most likely in a compiled library that the dataset uses. Find the sample with "
             "num_workers=0 and `python -X faulthandler`"
         )
+
     return (
         "has exited: it was killed, most likely because memory or shared memory was used up, or "
         f"the code of the dataset has ended it, for example by os._exit. {FEWER}; with "

@@ -38,6 +38,7 @@ def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tu
                 f"{none_of(key)} if there is no target"
             )
         return {key: part for key, part in item.items() if key != targets}, item[targets]
+
     is_tuple = isinstance(item, (tuple, list))
     count = len(item) if is_tuple else 0
     if targets == PAIR and count != 2:
@@ -45,11 +46,13 @@ def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tu
             f"{what} must be (input, target), got {describe_sample(item)}. "
             f"{advice_on_target(item, key)}"
         )
+
     if count < 2 or not -count <= targets < count:
         raise ConfigError(
             f"{what} must be a tuple with the target at {key}={targets} and inputs, got "
             f"{describe_sample(item)}. {advice_on_target(item, key)}"
         )
+
     parts = [*item]
     target = parts.pop(targets)
     return parts[0] if len(parts) == 1 else tuple(parts), target

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.collated import Collated
@@ -164,11 +164,8 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
     seed = reading.seed
     images = reading.images
     classes = reading.classes
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
-        raise ConfigError(
-            f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
-            "sample"
-        )
+    require_map_style(dataset, name)
+
     if reading.collate_fn is not None:
         if images and images.augments:
             raise ConfigError(
@@ -187,6 +184,7 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
         )
         _ = collated.first
         return collated
+
     if isinstance(dataset, TensorDataset):
         inputs, targets = divide(dataset.tensors, reading.targets, f"{name}: sample 0", reading.key)
         require_no_transforms(inputs, name, images)
@@ -201,11 +199,43 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
                 targets[wrong[0]] if wrong else targets[0], name, wrong[0] if wrong else 0, classes
             )
         return InMemory(inputs, targets)
+
     samples = Indexed(
         partial(read, dataset, reading), torch.arange(len(dataset)), seed, images, augment
     )
     _ = samples.first
     return samples
+
+
+def require_map_style(dataset: Any, name: str) -> None:
+    """Check that a dataset returns samples by their numbers.
+
+    Args:
+        dataset: of the user.
+        name: of the argument or the key that it is the value of, which begins the message.
+
+    Raises:
+        ConfigError: it does not, or it is empty.
+    """
+    hint = ""
+    if isinstance(dataset, DataLoader):
+        hint = (
+            ", got a DataLoader. Pass its dataset, loader.dataset: batches, their order and the "
+            "part of each rank are made of it here, with batch_size and, if it is needed, "
+            "collate_fn"
+        )
+    elif isinstance(dataset, IterableDataset):
+        hint = (
+            f", got the IterableDataset {type(dataset).__name__}. A stream has no samples by "
+            "number, of which each rank could read its own ones. Read it into a list, or write a "
+            "class with __getitem__"
+        )
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
+        return
+    raise ConfigError(
+        f"{name}: must be a map-style dataset, with __len__, __getitem__ and at least one "
+        f"sample{hint}"
+    )
 
 
 def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Image, Tree]:
@@ -241,17 +271,20 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
             f"{name}: sample {number} must be tensors, arrays or numbers{also}, got {kinds} "
             f"({error})"
         ) from None
+
     is_tensor = isinstance(target, torch.Tensor)
     if isinstance(inputs, Image.Image) and not is_tensor:
         raise ConfigError(
             f"{name}: the targets of sample {number} are {type(target).__name__}, but would not be "
             "changed with its image of Pillow. Return the image as a tensor"
         )
+
     if isinstance(inputs, Image.Image) and is_tensor and target.dim() > 1:
         raise ConfigError(
             f"{name}: the target of sample {number} is {list(target.shape)}, but would not be "
             "resized with its image of Pillow. Return both as tensors of one size"
         )
+
     if (
         classes
         and isinstance(target, torch.Tensor)

@@ -141,6 +141,7 @@ def require_one_size(what: str, **trees: Tree) -> int:
                     "sample"
                 )
             sizes[place] = len(tensor)
+
     if len(set(sizes.values())) > 1:
         sizes_text = ", ".join(f"{place} has {number}" for place, number in sizes.items())
         raise ConfigError(

@@ -90,6 +90,7 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
                 f"their {what} are {', '.join(forms[0]) or None} and "
                 f"{', '.join(forms[other]) or None}. Return the same parts for all samples"
             )
+
         if other is not None:
             name = next(name for name, shape in forms[0].items() if shape != forms[other][name])
             ways = ""
@@ -148,6 +149,7 @@ class WorkerLoader(Loader):
             # without it, every `iter` would draw from the global generator
             generator=torch.Generator(),
         )
+
         self._stream: Iterator[RawBatch] | None = None
         # Called when the loader is freed or, where an exception's frames keep it, before this
         # process waits for its children to exit. A child of multiprocessing, as the ranks of
@@ -202,6 +204,7 @@ class WorkerLoader(Loader):
             if lost := find_ended(error, workers):
                 raise lost from None
             raise
+
         if self.options.labels is not None:
             self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)

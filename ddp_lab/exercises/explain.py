@@ -115,6 +115,7 @@ def describe_sum(value: float, ranks: int) -> str:
         return f"{value:g}, which is no sum of the ranks' values"
     if all(count == 1 for count in times_by_rank):
         return "the sum of all ranks"
+
     alone = [rank for rank, count in enumerate(times_by_rank) if count]
     if len(alone) == 1 and times_by_rank[alone[0]] == 1:
         return f"only rank {alone[0]}'s value"

@@ -42,6 +42,7 @@ def explain_failure(exercise: Exercise, file: Path) -> str | None:
         )
     except (OSError, ValueError) as error:
         return f"{file} cannot be read: {error}."
+
     if any(word in source for word in (b"optim", b"DataParallel", b"autograd.grad")):
         # which these import when first used: seconds, on each of the ranks
         importlib.import_module("torch._dynamo")
@@ -93,6 +94,7 @@ def receive(pipes: list[Connection], end: float) -> dict[int, Outcome]:
                 outcomes[rank] = pipes[rank].recv()
             if not asked and (rank not in outcomes or outcomes[rank].kind != "passed"):
                 end = min(end, time.monotonic() + GRACE)
+
         if not ready and asked:
             busy = Outcome("waits", "does not respond: it computes without a pause", Call("", 0))
             return outcomes | dict.fromkeys(silent, busy)
@@ -149,6 +151,7 @@ def explain_waiting(exercise: Exercise, outcomes: list[Outcome], limit: float) -
             "the check did not end, though the functions have returned: run it again when the "
             "machine is less busy."
         )
+
     lines = [
         f"  rank {rank} {outcome.text if outcome.kind != 'passed' else 'is done'}"
         for rank, outcome in enumerate(outcomes)

@@ -151,6 +151,7 @@ def recorder(file: Path, calls: list[Call]) -> Any:
             and getattr(called, "__name__", "") == "wait"
         ):
             calls.append(Call("wait", frame.f_lineno))
+
         if event == "call" and frame.f_code.co_filename.endswith("distributed_c10d.py"):
             caller = frame.f_back
             # torch's decorators
@@ -184,6 +185,7 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
         frame = frame.f_back
     if frame is None:
         return Outcome("waits", f"has returned, after {len(calls)} calls of torch.distributed")
+
     line = frame.f_lineno
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame
         name = "wait"
@@ -191,6 +193,7 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
         what = f"waits in {name}, its call number {len(calls)} of torch.distributed,"
     else:
         what = "is still busy"
+
     return Outcome(
         "waits",
         f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`",

@@ -54,6 +54,7 @@ class TrainerKeys(Keys):
     ema_warmup: bool
     num_workers: NaturalNumber
     loss_over_batch: bool
+    targets: str | int | None
 
 
 class FitKeys(Keys):
@@ -109,6 +110,7 @@ def as_task(loss: LossFunction | Task) -> Task:
             f"loss={loss}: must be a function of (outputs, targets), or a task such as "
             "tasks.Segmentation(); a class must be called first"
         )
+
     trained: list[str] = []
     if isinstance(loss, nn.Module):
         named = loss.named_parameters()
@@ -159,6 +161,7 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> 
             f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs "
             "a sample for them: lab.trainer(..., example=dataset[0])"
         )
+
     assert isinstance(chain, Chain)
     chain.input_dtype = form.dtype
     return chain

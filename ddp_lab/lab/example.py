@@ -63,6 +63,7 @@ def find_example(given: Any, parts: Parts) -> Example | None:
     if parts.collate_fn is not None:
         inputs, targets = collate([given, given], parts.collate_fn, parts.targets, "example")
         return Example(*as_loaded(inputs, targets), is_complete=True)
+
     is_complete = has_target(given, parts.targets)
     sample, target = divide(given, parts.targets if is_complete else None, "example")
     if not is_complete and isinstance(sample, tuple) and len(sample) == 1:
@@ -72,6 +73,7 @@ def find_example(given: Any, parts: Parts) -> Example | None:
             "example: must be a sample of tensors, for example dataset[0], got "
             f"{type(sample).__name__}"
         )
+
     try:
         expected = as_tree(target, "targets")
     except (ConfigError, TypeError, ValueError, RuntimeError) as error:
@@ -79,11 +81,13 @@ def find_example(given: Any, parts: Parts) -> Example | None:
         problem = f" ({error})"
     else:
         problem = ""
+
     if is_complete and parts.targets is not None and not any(True for _ in leaves(expected)):
         raise ConfigError(
             "example: the target of a sample must be a tensor or a number, got "
             f"{type(target).__name__}{problem}"
         )
+
     own_inputs = as_tree(sample, "inputs")
     return Example(
         *as_loaded(*stack([(own_inputs, expected), (own_inputs, expected)])),

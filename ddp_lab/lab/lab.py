@@ -128,6 +128,7 @@ class Lab:
             self._log.close("finished", self._log.last)
         else:
             self._log.close("failed", {})
+
         explained = find_lost_worker(error)
         try:
             if explained is not None:
@@ -261,7 +262,11 @@ class Lab:
         runtime = self.runtime
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
-        others = {"max_grad_norm": max_grad_norm, "loss_over_batch": loss_over_batch}
+        others = {
+            "max_grad_norm": max_grad_norm,
+            "loss_over_batch": loss_over_batch,
+            "targets": targets,
+        }
         validate(TrainerKeys, {**sizes, **averaging, **others})
         self._calls.begin("called lab.trainer", {**sizes, **averaging, **others})
         strategy: Strategy = construct("strategy", self._strategy, runtime)
@@ -271,12 +276,18 @@ class Lab:
                 f"{strategy.replicas} replicas that share it; use "
                 f"{multiples(batch_size, strategy.replicas)}"
             )
+        given_collate_fn: Any = collate_fn  # what a user passes may be something else
+        if given_collate_fn is not None and not callable(given_collate_fn):
+            raise ConfigError(
+                f"collate_fn={given_collate_fn}: must be a function of a list of samples, or None"
+            )
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
         model = in_blocks(model, strategy, tried)
         task = as_task(loss)
         for note in try_model(model, task, tried, strategy):
             self.print(note)
+
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
@@ -286,6 +297,7 @@ class Lab:
         complete = None
         if tried is not None and tried.is_complete:
             complete = (tried.inputs, tried.targets)
+
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
             self.print(note)
         factor = schedule or (lambda step: 1.0)

@@ -145,6 +145,7 @@ def run_rank(
     os.environ |= {name: str(value) for name, value in places.items()}
     torch.set_num_threads(1)
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(file.with_name(f"error{rank}"))
+
     try:
         result = function(*args)
     except SystemExit as error:
@@ -158,6 +159,7 @@ def run_rank(
         if is_secondary(error):
             time.sleep(WAIT_FOR_CAUSE)
         raise
+
     try:
         file.with_name(f"returned{rank}").touch()
         if rank == 0:

@@ -13,7 +13,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch, LoaderOptions
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.data.sources import Reading, samples_of
+from ddp_lab.data.sources import Reading, require_map_style, samples_of
 from ddp_lab.data.trees import (
     Tree,
     form_of,
@@ -94,13 +94,14 @@ class LocalBatches:
         self._kept: dict[int, Kept] = {}
         self._iterated: list[Loader] = []  # of the loops that have not ended
 
-    def loader(self, dataset: Any, purpose: Purpose) -> Loader:
+    def loader(self, dataset: Any, purpose: Purpose, argument: str = "the dataset") -> Loader:
         """Return the loader of a map-style dataset, the same one for the same dataset and purpose.
 
         Args:
             dataset: of the user.
             purpose: a shuffled or ordered loop, or an evaluation, which may be in the middle of a
                 loop.
+            argument: of the user, whose value the dataset is, for the message.
 
         Raises:
             ConfigError: it is not map-style, is empty, or its first sample has not the parts that
@@ -108,6 +109,7 @@ class LocalBatches:
         """
         entry = self._kept.pop(id(dataset), None)
         if entry is None:
+            require_map_style(dataset, argument)
             entry = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
             self._make_room()
         self._kept[id(dataset)] = entry
@@ -209,6 +211,7 @@ class LocalBatches:
             return Batch(
                 pad(inputs, current.size), pad(targets, current.size), current.global_size
             ), current
+
         if samples != full:
             if current and current.num_valid != full:
                 expected = f"{current.num_valid}, as the last one from `batches`, or {full}"

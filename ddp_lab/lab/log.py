@@ -65,11 +65,13 @@ class LabLogger(Logger):
             for name, value in values.items()
         ]
         print(*shown, flush=True)
+
         if self.run_dir is None:
             return
         kind = next((name for name in ("epoch", "step") if name in values), "log")
         self.run_dir.mkdir(parents=True, exist_ok=True)
         append_row(self.run_dir / "metrics.jsonl", {"kind": kind, **values})
+
         epoch = values.get("epoch")
         self.step = values.get("step", max(self.step, epoch or 0))
         self.last = values

@@ -169,6 +169,7 @@ def describe_problem(call: Call, error: BaseException) -> str | None:
                 f"but expects numbers from 0 to {last}. Correct the inputs, or use a larger "
                 "embedding"
             )
+
         if "type" in str(error) and (dtype := other_dtype(argument, module)):
             name = str(dtype).removeprefix("torch.")
             return f"but expects {name}. {advice_on(argument.dtype, dtype)}"
@@ -176,6 +177,7 @@ def describe_problem(call: Call, error: BaseException) -> str | None:
         if place is not None and argument.shape[place.dimension :][:1] != (place.size,):
             shape = f"[..., {place.size}]" if place.dimension == -1 else f"[b, {place.size}, ...]"
             return f"but expects {shape}. Use inputs that the model supports, or correct the model"
+
     if any(text in str(error) for text in TEXTS):
         return (
             f"and fails: {describe_error(error)}. Use inputs that the model supports, or correct "

@@ -191,6 +191,7 @@ class Trainer(training.Trainer):
         if strategy.task.labels is not None:
             # of a loop's own batches, which no loader has read
             strategy.task.labels.add_from(targets)
+
         if strategy.module.training is not self._training:
             self._late_hooks.take()
             strategy.train()
@@ -198,6 +199,7 @@ class Trainer(training.Trainer):
         with mistakes_reported(strategy):
             self.eager_step(batch)
         self.eager_step.seed_alike()
+
         self.position.step += 1
         if current:
             self.position.epoch += epochs_ahead
@@ -213,14 +215,16 @@ class Trainer(training.Trainer):
         task: Task | None = None,
         log_every: int | str | None = None,
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done in total, and evaluate after each.
+        """Train until `epochs` epochs are done in total, and evaluate after each, if there is a
+        validation set.
 
         Epochs of a loop over `batches`, and those before `resume`, count. The metrics of each epoch
         are logged; the rows count epochs from 1.
 
         Args:
             train: dataset to train on, as for `batches`.
-            validation: dataset to evaluate on after each epoch, as for `batches`.
+            validation: dataset to evaluate on after each epoch, as for `batches`; None: there is
+                none, and no `val_...` metrics.
             epochs: number of epochs in total.
             task: task whose metrics are computed; None: the task that is the trainer's loss, if it
                 is one.
@@ -239,33 +243,34 @@ class Trainer(training.Trainer):
         """
         validate(FitKeys, {"epochs": epochs, "log_every": log_every})
         settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
-        loaders = {
-            "train": self._batches.loader(train, "shuffled"),
-            "val": self._batches.loader(validation, "evaluation"),
-        }
+        loaders = {"train": self._batches.loader(train, "shuffled", "train")}
+        lengths = {"the length of the training dataset": loaders["train"].data.size}
+        if validation is not None:
+            loaders["val"] = self._batches.loader(validation, "evaluation", "validation")
+        lengths["the length of the validation dataset"] = (
+            loaders["val"].data.size if "val" in loaders else 0
+        )
         self._calls.begin(
             "called fit",
-            {
-                "epochs": epochs,
-                "log_every": log_every,
-                "the length of the training dataset": loaders["train"].data.size,
-                "the length of the validation dataset": loaders["val"].data.size,
-            },
+            {"epochs": epochs, "log_every": log_every, **lengths},
         )
         self._resumed = False
         self._first_order(1)
+
         position = self.position
         if position.samples == loaders["train"].data.size and not position.sums:
             # A loop was left after the last step of an epoch, of which nothing is left to train.
             self.position = position.next_epoch({}, self.strategy.task.lower_is_better)
         self.logger.last_epoch = {}
         step = self.eager_step
+
         hooks: list[Hook] = [CountedSteps(self._calls)]
         read = None
         if settings.log_every != Every():
             meter = Meter(self.strategy.task, settings, self.logger)
             read = meter.read
             hooks += [Exchanges(), meter]
+
         sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
         run = Run(
             eager=step,
@@ -281,6 +286,7 @@ class Trainer(training.Trainer):
         )
         self._training = None
         self._late_hooks.take()
+
         with mistakes_reported(self.strategy):
             self.position = fit(run)
         step.seed_alike()
@@ -334,6 +340,7 @@ class Trainer(training.Trainer):
         self._training = None
         if communicates(self.strategy):
             self._calls.begin("called predict")
+
         require_same_form(inputs, self.strategy)
         with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)

@@ -66,7 +66,7 @@ def make_trial(example: Example, task: Task, freezes: bool) -> Trial:
         try:
             loss, _ = task.loss_sum(taken, targets)
         except TrainingError as error:  # its message says what is wrong
-            raise ConfigError(str(error)) from None
+            raise LossError(str(error)) from None
         except Exception as error:
             raise LossError(
                 f"loss: failed for outputs of {describe_parts(taken)} and targets of "

@@ -147,6 +147,7 @@ def user_errors() -> Generator[None]:
                 "have the reasons"
             )
             sys.exit(1)
+
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         from ddp_lab.config.causes import WAIT_FOR_CAUSE, OtherRankError, is_secondary
@@ -180,6 +181,7 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
             "group. Use `ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N "
             "...`, which starts torchrun once for each job"
         )
+
     # makes Hydra raise exceptions; by default it prints them on every rank
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
@@ -200,6 +202,7 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
         from ddp_lab.launchers.torchrun_launcher import register  # loads what draws the results
 
         register()
+
     setbase("1.3")
     # What hydra.main does with sys.argv; it takes no other arguments.
     _run_hydra(namespace, parser, task_function=run, config_path=str(CONF), config_name="config")

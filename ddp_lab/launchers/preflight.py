@@ -67,6 +67,7 @@ def check_network(runtime: Runtime) -> list[Finding]:
             "with an address that every node resolves (--rdzv-endpoint or --master-addr), or with "
             "--standalone on one machine"
         ) from None
+
     if not runtime.agent_keeps_store:
         return [Finding("ok", "network", f"{host} resolves")]
     try:

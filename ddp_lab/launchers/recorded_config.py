@@ -129,6 +129,7 @@ def read_config(
         raise ConfigError(
             f"{path}: {error}. If another version of ddp_lab wrote it, use that version"
         ) from None
+
     if env_int("WORLD_SIZE", 1) == 1:
         cfg.strategy.update(
             {key: value for key, value in IN_ONE_PROCESS.items() if key in cfg.strategy}
@@ -140,6 +141,7 @@ def read_config(
         for group in (choice.partition("=")[0] for choice in choices):
             # with its references, which now refer to the run's keys
             cfg[group] = OmegaConf.to_container(composed[group])
+
     others = [override for override in overrides if override not in choices]
     for override in OverridesParser.create().parse_overrides(others):
         if override.is_delete() or override.is_sweep_override():

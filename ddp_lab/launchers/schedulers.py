@@ -56,6 +56,7 @@ def trainjob(
             f"--queue {queue}: must be the name of a LocalQueue of Kueue: lower-case letters, "
             "digits, hyphens, dots"
         )
+
     manifest = yaml.safe_load(TEMPLATE.read_text())
     trainer = manifest["spec"]["trainer"]
     first = [

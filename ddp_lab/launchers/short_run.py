@@ -89,6 +89,7 @@ def train(
     except subprocess.TimeoutExpired:
         print("stopped", flush=True)
         return ShortRun([], None, "the time limit was reached")
+
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
     (run_dir if run_dir.exists() else out).joinpath(f"{name}.output.txt").write_text(done.stdout)
     if done.returncode:
@@ -102,6 +103,7 @@ def train(
             reason = f"exit code {done.returncode}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
         return ShortRun([], None, problem, refused=done.returncode == REFUSED)
+
     return ShortRun(
         read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json")
     )

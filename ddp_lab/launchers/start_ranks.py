@@ -64,6 +64,7 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
                 f"by `{sweep}`"
             )
         return None, arguments
+
     options, overrides = parse(others) if unknown else (None, others)
     if options:
         choose_rendezvous(options)
@@ -72,6 +73,7 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     ranks = count_ranks(cfg.strategy["_target_"], cfg.device)
     if ranks > 1 and not options:
         options, _ = parse(["--standalone"])
+
     if options:
         options.nproc_per_node = options.nproc_per_node or str(ranks)
     return options, overrides if config_dir is None else ["--config-dir", config_dir, *overrides]
@@ -124,12 +126,14 @@ def choose_rendezvous(options: Namespace) -> None:
             f"--nnodes {options.nnodes}: needs --rdzv-endpoint HOST:PORT, the same on every "
             "machine: a port of one of them"
         )
+
     if not address:
         options.standalone = True
         return
     # torch's default, which is for --master-addr
     if options.rdzv_endpoint and options.rdzv_backend == "static":
         options.rdzv_backend = "c10d"
+
     # IPv6 addresses are in brackets
     host = re.sub(r"\]?:\d+$|^\[", "", address) if options.rdzv_endpoint else address
     try:
@@ -222,6 +226,7 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     first = min(reported, key=order_of, default=None)
     if first:
         print(first.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+
     codes = {
         rank: failure.exitcode
         for rank, failure in sorted(failures.items())
@@ -235,6 +240,7 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
             else:
                 how = f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
+
     if first:
         return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1
     return REFUSED if REFUSED in codes.values() else 1

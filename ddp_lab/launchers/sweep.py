@@ -128,12 +128,14 @@ def check_search(config: DictConfig) -> None:
             raise ConfigError(
                 f"hydra.sweeper.{key}={sweeper[key]}: must be an integer of at least 1"
             )
+
     if not optimize.startswith("val_"):
         raise ConfigError(
             f"optimize={optimize}: hydra/sweeper=optuna must choose by the validation set. Use "
             "optimize=val_accuracy or another val_*, and data.val_fraction=0.1 if the data have "
             "no validation set"
         )
+
     if direction != best:
         raise ConfigError(
             f"hydra.sweeper.direction={direction}: must be {best} for optimize={optimize}"
@@ -163,6 +165,7 @@ def is_finished(job: Job) -> bool:
         or not (status["epoch"] >= job.epochs or stopped)
     ):
         return False
+
     metrics = job.run_dir / "metrics.jsonl"
     if not row_of(metrics, status["epoch"]):
         raise ConfigError(
@@ -199,12 +202,14 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
     points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
     if not points:
         return []
+
     with (folder / "results.csv").open("w", newline="") as file:
         rows = (
             (job.name, (read_json(job.run_dir / "status.json") or {}).get("status"), *cells)
             for job, *cells in results
         )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
+
     metric = next(iter(scores.values()))[0]
     choose = min if jobs[0].lower_is_better or metric == "val_loss" else max
     best = [
@@ -226,6 +231,7 @@ def describe(job: Job, code: int | None) -> str:
     if code == 0 and value is not None:
         rate = read_epochs(metrics)[-1]["samples_per_second"]
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
+
     failure = read_json(job.run_dir / "failure.json")
     reason = failure["message"].splitlines()[0] if failure else "see its output above"
     if status:

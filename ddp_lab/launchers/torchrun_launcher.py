@@ -113,6 +113,7 @@ class TorchrunLauncher(Launcher):
             numbers = f"s {initial_job_idx + 1} to {initial_job_idx + len(jobs)}"
         else:
             numbers = f" {initial_job_idx + 1}"
+
         print(f"job{numbers} in {self.sweep_dir}", flush=True)
         different = {job.run_dir: job for job in jobs}  # a search may propose the same job twice
         with self._ended_by_signals(), ThreadPoolExecutor(self.max_parallel) as pool:
@@ -123,6 +124,7 @@ class TorchrunLauncher(Launcher):
                     strict=True,
                 )
             )
+
         codes = [ended[job.run_dir] for job in jobs]
         if self.ended:
             print(
@@ -130,6 +132,7 @@ class TorchrunLauncher(Launcher):
                 flush=True,
             )
             sys.exit(128 + self.ended)
+
         self.jobs_so_far += jobs
         lines = [describe(job, code) for job, code in zip(jobs, codes, strict=True)]
         print("\n".join(["", *lines, *write_results(self.sweep_dir, self.jobs_so_far)]), flush=True)
@@ -210,12 +213,14 @@ class TorchrunLauncher(Launcher):
             for _ in range(self.max_parallel):
                 slots.put(None)
             return slots
+
         if wanted > gpus:
             raise ConfigError(
                 f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of "
                 f"{self.nproc_per_node} ranks need {wanted} GPUs, but {gpus} are visible; lower "
                 "max_parallel or nproc_per_node, or set device=cpu"
             )
+
         names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         names = names if len(names) == gpus else [str(i) for i in range(gpus)]
         for i in range(self.max_parallel):
@@ -237,6 +242,7 @@ class TorchrunLauncher(Launcher):
         environment |= {ENDS_WITH_STDIN: "1"} | (
             {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         )
+
         with self._starting:
             if self.ended:
                 slots.put(gpus)  # for the next waiting job
@@ -254,6 +260,7 @@ class TorchrunLauncher(Launcher):
                 start_new_session=True,
             )
             self.processes.add(process)
+
         with process:  # until it has ended
             assert process.stdout  # it is a pipe
             for line in process.stdout:

@@ -69,6 +69,7 @@ class InitialWeights(Weights):
                 f"{KEY}: needs a model made of blocks, got a {type(chain).__name__}. Use "
                 "model.init=default, or return an nn.Sequential or a Chain of blocks"
             )
+
         # without memory
         self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}
         self.initializers = chain.initializers
@@ -76,6 +77,7 @@ class InitialWeights(Weights):
         self.given: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
             list(resettable(block, name))
+
         for first, other, *_ in tied_parameters(chain):
             raise ConfigError(
                 f"{KEY}: {first} and {other} are the same parameter, but would be allocated "
@@ -127,6 +129,7 @@ class InitialWeights(Weights):
             cast("Any", module).reset_parameters()
         for initialize in self.initializers:
             initialize(block)
+
         drawn = tensors_of(block)
         for key, tensor in drawn.items():
             if is_real(tensor) and tensor.isnan().any():

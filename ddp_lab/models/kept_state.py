@@ -97,12 +97,14 @@ class Snapshot:
             return self._note_dict(cast("dict[Any, Any]", each))
         if isinstance(each, (list, deque, set)):
             return self._note_items(cast("Any", each))
+
         if isinstance(each, torch.Generator):
             self._restores.append(partial(each.set_state, each.get_state()))
             return []
         if isinstance(each, random.Random):
             self._restores.append(partial(each.setstate, each.getstate()))
             return []
+
         if isinstance(each, np.random.Generator):
             bits = each.bit_generator
             self._restores.append(partial(setattr, bits, "state", bits.state))
@@ -110,6 +112,7 @@ class Snapshot:
         if isinstance(each, types.FunctionType):
             cells = [cell for cell in each.__closure__ or () if is_filled(cell)]
             return [*map(self._note_cell, cells), *(each.__defaults__ or ()), vars(each)]
+
         if isinstance(each, types.MethodType):
             return [each.__self__, each.__func__]
         if isinstance(each, partial):

@@ -76,6 +76,7 @@ def materialise(model: nn.Module, inputs: Tree, key: str) -> None:
             module.training = mode
         for buffer, before in buffers:
             buffer.copy_(before)
+
     if unused := lazy_layers(model):
         raise ConfigError(
             f"{key}: {unused[0]} is a lazy layer that the forward pass does not use, so it has no "

@@ -99,6 +99,7 @@ def make_model(
         initial_weights = InitialWeights(model, seed)
     else:
         model = build_model(spec, trial and trial.inputs)
+
     if spec.weights is not None and with_weights:
         notes += load_weights(spec, spec.weights, model, initial_weights, runtime)
     if trial is not None and (not spec.is_own or trial.of_all):
@@ -106,6 +107,7 @@ def make_model(
 
         unused, trial_notes = freeze_unused(model, trial, runtime, spec.key)
         notes += trial_notes
+
     inputs = None if trial is None else trial.inputs
     if (
         isinstance(model, Chain)
@@ -136,6 +138,7 @@ def load_weights(
         state = rename(read(runtime.broadcast_from_rank0("weights", find, per_node=True)))
     else:
         state = read(weights)
+
     fitting, notes = match_weights(
         model.state_dict(), state, spec.num_classes, f"model.weights={weights}"
     )
@@ -176,10 +179,12 @@ def build_model(spec: ModelSpec, inputs: "Tree" = None) -> nn.Module:
         raise ConfigError(
             f"{key}: cannot be constructed{where}: {describe_error(error)}"
         ) from error
+
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{key}: must return a torch.nn.Module, got {type(model).__name__}")
     if spec.is_own:  # neither lazy nor expanded
         return as_chain(model, spec.input_shape)
+
     from ddp_lab.models.lazy import materialise
     from ddp_lab.models.memory import give_own_memory
 

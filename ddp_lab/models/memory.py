@@ -28,6 +28,7 @@ def give_own_memory(model: nn.Module, what: str) -> None:
                 "place in memory, so that no optimizer can update it. Make it by "
                 "nn.Parameter(tensor.expand(...).clone())"
             )
+
     contiguous: dict[int, torch.Tensor] = {}  # by the id of the buffer that it replaces
     replaced: list[torch.Tensor] = []  # kept alive, so that their ids stay their own
     for module in model.modules():

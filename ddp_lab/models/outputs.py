@@ -67,6 +67,7 @@ def map_outputs(function: Callable[[torch.Tensor], torch.Tensor], outputs: Any) 
         for key, value in outputs.items():
             mapping[key] = map_outputs(function, value)
         return mapping
+
     attributes = attributes_of(outputs)
     if not attributes:
         return outputs

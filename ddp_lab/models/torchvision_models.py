@@ -41,11 +41,13 @@ def torchvision_model(
             f"for example {', '.join(close)}; "
             "torchvision.models.list_models(module=torchvision.models) lists them"
         )
+
     if in_channels not in (1, 3):
         raise ConfigError(
             f"model.name={name}: expects images of 3 channels, or of 1 (grey), got {in_channels}. "
             "Use such images, or model=own with a function that replaces the first convolution"
         )
+
     try:
         model = models.get_model(
             name, weights=None, num_classes=num_classes, **defaults(name, image_size) | options
@@ -57,6 +59,7 @@ def torchvision_model(
         raise ConfigError(
             f"model.name={name}: does not accept {options_text}: {' '.join(str(error).split())}"
         ) from None
+
     if in_channels == 1:
         conv = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
         conv.in_channels, conv.weight = 1, nn.Parameter(conv.weight.detach().sum(1, keepdim=True))

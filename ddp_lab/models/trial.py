@@ -109,6 +109,7 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
         with suppress(ConfigError):  # a model may refuse numbers below 0
             also_unused = find_unused(model, other, runtime, key)
             unused = [name for name in unused if name in also_unused]
+
     if len(unused) == len(trained):
         raise ConfigError(
             f"{key}: has nothing to train: "
@@ -116,12 +117,14 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
             "Leave requires_grad=True for some of the parameters that `forward` uses, for example "
             "for the head"
         )
+
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
     if trial.freezes:
         what = "not used in training, so they stay as they are"
     else:
         what = "not used by two samples"
+
     notes = {"frozen": frozen, what: unused}
     names_by_note = {what: names for what, names in notes.items() if names}
     lines = [
@@ -191,6 +194,7 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
     total = outputs.float().sum() if isinstance(outputs, torch.Tensor) else checked
     if total is not None and total.requires_grad:
         total.backward()
+
     with torch.no_grad():
         outputs = call(model.eval(), inputs)
         require_batch(outputs, size(inputs), "in evaluation mode ")
@@ -200,6 +204,7 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
             raise
         except ConfigError as error:
             raise ConfigError(f"in evaluation mode {error}") from None
+
     model.train()
     return [
         name

@@ -256,18 +256,21 @@ def vit(in_channels: int, image_size: int, num_classes: int, **keys: Unpack[ViTK
     pool = keys["pool"]
     require_divisor("heads", heads, "width", width)
     require_divisor("patch_size", patch_size, "image size", image_size)
+
     units = round(width * keys["mlp_ratio"])
     if units == 0:
         raise ConfigError(
             f"model.mlp_ratio={keys['mlp_ratio']}: gives blocks without units for width={width}; "
             f"use at least {1 / width:.3g}"
         )
+
     patches = (image_size // patch_size) ** 2
     embed = Embed(in_channels, patches, patch_size, width, class_token=pool == "token")
     blocks: dict[str, nn.Module] = {}
     for i in range(depth):
         rate = keys["drop_path"] * i / max(1, depth - 1)
         blocks[f"block{i}"] = Block(width, heads, units, rate, f"block{i}")
+
     return Chain(
         (in_channels, image_size, image_size),
         embed=embed,

@@ -49,6 +49,7 @@ def match_weights(
         ):
             weights[name] = tensor.sum(1, keepdim=True)
             notes.append(f"{name}: summed over its 3 channels, because the images have 1")
+
     differ = [
         name for name in expected if name in weights and weights[name].shape != expected[name].shape
     ]
@@ -62,6 +63,7 @@ def match_weights(
         weights = {name: tensor for name, tensor in weights.items() if name not in heads}
     else:
         heads = []
+
     # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without
     # a momentum use.
     counters = {name for name in expected if name.endswith("num_batches_tracked")}
@@ -158,6 +160,7 @@ def write_weights(
     described = {"format": "pt", **metadata}
     if as_pairs:
         described[COMPLEX] = json.dumps(as_pairs)
+
     try:
         save_file(copies, path, described)
     except KeyError as error:  # the dtype that safetensors does not know
@@ -201,6 +204,7 @@ def unwrap(state: Any, key: str) -> dict[str, torch.Tensor]:
             f"{', '.join(NESTED)}; it {has}. Save the weights alone: "
             "torch.save(model.state_dict(), FILE)"
         )
+
     weights = candidates[0]
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in weights):

@@ -43,6 +43,7 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
     image = axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
+
     if size <= NAMED:
         names = [clipped(name) for name in drawable_names(classes)]
         axes.set_xticks(range(size), names, rotation=90)

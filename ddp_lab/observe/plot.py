@@ -105,6 +105,7 @@ def curves(
             axes.set(xscale="log", yscale="log")
         else:
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: short(value))
         if zero:

@@ -63,6 +63,7 @@ def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
             ranges[event["name"]].append(span(event))
         elif event["cat"] in ("cuda_runtime", "cuda_driver"):
             launched[event["args"]["correlation"]] = event["ts"]
+
     devices: dict[str, list[Activity]] = defaultdict(list)
     for event in events:
         name = event["name"]
@@ -83,6 +84,7 @@ def read(trace: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
             devices["cpu"].append(("compute", when[0], when))
         elif name.startswith("gloo:"):
             devices["cpu"].append(("communication", when[0], when))
+
     names = sorted(devices.keys() - {"cpu"}) or ["cpu"]
     loading = ranges[DATA]
     steps = [
@@ -155,6 +157,7 @@ def compare(ranks: list[dict[str, list[dict[str, float]]]], pipeline: bool) -> l
         for rank in ranks
     ]
     least = [0.0 if pipeline else min(step) for step in zip(*by_rank, strict=True)]
+
     rows: list[dict[str, Any]] = []
     for rank, devices in enumerate(ranks):
         for device, steps in devices.items():
@@ -182,6 +185,7 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
         f"{mean['compute']:.2f} ms of compute against {mean['communication']:.2f} ms of exposed "
         "communication per step"
     )
+
     late = min(rows, key=lambda row: row["waiting"])
     longest = max(row["waiting"] for row in rows)
     lines: list[str] = []
@@ -202,6 +206,7 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
             f"waiting: {share['waiting']:.0%} of a step, and not always for the same rank: the "
             "ranks' speed varies"
         )
+
     if mean["communication"] > mean["compute"]:
         lines.append(
             f"this model is too small to scale here: {against}. A larger batch gives the devices "
@@ -212,6 +217,7 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
             f"communication: {against}. A larger batch makes it rarer; ddp overlaps a part of it "
             "with backward"
         )
+
     if share["idle"] > 0.4:
         if graph:
             remedy = "a larger batch helps"
@@ -221,6 +227,7 @@ def diagnose(rows: list[dict[str, Any]], graph: bool, bubble: float | None) -> l
             f"idle: for {share['idle']:.0%} of a step devices have nothing to do while Python "
             f"launches work; {remedy}"
         )
+
     if share["data"] > 0.1:
         lines.append(
             f"data: for {share['data']:.0%} of a step devices wait for it; use data.loader=device "

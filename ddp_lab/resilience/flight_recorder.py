@@ -147,6 +147,7 @@ def describe_waits(reporter: dict[str, Any], everyone: list[dict[str, Any]], fol
                 + (f", not by {name_ranks(missing)}" if missing else "")
                 + (f"; {unknown} more not known" if unknown else "")
             )
+
     return "\n".join(
         [*(lines.values() or [ALL_CALLED]), f"The calls of each rank, for torchfrtrace: {folder}"]
     )

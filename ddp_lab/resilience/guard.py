@@ -114,6 +114,7 @@ class Guard(Hook):
             exchanged = self.sync.after_step(position, self.run.waited)
             if exchanged is not None and self._must_leave(exchanged):
                 self.save(self.run.current())
+
         if self.check_replicas and step % self.check_replicas == 0:
             self._compare_replicas(step)
         if (self.every_steps and step % self.every_steps == 0) or step in self.at_steps:
@@ -121,6 +122,7 @@ class Guard(Hook):
         if position.samples < self._size:
             self.heartbeat.at("loading", position.epoch, step + 1)
             return
+
         if self._decide(step, position):
             self.save(self.run.current())
         self.heartbeat.at("evaluating", position.epoch, step + 1)
@@ -220,12 +222,14 @@ class Guard(Hook):
                 )
             if self.run.strategy.runtime.rank == 0:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
+
         if exchanged.weights_not_finite:
             raise TrainingError(
                 f"after step {position.step} some weights are not finite; they are not saved. "
                 "Lower optimizer.lr or set max_grad_norm",
                 "not_finite",
             )
+
         if save_failed and self.on_error == "stop":
             problem = self.checkpoints.problem
             if not problem:

@@ -130,6 +130,7 @@ class Table:
         keys = []
         if runtime.nodes > 1:
             keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
+
         if keys and runtime.rank == 0:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
@@ -283,6 +284,7 @@ class NodeLink(threading.Thread):
                 self._nodes.clear()
             elif self._nodes.count(node, values[node]) * PERIOD >= VANISHED and not record["done"]:
                 self.vanished = record["ranks"][0]
+
         ranks = least(chain.from_iterable(record["ranks"] for record in nodes.values()))
         return {
             "ranks": ranks,
@@ -305,6 +307,7 @@ class NodeLink(threading.Thread):
             return None
         if self.vanished:
             return self.vanished, "lost_node", GONE
+
         if self._looks.count("overview", overview["sent"]) / looks < VANISHED or overview["done"]:
             return None
         host, port = self.runtime.master

@@ -66,12 +66,14 @@ class RunDir:
             name = name or restarted or make_unused(root, label)
             path = root / name
             path.mkdir(exist_ok=True)
+
             self._lock = lock(path, RESTART_WAIT if name == restarted else LOCK_WAIT)
             if resume == "never" and name != restarted and (path / "config.yaml").exists():
                 raise ConfigError(
                     f"resume=never: {path} already contains a run. Choose another name, remove "
                     "that directory, or use resume=auto to resume the run"
                 )
+
             failure = read_json(path / "failure.json")  # of an earlier attempt
             (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
@@ -130,6 +132,7 @@ def lock(path: Path, wait: float) -> TextIO:
                     f"({file.read().strip()}). Wait until it ends, stop it, or choose another name"
                 ) from None
             time.sleep(0.2)
+
     file.truncate(0)
     file.write(
         f"pid {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}"

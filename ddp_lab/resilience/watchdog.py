@@ -81,6 +81,7 @@ class Watchdog:
         self.rank = runtime.rank
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
+
         self.own: Heartbeat = {
             "rank": runtime.rank,
             "host": socket.gethostname(),
@@ -94,6 +95,7 @@ class Watchdog:
             "beat": 0,
             **BUSY,
         }
+
         self.before_exit = before_exit
         # on the rank that leads its node, if there are several nodes
         self.link: NodeLink | None = None
@@ -151,6 +153,7 @@ class Watchdog:
             # contains that rank's message.
             self.leave(GRACE + 4 * BEAT)
             return True
+
         failure = (
             self._dead_neighbour()
             or (self.link and self.link.find_lost(1 / BEAT))
@@ -207,6 +210,7 @@ class Watchdog:
                 f"{self.own['doing']} for {still:.0f} s (epoch {self.own['epoch']}, step "
                 f"{self.own['step']})"
             )
+
         # early, because on a busy machine this rank may count late what others need to judge
         if still < self.timeout / 4:
             self.own |= BUSY
@@ -219,6 +223,7 @@ class Watchdog:
             self.own |= flight_recorder.last_calls()
         if still < self.settled:
             return None
+
         everyone = self.table.everyone()
         suspect = next(
             (beat for beat in everyone if flight_recorder.lacks(beat, everyone[0]["call"])),
@@ -239,6 +244,7 @@ class Watchdog:
             )
         else:
             return None
+
         if self.runtime.world_size > 1:
             folder = flight_recorder.folder_of(self.run_dir, suspect["step"])
             what += flight_recorder.describe_waits(self.own, everyone, folder)
@@ -258,6 +264,7 @@ class Watchdog:
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
         while secondary and time.time() < deadline and not self.table.read("failure"):
             time.sleep(BEAT / 5)
+
         if isinstance(error, TrainingError):  # its message contains the step and the rank
             first = self._report(self.own, error.kind, f"error: {error}")
         else:
@@ -266,6 +273,7 @@ class Watchdog:
             first = self._report(
                 self.own, "exception", describe(self.own, what, self.table.everyone())
             )
+
         if not first:
             text = (
                 f"Error on rank {self.rank} after another rank's failure, which is in "
@@ -276,6 +284,7 @@ class Watchdog:
                 "a"
             ) as file:
                 file.write(text)
+
         if not first and self.runtime.world_size > 1:
             # the rank that reported the failure must exit first: torchrun's summary has its message
             time.sleep(4 * BEAT)
@@ -302,6 +311,7 @@ class Watchdog:
             first = False
         except OSError as error:  # a full disk or a removed directory: the failure is only printed
             message += f"\n(failure.json could not be written in {self.run_dir}: {error.strerror})"
+
         if first:
             show(f"{message}\nDetails: {self.run_dir}/train*.log, {path}", began=who["since"] - 1)
         self.table.write("failure", who)

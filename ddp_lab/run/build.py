@@ -93,9 +93,10 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
     sizes = make_sizes(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
     spec = model_spec(cfg.model, dataset.model_shape())
-    trial = None
     if isinstance(task, Classification):
         require_classes(dataset)
+
+    trial = None
     if not (spec.is_own and isinstance(task, Classification)):
         trial = make_trial(dataset, task, freezes=not strategy.may_leave_unused)
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
@@ -157,6 +158,7 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
         # DictConfig.
         arguments = [images] if "images" in inspect.signature(target).parameters else []
         return construct("data.dataset", node, *arguments)
+
     if images is None or "val_split" not in data:
         raise ConfigError(
             f"data.dataset._target_={node['_target_']}: must have the method load; a map-style "
@@ -247,6 +249,7 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
                 "loss=own"
             )
         return construct("task", cfg.task, loss=loss)
+
     is_tokens = "vocabulary" in dataset.model_shape()
     if is_tokens or not dataset.classes:
         advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
@@ -329,6 +332,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
             f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; "
             "leave it out"
         )
+
     return ModelSpec(
         make=partial(instantiate, options, **passed),
         target=target,
@@ -455,6 +459,7 @@ def assemble(
             shape["num_classes"],
             seed=cfg.seed,
         )
+
     steps = sizes.steps_per_epoch
     scheduler = partial(
         make_scheduler,
@@ -463,10 +468,12 @@ def assemble(
         steps_per_epoch=steps,
         warmup_steps=round(cfg.warmup_epochs * steps),
     )
+
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
+
     if strategy.needs_chain:
         models.require_chain(model, strategy.name, model_spec(cfg.model, shape).key)
     strategy.example, _ = dataset.train.example(2, "meta")
@@ -476,6 +483,7 @@ def assemble(
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
     strategy.partition(model, sizes.samples_at_once)
     strategy.initial_weights = built.initial_weights
+
     options = find_performance(cfg, strategy, dataset, model)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
     batch_size = sizes.global_batch_size
@@ -567,6 +575,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         ignore=getattr(job.task, "ignore", 255),
         labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )
+
     larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(
         training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
@@ -682,6 +691,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     checks.check_selection(
         {key: OmegaConf.select(cfg, key) for key in checks.SELECTING}, job.dataset, job.task
     )
+
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
@@ -720,6 +730,7 @@ def make_settings(
         "global_batch_size": sizes.global_batch_size,
         "devices": job.strategy.num_devices,
     }
+
     keys = ("every_epochs", "every_steps", "keep", "on_error", "format", "mirror")
     checkpoint = {key: cfg.checkpoint[key] for key in keys}
     protection = {

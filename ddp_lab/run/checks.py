@@ -41,6 +41,7 @@ def check_job(job: Job, settings: RunSettings) -> None:
         other = runtime.broadcast_from_rank0("data", compare)
         if other:
             settings.findings.append(warning("dataset", other))
+
     if runtime.world_size == 1 and not job.strategy.one_process and not runtime.under_torchrun:
         line = f"ddp-lab train --nproc {max(2, len(runtime.devices))} strategy={job.strategy.name}"
         text = (
@@ -48,6 +49,7 @@ def check_job(job: Job, settings: RunSettings) -> None:
             f"example, `{line}`"
         )
         settings.findings.append(warning("strategy", text))
+
     if any(loader.shared_bytes for loader in job.loaders.values()):  # on all ranks or on none
         from ddp_lab.launchers.preflight import check_shared_memory
 
@@ -56,6 +58,7 @@ def check_job(job: Job, settings: RunSettings) -> None:
         runtime.broadcast_from_rank0(
             "shared_memory", lambda: check_shared_memory(loaders, ranks), per_node=True
         )
+
     if runtime.nodes > 1:  # on a single node, RunDir checks the directory
         from ddp_lab.launchers.preflight import check_shared
 
@@ -99,6 +102,7 @@ def check_selection(wanted: Mapping[str, Any], dataset: Dataset, task: Task) -> 
                 f"{', '.join(f'{name}_{each}' for each in known)}. A task of your own names others "
                 "in its attribute `metric_mode`"
             )
+
         if name in NEEDED and name not in dataset.sets:
             what, remedy = NEEDED[name]
             raise ConfigError(

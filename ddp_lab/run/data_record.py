@@ -97,12 +97,14 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
             f"was {then}, in these data it is {now}. Use data with the same classes in the same "
             "order; to train on others, begin a run with another name"
         )
+
     warnings: list[str] = []
     if record.digest and dataset.digest and record.digest != dataset.digest:
         warnings.append(
             f"{folder}: was trained on other files or samples than these data, so the order of "
             "samples is another"
         )
+
     if record.held_out != dataset.held_out:
         own_classes, recorded = (
             text or "data.val_fraction=0" for text in (dataset.held_out, record.held_out)

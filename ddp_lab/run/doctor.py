@@ -48,10 +48,12 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
             ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True
         )
         source = f"commit {described.stdout.strip() or 'unknown'}"
+
     if torch.version.cuda:
         cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     else:
         cuda = "torch without CUDA"
+
     versions = [
         *map(installed, PACKAGES),
         source,
@@ -64,6 +66,7 @@ def introduce(usual: Mapping[str, Any], current: Mapping[str, Any]) -> list[Find
         for key, value in sorted(os.environ.items())
         if VARIABLES.fullmatch(key)
     ]
+
     changed = [
         f"{key}={shown(key, value)}"
         for key, value in current.items()
@@ -107,6 +110,7 @@ def diagnose(
     settings = job.settings
     assert settings is not None, "`prepare` makes them"
     findings = settings.findings
+
     if find_corrupt := job.dataset.find_corrupt:
         runtime.broadcast_from_rank0("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []

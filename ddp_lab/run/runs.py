@@ -46,6 +46,7 @@ class Run:
         match = None
         if config.exists():
             match = re.search(r"^epochs: (\d+)$", config.read_text(errors="replace"), re.MULTILINE)
+
         # of a hundred runs, YAML's parser would take seconds
         self.epochs = int(match[1]) if match else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
@@ -57,6 +58,7 @@ class Run:
                 self.state = "killed"
             else:
                 self.state = "running"
+
         here = (
             self.state != "running"
             and f" on {socket.gethostname()} " in (path / LOCK_FILE).read_text()

@@ -34,6 +34,7 @@ def find_options(
         reasons.setdefault("channels_last", "the model has no convolutions")
     if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
         reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
+
     weights = sum(parameter.nbytes for parameter in model.parameters())
     free = strategy.runtime.gather_and_decide("free memory", strategy.runtime.free_memory(), min)
     return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
@@ -52,6 +53,7 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
         reasons["compile"] = (
             f"strategy={strategy.name} compiles a model in blocks, and this one is not a Chain"
         )
+
     if strategy.batch_norm == "sync":
         reasons["cuda_graph"] = (
             "not supported by strategy.batch_norm=sync: capturing collectives inside forward and "
@@ -63,6 +65,7 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
             "torch computes wrong gradients in that format on mps "
             "(github.com/pytorch/pytorch/issues/107214)"
         )
+
     if device != "cuda":
         if device == "mps":
             reasons["cuda_graph"] = "it needs an NVIDIA GPU"

@@ -114,12 +114,14 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     )
     hooks: list[Hook] = []
     before_write = ignore
+
     if settings.inject:
         from ddp_lab.resilience.fault_injection import Fault
 
         fault = Fault(settings.inject, runtime.rank, run_dir.path)
         hooks.append(fault)
         before_write = fault.before_write
+
     folder = run_dir.path / "checkpoints"
     checkpoints = Checkpoints(
         folder,
@@ -130,6 +132,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         before_write,
     )
     progress = checkpoints.resume(source, job.sizes.steps_before)
+
     if runtime.rank == 0:
         record_data(run_dir.path, job.dataset, checkpoint_settings.best)
     if reasons := stop_reasons(progress, job.fit_settings):
@@ -161,6 +164,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             check_replicas=settings.check_replicas,
         )
         hooks.insert(0, guard)
+
         read = None
         if fit_settings.log_every != Every():
             meter = Meter(job.strategy.task, fit_settings, logger)
@@ -172,6 +176,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
 
             # The watchdog ends a launch after this timeout.
             hooks.append(Mirror(checkpoint_settings.mirror, run_dir.path, settings.timeout / 2))
+
         if settings.profile:
             from ddp_lab.training.profiler import Profiled
 
@@ -180,6 +185,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
                 runtime, logger, folder, step is not trainer.eager_step, job.strategy.bubble
             )
             hooks = [profiled, *hooks, profiled.loading]
+
         sums = trainer.eager_step.running_sums
         run = Run(
             eager=trainer.eager_step,
@@ -192,6 +198,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             position=progress,
         )
         status = fit_and_close(run, launch.requests)
+
     result = {}
     if runtime.rank == 0:
         if status == "finished":
@@ -283,6 +290,7 @@ def log_result(
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
         epoch = progress.epoch - 1
         criterion = None
+
     metrics = run_dir.path / "metrics.jsonl"
     values = [row[checkpoints.best] for row in read_epochs(metrics) if checkpoints.best in row]
     if values and not any(value is not None for value in values):
@@ -306,6 +314,7 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
 
         run = TrackedRun(run_dir, "", {**settings.tracked}, {**settings.hparams}, start)
         trackers = Trackers(settings.trackers, run, patience=settings.timeout / 4)
+
     return FileLogger(
         run_dir,
         start=start,

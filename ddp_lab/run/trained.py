@@ -75,6 +75,7 @@ def checkpoint_of(folder: Path, choice: str, runtime: Runtime) -> Path:
             f"--checkpoint {choice}: must be auto, last, best or the path of a checkpoint; there "
             "is no such file"
         )
+
     record = find_data(folder)
     criterion = record.criterion if record else None
     checkpoint = find_checkpoint(
@@ -128,6 +129,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
             f"split={split}: must be {' or '.join(sets)}: these data have no other set to evaluate "
             "with"
         )
+
     if other and split == "val" and runtime.rank == 0:
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
@@ -138,6 +140,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         slow = log_if_slow("evaluating", partial(print, file=sys.stderr))
     else:
         slow = nullcontext()
+
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
     NotFiniteNotes(runtime.rank == 0).check({split: metrics})

@@ -62,6 +62,7 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
         return (
             f"{count(len(blocks), 'block')} of {count(len(set(map(kind, blocks))), 'kind')}{where}"
         )
+
     if strategy.bucket_sizes:
         assert isinstance(model, Chain)  # `unsupported_options`
         pieces = model.pieces(*strategy.bucket_sizes)
@@ -122,6 +123,7 @@ def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> G
     )
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
+
     what = f"compiling the training step: {compile_passes(step.strategy, compile_fn)}"
     if loader is not None:
         loader.compile(compile_fn)
@@ -131,6 +133,7 @@ def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> G
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
+
     cudnn.benchmark = True
     cudnn.benchmark_limit = 0
     try:

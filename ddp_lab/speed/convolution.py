@@ -88,6 +88,7 @@ def as_product(
     # channels last: its gradient must get the same strides, for DDP's buckets
     if weight.stride(1) == 1:
         weight = weight.permute(0, 2, 3, 1)
+
     matrix = pad_to_eights(weight.flatten(1), 0, 1)
     outputs = F.linear(
         pad_to_eights(seen, 3).flatten(0, 2),

@@ -196,6 +196,7 @@ def unchanged(step: Step) -> Generator[None]:
     moments = {
         (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)
     }
+
     try:
         yield
     finally:  # an option that speed=auto has chosen may fail in the body

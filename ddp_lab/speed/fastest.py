@@ -94,6 +94,7 @@ def build(options: PerformanceOptions, step: Step, loader: Loader) -> Step | Gra
         graph = GraphStep(step, captured)
         graph.capture(first_steps)
         return graph
+
     if options.compile:
         loader.set_epoch(1)
         first = next(iter(loader))

@@ -24,6 +24,7 @@ def waits_for_gpu() -> Generator[list[str]]:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
     for warning in caught:
         text = str(warning.message)
         if text.startswith(WAITS):

@@ -128,6 +128,7 @@ def find_algorithm(name: str) -> Algorithm:
         function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"strategy.algorithm={name}: {allowed} ({error})") from None
+
     if not callable(function):
         raise ConfigError(
             f"strategy.algorithm={name}: {allowed}; it is a {type(function).__name__}"

@@ -137,20 +137,24 @@ class Strategy(ABC):
                 f"started. Start `ddp-lab train strategy={self.name}`, or use a strategy for "
                 "several processes, for example ddp"
             )
+
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
                 f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
                 "and gloo and NCCL do not take its tensors. Use strategy=single, or device=cpu"
             )
+
         self.runtime = runtime
         self.device = runtime.device
         self.num_devices = runtime.world_size
+
         mesh_axes = mesh_axes or {}
         require_division(runtime.world_size, mesh_axes)
         ranks_per_replica = math.prod(mesh_axes.values())
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
         self.axes = {"dp": self.dp_size, **mesh_axes}
+
         self.dp_group: dist.ProcessGroup | None = None
         self.pp_group: dist.ProcessGroup | None = None
         self.is_metric_rank = True
@@ -162,6 +166,7 @@ class Strategy(ABC):
         self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = (
             measure
         )
+
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
         self.unsupported: dict[str, str] = {}
@@ -217,12 +222,14 @@ class Strategy(ABC):
             from ddp_lab.models.module_hooks import require_no_hook
 
             require_no_hook(model, self.name)
+
         if self.num_microbatches > 1 and self.example is not None:
             self._require_constant_buffers(model, self.example)
         if self.runtime.world_size > 1 or self.copies_weights or self.num_microbatches > 1:
             from ddp_lab.strategies.written_weights import check_written
 
             check_written(self, model)
+
         if self.batch_norm == "local" and self.one_process:
             return  # a batch is never divided between processes
         if self.runtime.world_size > 1:
@@ -313,6 +320,7 @@ class Strategy(ABC):
             from ddp_lab.data.trees import chunk
 
             parts = chunk((inputs, targets), accumulate)
+
         for part in parts:
             own_inputs, _ = part
             num_valid = min(
@@ -320,6 +328,7 @@ class Strategy(ABC):
                 len(own_inputs) if isinstance(own_inputs, torch.Tensor) else self._size(own_inputs),
             )
             left -= num_valid
+
             # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
             # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
             # because every rank must compute every micro-batch, and many models fail for none.
@@ -336,11 +345,13 @@ class Strategy(ABC):
                 or not isinstance(own_inputs, torch.Tensor)
             ):
                 num_rows = max(num_valid, 1)
+
             if num_rows is not None:
                 from ddp_lab.data.trees import rows
 
                 part = rows(part, slice(num_rows))
             micro_batches.append((*part, num_valid))
+
         divisor = float(global_size)
         *early, last = micro_batches
         with self.no_sync():
@@ -350,6 +361,7 @@ class Strategy(ABC):
         sums = reduce(torch.add, results)
         if self.task.weighted:
             self._divide_by_weight(sums[-1], global_size)
+
         if self.parameter_hooks:
             from ddp_lab.strategies.parameter_hooks import call_hooks
 

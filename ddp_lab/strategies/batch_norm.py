@@ -101,12 +101,14 @@ class SyncBatchNorm(_BatchNorm):
         size = inputs.new_full((1,), local_count)
         total = self.sum_over_ranks(torch.cat([inputs[:counted].sum(per_channel), size]))
         mean = total[:-1] / total[-1]
+
         count = total[-1].detach()
         # The host waits for the count only on a rank with at most one value. If the global batch
         # has at most one, that is every rank, so that all of them go the same way; a rank with
         # several values knows that the global batch has them, too.
         if local_count <= 1 and count <= 1:
             return self._without_variance(input, int(count))
+
         centred = inputs - mean.view(shape)
         variance = self.sum_over_ranks(centred[:counted].square().sum(per_channel)) / count
         self._update_running_statistics(mean, variance * count / (count - 1))
@@ -116,6 +118,7 @@ class SyncBatchNorm(_BatchNorm):
         normalised = centred * (scale if weight is None else weight * scale).view(shape)
         if bias is not None:
             normalised = normalised + bias.view(shape)
+
         normalised = normalised.to(dtype)
         for child in self.children():
             normalised = child(normalised)
@@ -204,6 +207,7 @@ def padding_ignored(module: nn.Module) -> Generator[None]:
     ]
     for layer in layers:
         layer.is_padding = True
+
     for layer in local:
         layer.training = False
     try:
@@ -237,6 +241,7 @@ def require_supported(model: nn.Module, mode: BatchNorm, one_process: bool) -> N
                 f"strategy.batch_norm=sync: does not support the layer {place}: {reason}. Allowed: "
                 f"{ALLOWED}. Use strategy.batch_norm=local"
             )
+
         if mode == "local" and not one_process and isinstance(layer, nn.SyncBatchNorm):
             raise ConfigError(
                 f"strategy.batch_norm=local: does not support the layer {place}, which computes "

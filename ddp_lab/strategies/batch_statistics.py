@@ -41,6 +41,7 @@ def why_unsupported(layer: nn.Module) -> str:
         is_tried = not isinstance(layer, nn.SyncBatchNorm)
         is_same = type(layer) in KNOWN or (is_tried and is_followed_by_children(layer))
         return "" if is_same else "its class may compute something else than torch's BatchNorm"
+
     buffers = [name for name, _ in layer.named_buffers(recurse=False)]
     statistics = [
         name for name in buffers if name.startswith("running_") or name == "num_batches_tracked"
@@ -86,6 +87,7 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
             expected = _BatchNorm.forward(plain, inputs)
             for child in plain.children():
                 expected = child(expected)
+
         if of_own.names != of_plain.names:
             return False
         buffers = zip(copied.buffers(), plain.buffers(), strict=True)

@@ -69,12 +69,14 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
     for draw in range(2):  # from the same state
         with suppress(Exception), state_kept(model):
             results.append(buffers_after_step(model, samples(model, example, draw), recorder))
+
     for name in recorder.found:
         return (
             name,
             "it calls F.batch_norm with training=True, whose statistics would be those of the "
             "local batch",
         )
+
     for name, buffer in results[0].items() if len(results) == 2 else ():
         owner, _, buffer_name = name.rpartition(".")
         if owner not in layers and not buffer.is_meta and not torch.equal(buffer, results[1][name]):

@@ -82,6 +82,7 @@ class FSDP(FullyShard):
                 f"Chain of blocks, got {type(model).__name__}. Make it one (docs/your-own.md), or "
                 "use strategy.checkpoint_activations=none"
             )
+
         usage = None
         # a Chain calls all its blocks
         if self.example is not None and not isinstance(model, Chain):
@@ -90,6 +91,7 @@ class FSDP(FullyShard):
         require_one_dtype(
             [*self.units, model], {module: name for name, module in model.named_modules()}
         )
+
         if not set(self.units) <= set(model.children()):
             self.unsupported["compile"] = (
                 "fsdp gathers modules within a block, which would divide the compiled block"
@@ -102,6 +104,7 @@ class FSDP(FullyShard):
         # of several may deadlock.
         if self.initial_weights is None:
             model.to(self.device)
+
         make_contiguous(model)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
         names = {module: name for name, module in model.named_modules()}

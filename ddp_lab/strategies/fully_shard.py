@@ -64,6 +64,7 @@ class FullyShard(Strategy):
                 f"strategy={self.name}: cannot shard the parameter {scalars[0]}, which has no "
                 "dimensions. Give it the shape [1], or use another strategy, for example ddp"
             )
+
         for name, parameter in model.named_parameters():
             if not parameter.numel() and parameter.size(0):
                 raise ConfigError(
@@ -71,6 +72,7 @@ class FullyShard(Strategy):
                     f"{list(parameter.shape)}, which has no elements. Let its first dimension be "
                     "0, remove it, or use another strategy, for example ddp"
                 )
+
         if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
             raise ConfigError(
                 f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models "
@@ -98,6 +100,7 @@ class FullyShard(Strategy):
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                 self.shard_unit(layer, mesh, reshard_after_forward, keep)
+
         # not at the top: it loads torch.compile in 1 s
         copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))
         watches: list[tuple[nn.Module, PartWatch]] = []

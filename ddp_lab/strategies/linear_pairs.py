@@ -232,6 +232,7 @@ class Together:
                         for weight, bias in parts
                     ]
                 )
+
         if bias is not None:
             (bias,) = as_computed(bias)
         outputs: Any = Column.apply(*as_computed(tokens, complete, weight), bias, self.group)

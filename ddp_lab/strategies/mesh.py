@@ -113,6 +113,7 @@ class Mesh(FullyShard):
                 f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, "
                 "or null for all of them"
             )
+
         # the last one varies fastest with the rank
         self.axes = {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}
         self.dp_rank = runtime.rank // tp % dp
@@ -131,6 +132,7 @@ class Mesh(FullyShard):
         tp = self.axes["tp"]
         pp = self.axes["pp"]
         tokens_too = self.keys["sequence_parallel"]
+
         if pp > 1:
             self.plan = PipelinePlan.make(self.keys, model, pp, samples, self.name)
             self.bubble = self.plan.bubble
@@ -159,6 +161,7 @@ class Mesh(FullyShard):
         stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             self._place(stage)
+
         self.module = blocks_of(stages)
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
         self.executor = None
@@ -199,6 +202,7 @@ class Mesh(FullyShard):
             )
             for name, block in stage.named_children():
                 parallelize(block, along_tp, group, *tokens[name])
+
         self.gradients.append(
             BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers()))
         )
@@ -206,6 +210,7 @@ class Mesh(FullyShard):
             along_dp = self.mesh["replicate", "shard"]
         else:
             along_dp = self.mesh["shard"]
+
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)

@@ -136,6 +136,7 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     known_sums = FOUND.get(group.group_name)
     if known_sums is not None and known_sums.group is group:
         return known_sums
+
     new_sums = None
     works = 1.0
     try:
@@ -143,6 +144,7 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     # the GPUs are in two machines, or the driver gives no access
     except (RuntimeError, ImportError):
         works = 0.0
+
     agreed = torch.tensor(works, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
     if new_sums is None or not agreed.item():

@@ -161,18 +161,21 @@ def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: i
             "cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for a "
             "pipeline of 1 rank"
         )
+
     if schedule == "1f1b" and number < ranks:
         raise ConfigError(
             f"strategy.num_microbatches={number}: strategy.schedule=1f1b needs at least one for "
             f"each of the {ranks} ranks in a pipeline; use {ranks} or more, or "
             "strategy.schedule=gpipe"
         )
+
     if "interleaved" in schedule and number % rounds:
         raise ConfigError(
             f"strategy.num_microbatches={number}: strategy.schedule={schedule} on {ranks} ranks "
             f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or "
             f"{(rounds + 1) * ranks}"
         )
+
     if number > samples:
         raise ConfigError(
             f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a "

@@ -61,6 +61,7 @@ class Stage(Chain):
             if self.is_bf16:
                 output = output.to(self.output_form.dtype if self.output_form else self.outside)
             output = output.contiguous()  # as sending requires
+
         if self.output_form is not None and Form.of(output) != self.output_form:
             names = [name for name, _ in self.named_children()]
             raise TrainingError(
@@ -69,6 +70,7 @@ class Stage(Chain):
                 "under a pipeline must not depend on values, nor on whether it is trained or "
                 "evaluated. Use another strategy, for example ddp"
             )
+
         # torch 2.11 cannot cut the backward pass of a stage in two if the stage returns its own
         # input.
         return output.clone() if output is input else output
@@ -189,6 +191,7 @@ class PipelineExecutor:
         if self.has_loss:
             self._targets = targets
             expected = targets[batch.rows] if isinstance(targets, torch.Tensor) else batch.rows
+
         with unwrapped():
             batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
         if self.has_loss:

@@ -222,6 +222,7 @@ def divide(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, replicate: boo
         module = block.get_submodule(path)
         module.register_forward_pre_hook(together.enter)
         module.register_forward_hook(together.leave)
+
     outside = OWN if group.share_tokens else ALL
     for path, word in plan.items():
         module = block.get_submodule(path)
@@ -231,6 +232,7 @@ def divide(block: nn.Module, mesh: DeviceMesh, group: TokenGroup, replicate: boo
             parallelize_module(
                 module, mesh, Replicated(outside, outside, outside), src_data_rank=None
             )
+
         if isinstance(module, RowLinear):
             module.group = group
         elif isinstance(module, ColumnLinear):
@@ -285,6 +287,7 @@ def check_plans(
             "strategy.sequence_parallel=true: needs ranks along tp that share the tokens; use "
             "strategy.tp=2 or more"
         )
+
     blocks = dict(model.named_children())
     if not any(map(plan_of, blocks.values())):
         raise ConfigError(
@@ -294,11 +297,13 @@ def check_plans(
             "attribute tensor_parallel, as in ddp_lab/models/vit.py: a dict from the names of "
             f"their modules to {', '.join(WORDS)}. Or use strategy=tp, which needs no plan"
         )
+
     if buffers := [name for name, _ in model.named_buffers()]:
         raise ConfigError(
             f"strategy.tp={tp}: does not support models with buffers, got {buffers[0]}. Use "
             "strategy=tp, or strategy.tp=1"
         )
+
     for (name, block), shape in zip(blocks.items(), shapes, strict=False):
         if plan := plan_of(block):
             check_names(name, block, plan)
@@ -336,6 +341,7 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
             else:
                 allowed = "tokens or gather, because it is no nn.Linear"
             raise ConfigError(f"{key}: {path} must be {allowed}, got {word}")
+
     covered = tuple(f"{path}." for path, word in plan.items() if word != "gather")
     if missing := [path for path, _ in block.named_parameters() if not path.startswith(covered)]:
         raise ConfigError(

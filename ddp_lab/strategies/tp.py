@@ -187,6 +187,7 @@ class TP(Strategy):
             self.replicated = [name for name, _ in model.named_children() if name not in self.plans]
         else:
             self._choose_layers(model)
+
         if self.written:
             from ddp_lab.strategies.written_weights import refuse_sharded
 
@@ -202,6 +203,7 @@ class TP(Strategy):
             for name, layer in model.named_modules()
             if isinstance(layer, nn.Conv2d | nn.Linear)
         }
+
         size = self.axes["tp"]
         excluded = tied | self._used_directly(model, layers)
         self.layers = {
@@ -249,6 +251,7 @@ class TP(Strategy):
             for block in self.plans.values():
                 divide(block, mesh["tp"], group, replicate=False)
             return
+
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
                 # before those of torch

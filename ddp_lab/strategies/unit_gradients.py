@@ -50,6 +50,7 @@ class UnitGradients:
                 if parameter.requires_grad and parameter not in self._originals:
                     self._originals[parameter] = len(self._places)
                     self._places.append((module, name))
+
         self._empty = {
             index for parameter, index in self._originals.items() if not parameter.numel()
         }
@@ -134,12 +135,14 @@ class UnitGradients:
                     "capture. Use cuda_graph=false"
                 )
             return self._decided.get(unused, [])
+
         counts = torch.ones(len(self._places), device=device)
         if unused:
             counts.index_fill_(0, torch.tensor(unused, device=device), 0)
         dist.all_reduce(counts, group=group)
         if not unused:
             return []
+
         ranks = counts.tolist()
         self._decided[unused] = [index for index in unused if ranks[index] == 0]
         return self._decided[unused]

@@ -95,11 +95,13 @@ class UnitOrder:
             message = self._describe(rank, expected, name, differing)
             store.set(answer, message)
             raise TrainingError(message, rank=ranks.rank)
+
         if store.add(f"{key}/count", 1) == len(self.group):
             store.set(answer, "")
         answer_found = self._wait(answer, name)
         if answer_found:
             raise TrainingError(answer_found, rank=ranks.rank)
+
         if ranks.rank == self.group[0]:  # all ranks have read the answers to what was asked before
             for old in self._asked:
                 for part in ("first", "count", "answer"):
@@ -148,6 +150,7 @@ class UnitOrder:
                 "detached tensor on some of them. Use another strategy, for example ddp with "
                 "strategy.find_unused_parameters=true"
             )
+
         units = {unit_of(event) for event in (expected, name)} - {END, WHOLE}
         if not units:
             return (
@@ -155,6 +158,7 @@ class UnitOrder:
                 "because each call gathers its parameters from all ranks. Call step, evaluate and "
                 "predict on all ranks, in the same order"
             )
+
         if SUM in both:
             late = {unit_of(event) for event in (expected, name) if SUM in event}.union(differing)
             return (
@@ -163,6 +167,7 @@ class UnitOrder:
                 "units together with the module around them: use "
                 f"{self.advice.keep(late - {WHOLE})}"
             )
+
         is_backward = BACKWARD in both
         phase = BACKWARD if is_backward else ""
         before = {unit_of(event) for event in self._events[:-1] if event.startswith(phase)}

@@ -127,6 +127,7 @@ def require_one_dtype(units: Sequence[nn.Module], names: dict[nn.Module, str]) -
         by_dtype: dict[torch.dtype, str] = {}
         for name, parameter in own_parameters.items():
             by_dtype.setdefault(parameter.dtype, f"{names[unit]}.{name}".lstrip("."))
+
         if len(by_dtype) > 1:
             (first_dtype, first), (other, second), *_ = by_dtype.items()
             raise ConfigError(

@@ -67,6 +67,7 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
             copy = meta_copy(model)
             strategy.check_first = lambda inputs: check_first_batch(strategy, copy, inputs)
         return
+
     usage = find_usage(model, strategy.example)
     if usage is None:
         return
@@ -130,6 +131,7 @@ def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[st
                 why = "may depend on the samples of the batch: a trial of it cannot run here"
             what = f"{describe(strategy, name, module)}. What it writes {why}"
             raise ConfigError(f"{what}. {REMEDY}; or use strategy=single")
+
         if strategy.find_unused_parameters:
             raise ConfigError(
                 f"{describe(strategy, name, module)}. With strategy.find_unused_parameters=true a "

@@ -6,9 +6,9 @@ The loss of a step is the mean over the GLOBAL batch,
 
     sum(losses * weights) / sum(weights),
 
-and so are all metrics: sums are added over micro-batches, steps and ranks, and divided once. The
-mean of the means of micro-batches or ranks would differ as soon as these hold different weights,
-for example pixels to ignore.
+where a loss may also return both sums itself. So are all metrics: sums are added over
+micro-batches, steps and ranks, and divided once. The mean of the means of micro-batches or ranks
+would differ as soon as these hold different weights, for example pixels to ignore.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,8 @@ class Task(nn.Module):
 
     Args:
         loss: function that replaces the task's own loss. For outputs and targets it returns
-            unreduced losses of any shape [b, ...], or (losses, weights) of one shape.
+            unreduced losses of any shape [b, ...], (losses, weights) of one shape, or (sum, weight)
+            of all samples, both [].
 
     Attributes:
         train_metrics: names of the training metrics. Each is a sum over the steps, weighted as the
@@ -119,7 +120,7 @@ class Task(nn.Module):
             targets: targets of the same samples, [b, ...].
 
         Returns:
-            The losses, [b, ...], or (losses, weights) of one shape.
+            The losses, [b, ...], or (losses, weights) of one shape, or (sum, weight), both [].
 
         Raises:
             TrainingError: the task has no loss.
@@ -135,30 +136,33 @@ class Task(nn.Module):
             targets: targets of the same samples, [b, ...].
 
         Returns:
-            The losses, [b, ...], or (losses, weights) of one shape.
+            The losses, [b, ...], or (losses, weights) of one shape, or (sum, weight), both [].
 
         Raises:
             TrainingError: the loss is reduced, the weights have another shape, or `weighted` is
                 False and there is not one loss of weight 1 for each sample.
+            SampleError: the weight of a sum is negative or not finite.
         """
         returned = (self.loss or self.loss_fn)(outputs, targets)
-        losses, weights = returned if isinstance(returned, tuple) else (returned, returned)
+        if isinstance(returned, torch.Tensor):
+            losses = returned
+            weights = returned
+        else:
+            from ddp_lab.tasks.returned import as_pair, checked_sums
+
+            losses, weights = as_pair(returned)
+            if not losses.dim() and not weights.dim():
+                return checked_sums(losses, weights, self.weighted)
+
         if isinstance(targets, torch.Tensor):
             samples = len(targets)
         else:
             samples = samples_in(outputs, targets, losses)
-        if losses.shape[:1] != (samples,):
-            raise TrainingError(
-                f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, "
-                f"got {list(losses.shape)}. Use reduction='none': the sum is divided by the weight "
-                "of the global batch. A loss that is one number for a batch returns it for each "
-                "sample, loss.expand(len(outputs))",
-            )
-        if weights.shape != losses.shape:
-            raise TrainingError(
-                f"the weights of a loss must have the shape of its losses, {list(losses.shape)}, "
-                f"got {list(weights.shape)}",
-            )
+        if losses.shape[:1] != (samples,) or weights.shape != losses.shape:
+            from ddp_lab.tasks.returned import require_losses
+
+            require_losses(losses, weights, samples)
+
         if not self.weighted and (weights is not losses or losses.dim() != 1):
             shape = list(losses.shape)
             what = f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
@@ -178,11 +182,13 @@ class Task(nn.Module):
 
         Raises:
             TrainingError: the loss is reduced, or the weights have another shape.
+            SampleError: the weight of a sum is negative or not finite.
         """
-        losses = self.losses(outputs, targets)
-        if isinstance(losses, tuple):
-            return (losses[0] * losses[1]).sum(), losses[1].sum()
-        return losses.sum(), torch.full((), losses.numel(), device=losses.device)
+        returned = self.losses(outputs, targets)
+        if isinstance(returned, tuple):
+            losses, weights = returned
+            return ((losses * weights).sum(), weights.sum()) if losses.dim() else returned
+        return returned.sum(), torch.full((), returned.numel(), device=returned.device)
 
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.
@@ -233,8 +239,13 @@ class Task(nn.Module):
         if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
-            losses = self.losses(outputs, targets)
-        weights = losses[1] if isinstance(losses, tuple) else torch.ones_like(losses)
+            returned = self.losses(outputs, targets)
+        if isinstance(returned, tuple) and not returned[0].dim():
+            from ddp_lab.tasks.returned import refuse_weighted_sum
+
+            refuse_weighted_sum(type(self).__name__, self.train_metrics)
+        weights = returned[1] if isinstance(returned, tuple) else torch.ones_like(returned)
+
         dtype = sum_dtype(outputs.device)
         values = values.to(dtype)
         weights = weights.to(dtype)
@@ -320,14 +331,52 @@ def measure(
             outputs = outputs[:num_valid]
             targets = targets[:num_valid]
         outputs = in_float32(outputs)
+
     if task.check_first is not None and num_valid:
         check = task.check_first
         task.check_first = None
         check(outputs, targets)
+    if not num_valid and isinstance(outputs, torch.Tensor):
+        return loss_of_none(task, outputs)
     loss_sum, weight = task.loss_sum(outputs, targets)
+    if not loss_sum.requires_grad and torch.is_grad_enabled():
+        from ddp_lab.tasks.returned import require_gradient
+
+        require_gradient(outputs)
     parts = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
     dtype = sum_dtype(loss_sum.device)
     sums = torch.stack([each.to(dtype) for each in parts])
     if not counts:
         return loss_sum * 0, torch.zeros_like(sums)
     return loss_sum / divisor, sums
+
+
+def sums_of_loss(
+    task: Task, outputs: Any, targets: Any, num_valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `Task.loss_sum` returns in an evaluation; zeros for outputs without samples.
+
+    Args:
+        task: with the loss.
+        outputs, targets: without padding, or of padding alone if the outputs are no tensor.
+        num_valid: number of samples without padding.
+    """
+    if not num_valid and isinstance(outputs, torch.Tensor):
+        loss, sums = loss_of_none(task, outputs)
+        return loss, sums[-1]
+    return task.loss_sum(outputs, targets)
+
+
+def loss_of_none(task: Task, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `measure` returns for no sample: 0, with a gradient of 0.
+
+    The loss is not called, because one that returns a sum may not support an empty batch, or may
+    give it a weight.
+
+    Args:
+        task: with the loss.
+        outputs: [0, ...].
+    """
+    parts = torch.view_as_real(outputs) if outputs.is_complex() else outputs
+    device = outputs.device
+    return parts.sum(), torch.zeros(width(task), dtype=sum_dtype(device), device=device)

@@ -36,6 +36,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
             f"{key}: has the parameter {names[0]}, which no optimizer would train; make it a part "
             "of the model, or a buffer"
         )
+
     if num_classes is None:
         return
     targets = torch.arange(2) % num_classes
@@ -44,6 +45,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
             f"{key}: must return a loss per sample, [b], for logits [b, classes] and targets [b]; "
             f"for b=2 it {problem}"
         )
+
     if not mixed:
         return
     probabilities = F.one_hot(targets, num_classes).float()
@@ -61,6 +63,11 @@ def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> s
             losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
         return f"failed: {describe_error(error)}"
+    if isinstance(losses, tuple):
+        return (
+            "returned a tuple. (losses, weights) or (sum, weight) need "
+            "task._target_=ddp_lab.tasks.Task, which has no accuracy"
+        )
     if not isinstance(losses, torch.Tensor):
         return f"returned {type(losses).__name__}"
     if losses.shape != targets.shape[:1]:

@@ -97,6 +97,7 @@ class Classification(Task):
             )
         if targets.shape == outputs.shape and targets.is_floating_point():
             return
+
         if targets.dim() != 1 or targets.dtype != torch.int64:
             kind = str(targets.dtype).removeprefix("torch.")
             raise SampleError(
@@ -104,6 +105,7 @@ class Classification(Task):
                 f"int64, [{len(targets)}], from 0 to {outputs.size(1) - 1}. Use targets.long(), "
                 "and targets.flatten() where each row has one"
             )
+
         labels = self.labels
         classes = outputs.size(1)
         if not (labels.is_complete and labels.low >= 0 and labels.high < classes):

@@ -90,6 +90,7 @@ def describe_coupling(
             )
         else:
             cases = make_nested_cases(outputs, on_cpu)
+
         for each_outputs, each_targets in cases:
             for training in (True, False):  # in evaluation mode dropout draws nothing
                 try:
@@ -143,6 +144,7 @@ def compare_with(
     again, _ = sums_of(task, outputs, targets)
     if not all(map(np.isfinite, together)):
         return None
+
     if not all(is_close(*pair, tolerance) for pair in zip(together, again, strict=True)):
         raise NotRepeatableError
     alone: list[Sums] = []
@@ -158,6 +160,7 @@ def compare_with(
         except Exception as error:
             return f"fails for one sample: {describe_error(error)}"
         alone.append(sums)
+
     for name, value, each in zip(
         ("loss", "weight"), together, zip(*alone, strict=True), strict=True
     ):
@@ -240,6 +243,7 @@ def make_cases(
         of_targets.append(targets[rows * 0])
         if not outputs.is_meta:
             of_outputs.append(between(outputs, count, generator))
+
     for each_outputs in of_outputs:
         for each_targets in of_targets:
             yield each_outputs, each_targets
@@ -276,6 +280,7 @@ def make_nested_cases(outputs: Any, targets: Tree) -> Generator[tuple[Any, Tree]
     of_outputs = [map_outputs(partial(drawn, draw), outputs) for draw in (torch.randn, torch.rand)]
     if not any(part.is_meta for part in parts):
         of_outputs.append(map_outputs(mixed, outputs))
+
     for each_outputs in of_outputs:
         for each_targets in of_targets:
             yield each_outputs, each_targets
@@ -297,6 +302,7 @@ def make_large_cases(
     count = min(MANY, batch_size, ELEMENTS // size)
     if count <= SAMPLES:
         return
+
     generator = torch.Generator().manual_seed(2)
     shape = (count, *outputs.shape[1:])
     mixed = mixed_targets(targets[torch.arange(count) % len(targets)], generator)
@@ -305,6 +311,7 @@ def make_large_cases(
     with_outlier[count // 2] *= OUTLIER
     yield normal, mixed
     yield with_outlier, mixed
+
     if outputs.is_meta:
         yield torch.rand(shape, generator=generator, dtype=torch.float64), mixed
     else:
@@ -327,6 +334,7 @@ def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Te
         binary = ((targets == 0) | (targets == 1)).all(0)
         drawn = torch.randint(0, 2, targets.shape, generator=generator).to(targets.dtype)
         return torch.where(binary, drawn, scaled)
+
     values = targets.unique()
     if len(values) == 1:
         values = torch.stack(

@@ -81,6 +81,7 @@ def check_loss(
     outputs_and_targets = samples()
     if outputs_and_targets is None:
         return False
+
     outputs, targets = outputs_and_targets
     if not isinstance(outputs, torch.Tensor):
         from ddp_lab.tasks.nested import outputs_for as taken_by

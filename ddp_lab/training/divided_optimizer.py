@@ -167,6 +167,7 @@ def check_shards(steps: Steps, layouts: Sequence[Layout], strategy: Strategy, ki
     except Exception as error:
         why = describe_error(error)
         refuse(strategy, f"shards the parameters as DTensors, which {kind} does not support: {why}")
+
     difference = largest_difference(updated, expected, wholes)
     if difference > EXACT:
         refuse(
@@ -193,6 +194,7 @@ def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
             alone += steps.take([whole.clone()], [[each[place]] for each in gradients])
     except Exception:  # as above
         return
+
     difference = largest_difference(alone, together, wholes)
     if difference > EXACT:
         refuse(

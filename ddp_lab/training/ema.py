@@ -54,6 +54,7 @@ class EMA:
         self.averages = {
             name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()
         }
+
         everything = [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
@@ -63,6 +64,7 @@ class EMA:
         self._names = {
             name: names[id(tensor)] for name, tensor in everything if id(tensor) in names
         }
+
         self._floating = {
             name: each for name, each in self.averages.items() if each.is_floating_point()
         }

@@ -40,6 +40,7 @@ def fit(run: Run) -> Progress:
         run.position = following
         for hook in run.hooks:
             hook.on_epoch_end(run.position)
+
     if run.position.epoch <= settings.epochs:
         log.info(f"stopped early: {' and '.join(stop_reasons(run.position, settings).values())}")
     return run.position
@@ -54,6 +55,7 @@ def train_epoch(run: Run) -> None:
     loader.set_epoch(run.position.order, run.position.samples)
     run.strategy.train()
     run.begin_epoch()
+
     position = run.position
     steps_done = -(-position.samples // loader.batch_size)
     label = f"epoch {position.epoch}/{run.settings.epochs}"
@@ -68,6 +70,7 @@ def train_epoch(run: Run) -> None:
             for change in before_step:
                 batch = change(batch)
             step(batch)
+
             position.samples += global_size
             position.step += 1
             position.lr = run.eager.lr
@@ -75,6 +78,7 @@ def train_epoch(run: Run) -> None:
                 react(position)
             if advance_bar is not None:
                 advance_bar()
+
             asked = time.perf_counter()
             batch = next(batches, None)
     run.position = run.current()
@@ -134,6 +138,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     metrics = {f"train_{name}": value for name, value in training.items()}
     for name, evaluation in results.items():
         metrics |= evaluation.metrics(name)
+
     run.logger.epoch(
         position.epoch,
         step=position.step,

@@ -86,6 +86,7 @@ class Meter(Hook):
         }
         row["samples_per_second"] = rate
         row["data_wait"] = (snapshot.waited - since.waited) / seconds
+
         if exchanged.gradient_norm is not None:
             row["gradient_norm"] = exchanged.gradient_norm
         if self.settings.full_rate:

@@ -14,7 +14,7 @@ import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy, total
-from ddp_lab.tasks.base import Task, in_float32, sum_dtype, width
+from ddp_lab.tasks.base import Task, in_float32, sum_dtype, sums_of_loss, width
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -79,7 +79,7 @@ def evaluate(
             if isinstance(outputs, torch.Tensor) and outputs.shape[:1] == inputs.shape[:1]:
                 own_outputs = in_float32(outputs[:num_valid])
                 expected = targets[:num_valid]
-                loss, weight = strategy.task.loss_sum(own_outputs, expected)
+                loss, weight = sums_of_loss(strategy.task, own_outputs, expected, num_valid)
                 sums_of_batch = {"loss": loss, "weight": weight, **task.sums(own_outputs, expected)}
         if sums_of_batch is None:
             from ddp_lab.training.nested import sums_of
@@ -90,6 +90,7 @@ def evaluate(
             totals[name] = totals[name] + value if name in totals else value
         samples += global_size
         after_batch()
+
     sums = {name: total(strategy, value).cpu() for name, value in totals.items()}
     loss = sums.pop("loss").item()
     weight = sums.pop("weight").item()

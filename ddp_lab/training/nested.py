@@ -7,7 +7,7 @@ import torch
 from ddp_lab.data.trees import Tree, rows, size
 from ddp_lab.models.outputs import require_samples, without_padding
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.base import Task, sums_of_loss
 from ddp_lab.tasks.nested import for_task
 
 
@@ -30,6 +30,7 @@ def sums_of(
         batch = rows(batch, slice(max(num_valid, 1)))
         inputs, _ = batch
         outputs = strategy.predict(inputs)
+
     inputs, targets = batch
     samples = size(inputs)
     if isinstance(outputs, torch.Tensor):
@@ -37,9 +38,10 @@ def sums_of(
     else:
         strategy.cuts_padding = True
         outputs = without_padding(outputs, samples, num_valid)
+
     loss_inputs = for_task(strategy.task, outputs, targets, num_valid)
     other = loss_inputs if task is strategy.task else for_task(task, outputs, targets, num_valid)
-    loss, weight = strategy.task.loss_sum(loss_inputs.outputs, loss_inputs.targets)
+    loss, weight = sums_of_loss(strategy.task, loss_inputs.outputs, loss_inputs.targets, num_valid)
     sums = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
     counted = {"loss": loss_inputs.counts, "weight": loss_inputs.counts}
     return {

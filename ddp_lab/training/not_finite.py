@@ -41,6 +41,7 @@ class NotFiniteNotes:
             metrics |= {
                 metric: value for metric, value in values.items() if not math.isfinite(value)
             }
+
         messages = [describe_sets([each for each in sets if each not in self._said])]
         messages.append(
             describe_metrics(

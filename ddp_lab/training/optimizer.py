@@ -199,6 +199,7 @@ def on_shards(optimizer: torch.optim.Optimizer) -> Generator[None]:
     shards = {whole: shard_of(whole) for group in wholes for whole in group}
     for group, parameters in zip(groups, wholes, strict=True):
         group["params"] = [shards[whole] for whole in parameters]
+
     optimizer.state = defaultdict(dict)
     for whole, values in cast("dict[nn.Parameter, dict[str, Any]]", state).items():
         optimizer.state[shards[whole]] = {key: local(value) for key, value in values.items()}

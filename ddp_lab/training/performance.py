@@ -143,12 +143,14 @@ def choose(
             reasons["loader"] = (
                 f"the dataset has {size(data_bytes)}, {size(free_bytes)} are free on the device"
             )
+
     if chosen.get("loader") == "workers":
         needs = (
             "not supported by data.loader=workers, which prepares batches on the host; use "
             "data.loader=device"
         )
         unsupported = {"cuda_graph": needs} | dict(unsupported)
+
     disabled = [
         name
         for name in ("cuda_graph", "channels_last", "compile")
@@ -158,6 +160,7 @@ def choose(
         f"{name}={str(chosen[name]).lower()} is disabled: {unsupported[name]}" for name in disabled
     )
     chosen |= dict.fromkeys(disabled, False)
+
     if model_bytes > MODEL_SHARE * free_bytes:
         sizes = f"the weights have {size(model_bytes)}, {size(free_bytes)} are free on the device"
         unsupported = {"cuda_graph": sizes, "compile": sizes} | dict(unsupported)

@@ -87,6 +87,7 @@ class TrainSizes:
                 f"{replicas} replicas that share it; use {multiples(batch_size, replicas)}, or "
                 f"scaling=weak to give every replica {batch_size}"
             )
+
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])

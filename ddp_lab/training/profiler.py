@@ -83,6 +83,7 @@ class Profiled(Hook):
         if runtime.rank == 0:
             # of an earlier launch, which may have had more ranks
             shutil.rmtree(folder, ignore_errors=True)
+
         # otherwise Kineto logs on every rank's stderr that there is no GPU
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         gpu = [ProfilerActivity.CUDA] if runtime.device.type == "cuda" else []

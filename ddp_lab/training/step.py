@@ -96,6 +96,7 @@ class Step:
             from ddp_lab.models.drop_path import drop_paths_of
 
             self.drop_paths = drop_paths_of(strategy.module.modules())
+
         self.running_sums = RunningSums(
             strategy.task, strategy.device, self.options.skip_not_finite
         )
@@ -184,6 +185,7 @@ class Step:
                 clip_grads_with_norm_(
                     self.strategy.module.parameters(), largest, norm.nan_to_num(), foreach=foreach
                 )
+
         self._optimize()
         if self.ema is not None:
             self.ema.update()

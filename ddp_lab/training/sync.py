@@ -219,18 +219,21 @@ class Sync:
         now = time.perf_counter()
         if is_row:
             self._recorded_at = now
+
         ahead = 0
         if waits:  # without a wait, steps seem to take no time until the device's queue is full
             elapsed = max(now - self._last_time, 1e-6)
             ahead = min(LONGEST, max(1, round((step - self._last_step) * self.period / elapsed)))
             self._last_step = step
             self._last_time = now
+
         host = [
             waited,
             float(is_first * ahead),
             float(is_first and is_row),
             *map(float, self.flags()),
         ]
+
         own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
         first_bad = self.running_sums.first_bad(step) if waits else None
         is_bad = totals.new_zeros(()) if first_bad is None else first_bad.isfinite().to(totals)
@@ -242,6 +245,7 @@ class Sync:
         on_device = [on_host, torch.stack([is_bad, worst_weight]), own_totals]
         if self.running_sums.norm is not None:  # the same on every rank
             on_device.append(self.running_sums.norm * is_first)
+
         values = runtime.all_reduce(torch.cat(on_device))
         arrived = None
         if waits and cuda:
@@ -266,6 +270,7 @@ class Sync:
         is_bad, bad_weights, *rest = rest[number_of_flags:]
         if ahead:
             self._exchange_at = self._last_step + int(ahead)
+
         sums = [before + now for before, now in zip(self._sums_before, rest, strict=False)]
         not_finite = None
         if is_bad and sent.first_bad is not None:

@@ -100,6 +100,7 @@ def setup_distributed(
         from ddp_lab.strategies.parameter_hooks import take_hooks
 
         strategy.parameter_hooks = take_hooks(model)
+
     if channels_last:
         from ddp_lab.models.channels_last import to_channels_last
 
@@ -132,12 +133,14 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
             "of the model, for example partial(torch.optim.AdamW, lr=1e-3), got "
             f"{type(make).__name__}"
         )
+
     groups = param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases)
     try:
         optimizer = construct_optimizer(make, groups)
     except (TypeError, ValueError, AttributeError) as error:
         hint = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
         raise ConfigError(f"optimizer: {describe_error(error)}{hint}") from None
+
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided

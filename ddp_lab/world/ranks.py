@@ -126,12 +126,14 @@ class Ranks:
         answer_key = answer_of(self._questions)
         if not per_node or self.nodes == 1:
             return self._ask(answer_key, key, decide, self.rank == 0)
+
         answer = None
         problem = None
         try:
             answer = self._ask(f"{answer_key}/{self.node}", key, decide, self.local_rank == 0)
         except Exception as error:
             problem = error
+
         try:  # without this question the other nodes would wait for the one that failed
             self._ask(answer_key, key, partial(self._check_nodes, answer_key, key), self.rank == 0)
         except Exception as error:
@@ -155,12 +157,14 @@ class Ranks:
                 raise
             self.store.set(answer_key, answer)
             return value
+
         self.store.wait([answer_key], DECISION_TIMEOUT)
         reply = json.loads(self.store.get(answer_key))
         if "error" in reply:
             from ddp_lab.config.causes import from_record
 
             raise from_record(reply)
+
         if reply["question"] != name:
             other = reply["question"]
             raise RuntimeError(f"rank {self.rank} asks {name}, but the others agree about {other}")

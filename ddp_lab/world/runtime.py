@@ -82,12 +82,14 @@ class Runtime(Ranks):
                 "device, and gloo and NCCL do not support its tensors. Start one process (ddp-lab "
                 "train device=mps), or set device=cpu"
             )
+
         if name in ("cpu", "mps"):
             return [first]
         if name == "cuda":
             devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         else:
             devices = [first]
+
         if self.local_world_size > len(devices):
             remedy = f"Use --nproc_per_node={len(devices)}, or set device=cpu"
             if name != "cuda":

@@ -78,6 +78,14 @@ def run(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("runs"))
 
 
+def test_steps_of_batches_of_any_length_are_not_compiled(tmp_path):
+    losses_of(1, [*IDS, "epochs=1", "compile=true"], tmp_path, "ids")
+    message = (
+        "compile=true is disabled: data.collate_fn may return another shape in each batch; pad"
+    )
+    assert message in (tmp_path / "ids" / "train.log").read_text()
+
+
 def test_resumed_run_continues_with_padded_batches(tmp_path):
     expected = losses_of(1, [*PADDED, "epochs=3"], tmp_path, "once")
     losses_of(1, PADDED, tmp_path, "twice")

@@ -52,3 +52,10 @@ def of_outputs(outputs, targets):
     """Without targets."""
     assert targets is None
     return outputs["logits"].square().sum(1)
+
+
+def of_large(outputs, targets):
+    """Return the sum of the errors of large numbers, and how many there are; not for no sample."""
+    assert len(outputs) > 0
+    counts = targets > 0.5
+    return ((outputs - targets).square() * counts).sum(), counts.sum()

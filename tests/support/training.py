@@ -251,6 +251,9 @@ PRESETS = {
     "step": "samples=24 epochs=1 float64",
     "regression": "task=regression data=own data.dataset._target_=own_datasets.numbers model=own "
     "model._target_=own_models.regressor model.dropout=0.0",
+    # a loss that returns the sum of a batch and its weight
+    "sums": "regression task._target_=ddp_lab.tasks.Task loss=own "
+    "loss._target_=own_losses.of_large",
     "unused": "optimizer.weight_decay=0.1 float64",
     "experts": "own=Experts unused",
     "weights": "optimizer.weight_decay=0.1",

@@ -30,6 +30,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         for r in range(ranks)
     ]
     samples = 2 * MICRO_BATCHES * ranks
+
     for step in (1, 2):
         before = len(calls)
         theirs.accumulated_step(model, batches[rank], samples)
@@ -39,6 +40,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 f"Step {step}: the weight of rank {rank} has no gradient; is zero_grad called "
                 "after the backward passes?"
             )
+
         for value in gradient.flatten().tolist():
             explain(round(value * samples / 2), step, rank, ranks)
         explain_bias(model.bias.grad, samples, step, rank)
@@ -71,6 +73,7 @@ def explain(total: int, step: int, rank: int, ranks: int) -> None:
     own_batches = slice(MICRO_BATCHES * rank, MICRO_BATCHES * (rank + 1))
     if total == sum(10**each for each in range(MICRO_BATCHES * ranks)):
         return
+
     table = "; ".join(
         f"rank {r}: {times[MICRO_BATCHES * r : MICRO_BATCHES * (r + 1)]}" for r in range(ranks)
     )

@@ -32,6 +32,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 "The returned loss has no gradient: item(), float() and detach() cut it off. "
                 "Compute with tensors."
             )
+
         loss = expect_tensor(returned, [], "loss_of_rank")
         loss.backward()
         gradient = sum(of_all_ranks(0.0 if weight.grad is None else float(weight.grad)))

@@ -53,6 +53,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                     "was put together."
                 )
             raise Wrong(text)
+
         if collectives != len(expected):
             text = (
                 f"limit={limit}: the sums are right, but took {collectives} all-reduces: expected "
@@ -68,6 +69,7 @@ def check_buckets(buckets: object, expected: list[list[int]], sizes: list[int], 
     text = f"fill_buckets({sizes}, {limit}) returned {buckets}, expected {expected}. "
     if not isinstance(buckets, list) or not all(isinstance(bucket, list) for bucket in buckets):
         raise Wrong(text + "Return a list of lists of indices.")
+
     indices = [index for bucket in buckets for index in bucket]
     lost = sorted(set(range(len(sizes))) - set(indices))
     if lost:

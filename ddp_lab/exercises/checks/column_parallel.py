@@ -33,18 +33,21 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     compare(
         unchanged(theirs.forward, x, own_rows), x @ own_rows.T, f"The output of rank {rank}", {}
     )
+
     if len(calls) > before:
         text = (
             f"forward calls {calls[before].name} at line {calls[before].line}: every rank has x "
             "and its rows, "
         )
         raise Wrong(text + "so nothing is sent.")
+
     returned = unchanged(theirs.backward, x, own_rows, own_grad)
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise Wrong(
             f"backward returned {type(returned).__name__}: expected a tuple of the gradients of x "
             "and of the own rows"
         )
+
     partial = own_grad @ own_rows
     local = "It has only the terms of this rank's outputs: sum it over the ranks."
     mean = "It is the average over the ranks: the terms of all outputs are summed."

@@ -37,6 +37,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             text
             + "Its own rows must be sent, and the ranks' rows joined in the order of the ranks."
         )
+
     # as after a step: what was gathered before is of no use
     weight = weight.square()
     own_rows = own_rows.square()
@@ -60,6 +61,7 @@ def explain(
     part = expected.chunk(ranks)[rank]
     if torch.allclose(value, part):
         return
+
     text = (
         f"The gradient of rank {rank}'s first row begins with {float(value[0, 0]):.4g}, expected "
         f"{float(part[0, 0]):.4g}. "

@@ -31,6 +31,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             f"{micro_batches} micro-batches on {stages} stages take {time} units of time, expected "
             f"2 (m + p - 1) = {expected}. "
         )
+
         for each, actions in enumerate(schedules):
             kinds = "".join(what for what, _ in actions)
             if "BF" in kinds:
@@ -38,6 +39,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 raise Wrong(
                     text + "GPipe computes all forward passes before the first backward pass."
                 )
+
         if time != expected:
             orders = {
                 tuple(m for what, m in actions if what == kind)

@@ -44,6 +44,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 else:
                     text += "Its warm-up is too long: one pass for each stage after it."
                 raise Wrong(text)
+
         if time != expected:
             text += (
                 f"the schedule takes {time} units of time, expected 2 (m + p - 1) = {expected}. "

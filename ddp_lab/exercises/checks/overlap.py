@@ -26,6 +26,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     for layer in model.children():
         nn.init.ones_(layer.get_parameter("weight"))
         nn.init.zeros_(layer.get_parameter("bias"))
+
     overlap = theirs.Overlap(model)
     for step in (1, 2):
         model.zero_grad()
@@ -40,12 +41,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 f"Step {step}: no all_reduce was started during the backward pass: a hook on each "
                 "parameter starts it."
             )
+
         if not all(call.async_op for call in sums):
             text = (
                 f"Line {sums[0].line} waits for each sum before the backward pass continues, so "
                 "nothing overlaps: "
             )
             raise Wrong(text + "async_op=True.")
+
         if any(call.name == "wait" for call in during):
             raise Wrong(
                 "A hook waits for its sum, so the backward pass stops until it is there: wait in "
@@ -56,12 +59,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 f"Step {step}: {len(sums)} all-reduces were started during the backward pass: "
                 "expected 4, one per parameter."
             )
+
         before = len(calls)
         overlap.finish()
         waits = len([call for call in calls[before:] if call.name == "wait"])
         if waits < 4:
             text = f"Step {step}: finish() waited for {waits} of 4 sums. "
             raise Wrong(text + "A sum that nobody waits for may arrive after the optimizer's step.")
+
         if waits > 4:
             raise Wrong(
                 f"Step {step}: finish() waited {waits} times for 4 sums: those of the last step "

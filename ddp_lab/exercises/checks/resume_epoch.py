@@ -54,6 +54,7 @@ def explain(
         read = [index for batches in batches_of_ranks for batch in batches for index in batch]
     except TypeError:
         raise Wrong(text + "Return a list of lists of indices.") from None
+
     again = sorted(set(read) & set(order[:done]))
     lost = sorted(set(order[done:]) - set(read))
     if sorted(read) == sorted(order[done:]):

@@ -62,6 +62,7 @@ def explain(sums: list[list[float]]) -> None:
     ]
     if not wrong:
         return
+
     rank, index = wrong[0]
     value = sums[rank][index]
     column = [values[index] for values in sums]
@@ -69,6 +70,7 @@ def explain(sums: list[list[float]]) -> None:
         f"Element {index} of {length} on rank {rank} holds {describe_sum(value, ranks)}; expected "
         "the sum of all ranks. "
     )
+
     times = counts(value, ranks)
     if length % ranks and all(each >= length - length % ranks for _, each in wrong):
         text += (

@@ -38,11 +38,13 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         causes,
     )
     before = len(calls)
+
     returned = theirs.backward(own_x, own_columns, grad_y.clone())
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise Wrong(
             f"backward returned {type(returned).__name__}: expected a tuple of three gradients"
         )
+
     extra = calls[before:]
     if extra:
         text = (
@@ -50,11 +52,13 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             "of all outputs, "
         )
         raise Wrong(text + "which is all that its own inputs and columns need.")
+
     names = (
         f"The gradient of rank {rank}'s inputs",
         f"The gradient of rank {rank}'s columns",
         "The gradient of the bias",
     )
+
     divided = (
         "It was divided by the number of ranks: each rank has the whole gradient of the outputs, "
         "so nothing is averaged."

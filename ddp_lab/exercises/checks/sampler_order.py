@@ -71,11 +71,13 @@ def explain(
     )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7)).tolist()
     everything = sorted(index for each in indices for index in each)
+
     if indices == expected and later == indices:
         raise Wrong(
             f"Rank {rank} reads {indices[rank]} in every epoch: the epoch must be part of the "
             "generator's seed."
         )
+
     if len({len(each) for each in indices}) > 1:
         text += (
             "Ranks have different numbers of samples: repeat the beginning of the permutation, or "

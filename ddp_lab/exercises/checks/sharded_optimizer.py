@@ -33,6 +33,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     own_indices = list(range(rank, len(parameters), ranks))
     expected = [float(index) for index in range(ranks + 2)]
     buffers = [0.0] * len(parameters)
+
     for step in (1, 2, 3):
         gradients = [float(step + index) for index in range(len(parameters))]
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -44,6 +45,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 f"{sorted(optimizer.buffers)}: expected {own_indices}, "
             )
             raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
+
         before = expected
         buffers = [
             MOMENTUM * buffer + gradient
@@ -79,6 +81,7 @@ def explain(
         for index in indices
         if worst_values[rank][index] != expected[index]
     ]
+
     if not wrong:
         return
     rank, index = wrong[0]
@@ -88,6 +91,7 @@ def explain(
         f"Step {step}: parameter {index} is {value:g} on rank {rank}, expected "
         f"{expected[index]:g}. Rank {owner} owns it. "
     )
+
     right_on_owner = all(worst_values[each % ranks][each] == expected[each] for each in indices)
     if right_on_owner and value == before[index]:
         text += (

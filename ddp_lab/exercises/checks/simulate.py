@@ -22,6 +22,7 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
         for each in actions
     ):
         raise Wrong(text + 'Expected a list of pairs such as ("F", 0).')
+
     actions = [(what, int(micro_batch)) for what, micro_batch in cast(Any, actions)]
     expected = {(what, micro_batch) for what in "FB" for micro_batch in range(micro_batches)}
     missing = sorted(expected - set(actions))
@@ -30,6 +31,7 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
         raise Wrong(
             text + f"It lacks {missing}" + (f", and there is no {others}." if others else ".")
         )
+
     twice = sorted({each for each in actions if actions.count(each) > 1})
     if twice:
         raise Wrong(text + f"It has {twice} more than once.")
@@ -65,6 +67,7 @@ def simulate(schedules: list[list[Action]]) -> int:
                 before = stage - 1 if what == "F" else stage + 1
                 if not 0 <= before <= last or done.get((before, what, micro_batch), time) < time:
                     ready.append(stage)
+
         if not ready:
             waits = [
                 f"stage {stage} for {''.join(map(str, actions[positions[stage]]))} of its neighbour"
@@ -72,6 +75,7 @@ def simulate(schedules: list[list[Action]]) -> int:
                 if positions[stage] < len(actions)
             ]
             raise Wrong(f"Stages wait for each other forever: {', '.join(waits)}.")
+
         for stage in ready:
             done[(stage, *schedules[stage][positions[stage]])] = time
             positions[stage] += 1

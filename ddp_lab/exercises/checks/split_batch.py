@@ -36,6 +36,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             f"of a global batch of {samples} samples, rank {rank} of {ranks} got the samples {at}: "
             f"expected {wanted}. "
         )
+
         if (
             sorted(samples_of_ranks) == list(range(samples))
             and at == list(range(at[0], at[-1] + 1) if at else [])
@@ -45,12 +46,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 text + "These are neighbours: every rank takes a block, but a rank's samples are "
                 "world_size apart."
             )
+
         if len(samples_of_ranks) < samples and len(set(samples_of_ranks)) == len(samples_of_ranks):
             lost = sorted(set(range(samples)) - set(map(int, samples_of_ranks)))
             raise Wrong(
                 text
                 + f"No rank got the samples {lost}: the remainder of samples / world_size is lost."
             )
+
         if (
             sorted(set(samples_of_ranks)) == list(range(samples))
             and len(samples_of_ranks) > samples
@@ -62,6 +65,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 f"Some samples are computed twice, of {samples} on {ranks} ranks {twice}: padded, "
                 "or the parts overlap."
             )
+
         expect_tensor(
             own_samples,
             expected.shape,

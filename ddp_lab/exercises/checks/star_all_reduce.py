@@ -41,6 +41,7 @@ def explain(sums: list[float]) -> None:
     wrong = [rank for rank, value in enumerate(sums) if value != total]
     if not wrong:
         return
+
     text = (
         f"Rank {wrong[0]} holds {describe_sum(sums[wrong[0]], ranks)}; expected the sum of all "
         "ranks. "
@@ -84,6 +85,7 @@ def explain_hang(waiting: Mapping[int, Call | None]) -> str | None:
             "Every rank waits in recv, and nobody has sent: the others send to rank 0 before they "
             "receive."
         )
+
     if first is None and any(others):
         return (
             "Rank 0 has returned, but others still wait for its sum: it sends to every rank from 1 "

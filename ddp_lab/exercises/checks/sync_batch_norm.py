@@ -32,11 +32,13 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             f"global_statistics returned {type(returned).__name__}: expected a tuple of the mean "
             "and the variance"
         )
+
     if isinstance(returned[0], torch.Tensor) and returned[0].dim() != 1:
         raise Wrong(
             f"The mean has the shape {list(returned[0].shape)}: expected [2], one number for each "
             "channel, over the samples and the pixels: dimensions 0, 2 and 3."
         )
+
     mean, variance = (expect_tensor(each, [2], "global_statistics") for each in returned)
     everything = torch.cat(batches).transpose(0, 1).flatten(1)
     has = [batch.transpose(0, 1).flatten(1) for batch in batches if len(batch)]
@@ -64,6 +66,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 "over the ranks, too."
             )
         raise Wrong(text)
+
     if not torch.allclose(variance, everything.var(1, correction=0)):
         text += (
             f"the variance of channel 0 is {float(variance[0]):.6g}, expected "

@@ -31,6 +31,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         for each, size in enumerate(sizes)
     ]
     compare(unchanged(theirs.weighted_mean, values[rank], weights[rank]), values, weights)
+
     zeros = [torch.zeros_like(each) for each in weights]
     means = of_all_ranks(unchanged(theirs.weighted_mean, values[rank], zeros[rank]))
     if means != [0.0] * ranks:
@@ -38,6 +39,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             f"With weights of 0 alone the mean is {means[0]} on rank 0: expected 0.0; check the "
             "sum before you divide by it."
         )
+
     needed = sum(call.name in ("all_reduce", "all_gather", "all_gather_object") for call in calls)
     if needed > 4:
         raise Wrong(
@@ -54,15 +56,18 @@ def compare(results: object, values: list[torch.Tensor], weights: list[torch.Ten
         raise Wrong(
             f"weighted_mean returned {type(results).__name__} on rank {rank}: expected a float"
         )
+
     all_values = torch.cat(values)
     all_weights = torch.cat(weights)
     expected = float((all_values * all_weights).sum() / all_weights.sum())
     if abs(results - expected) < 1e-9:
         return
+
     has = [index for index, each in enumerate(weights) if len(each)]
     means = {
         index: float((values[index] * weights[index]).sum() / weights[index].sum()) for index in has
     }
+
     causes = {
         float(all_values.mean()): "The weights were not used.",
         means.get(
@@ -82,6 +87,7 @@ def compare(results: object, values: list[torch.Tensor], weights: list[torch.Ten
         causes[0.0] = (
             "A rank without elements has the mean of all, too: every rank must call the all-reduce."
         )
+
     why = [cause for value, cause in causes.items() if abs(results - value) < 1e-9]
     default = ""
     if results != results:

@@ -48,6 +48,7 @@ class MLflow:
         folder.mkdir(parents=True, exist_ok=True)
         artifacts = None if uri and uri.startswith(SERVERS) else (folder / "mlartifacts").as_uri()
         self.client = client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+
         if experiment_found := client.get_experiment_by_name(experiment):
             experiment_id = experiment_found.experiment_id
         else:
@@ -57,6 +58,7 @@ class MLflow:
             client.update_run(began.info.run_id, status="RUNNING")
         else:
             began = client.create_run(experiment_id, tags={RUN_ID: run.id}, run_name=run.path.name)
+
         self.id = began.info.run_id
         if not began.data.params:  # those of the first launch, unless it was killed before
             client.log_batch(

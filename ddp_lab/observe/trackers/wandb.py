@@ -48,6 +48,7 @@ class WandB:
         often: dict[str, Any] = {
             key: value for key, value in OFTEN.items() if key in wandb.Settings.model_fields
         }
+
         settings = wandb.Settings(console="off", silent=True, **often)
         # else it would ask for a key on a terminal, from which nobody reads in this thread
         wandb.setup(settings)
@@ -56,6 +57,7 @@ class WandB:
             "resume": "allow",
             "allow_val_change": True,
         } | options
+
         self.image = wandb.Image
         self.html = wandb.Html
         self.run = wandb.init(
