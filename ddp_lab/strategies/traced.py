@@ -7,7 +7,9 @@ All of them are made of a copy without data, and are bound to the same parameter
 """
 
 import copy
+import random
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import arguments_of
+from ddp_lab.models.cut_points import CutPoints
 
 INNER = "inner"  # the attribute of Flat that is the model
 
@@ -29,19 +32,21 @@ class Flat(nn.Module):
     Args:
         model: the model.
         inputs: form of its arguments and keywords.
-        outputs: an empty list, to which the form of its outputs is added.
+        calls: a list, to which each call adds the form of the outputs, and what Python then has.
     """
 
-    def __init__(self, model: nn.Module, inputs: TreeSpec, outputs: list[TreeSpec]):
+    def __init__(
+        self, model: nn.Module, inputs: TreeSpec, calls: list[tuple[TreeSpec, dict[str, Any]]]
+    ):
         super().__init__()
         self.inner = model
         self._inputs = inputs
-        self._add = outputs.append
+        self._add = calls.append
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         arguments, keywords = tree_unflatten([*tensors], self._inputs)
         found, form = tree_flatten(self.inner(*arguments, **keywords))
-        self._add(form)
+        self._add((form, python_state(self.inner)))  # torch restores it after the trace
         return tuple(found)
 
 
@@ -180,26 +185,58 @@ class Blueprint:
 
         # fresh, because torch changes the forward of the modules where it cuts
         model = copy.deepcopy(self.model, self._same_tensors()).train(training)
-        outputs: list[TreeSpec] = []
-        flat = Flat(model, form, outputs)
+        calls: list[tuple[TreeSpec, dict[str, Any]]] = []
+        flat = Flat(model, form, calls)
         cuts = {f"{INNER}.{start}": SplitPoint.BEGINNING for start in starts}
+        before = python_state(model)
         try:
-            with self.autocast():
+            with self.autocast(), warnings.catch_warnings():
+                # torch copies the parameters that several stages use
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 pipe = pipeline(flat, tuple(tensors), {}, cuts)
         except Exception as error:
-            raise ConfigError(
-                f"strategy={self.strategy}: torch.export cannot trace the model: "
-                f"{reason_of(error)}. A model that is no Chain is cut by a trace. Return a Chain "
-                "of blocks (docs/your-own.md), or use a strategy that does not cut the model, for "
-                "example ddp or fsdp"
-            ) from None
+            raise self._cannot_trace(error) from None
+        outputs_form, after = calls[-1]
+        self._require_same_state(before, after)
         stages = stages_of(pipe)
         if len(stages) != len(starts) + 1:
             raise ConfigError(
                 f"strategy={self.strategy}: cutting the model before {', '.join(starts)} gives "
                 f"{len(stages)} stages. Name other modules in strategy.cut"
             )
-        return Traced(stages, stages[-1].outputs, outputs[-1])
+        return Traced(stages, stages[-1].outputs, outputs_form)
+
+    def cut(self, example: Tree, cut_at: int | list[str]) -> CutPoints:
+        """Return where the model is cut; the arguments and errors are those of `CutPoints`.
+
+        Args:
+            example: inputs, of which only the shapes and dtypes are used.
+            cut_at: number of stages, or paths.
+        """
+        try:
+            return CutPoints(self.model, self.inputs(example, 2), cut_at)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._cannot_trace(error) from None
+
+    def _cannot_trace(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"strategy={self.strategy}: torch.export cannot trace the model: {reason_of(error)}. "
+            "A model that is no Chain is cut by a trace, which has no values. Return a Chain of "
+            "blocks (docs/your-own.md), or use a strategy that does not cut the model, for "
+            "example ddp or fsdp"
+        )
+
+    def _require_same_state(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        changed = [name for name, value in after.items() if before.get(name, value) != value]
+        changed += [name for name in after if name not in before]
+        if changed:
+            raise ConfigError(
+                f"strategy={self.strategy}: cuts a model that is no Chain by a trace, which runs "
+                f"Python only once, but a forward pass changes {changed[0]}. Keep it in a buffer, "
+                "or use a strategy that does not cut the model, for example ddp"
+            )
 
     def _same_tensors(self) -> dict[int, Any]:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -298,6 +335,17 @@ def results_of(stage: Any) -> Any:
     if isinstance(given, (tuple, list)):
         return tuple(node.meta["val"] for node in given)
     return given.meta["val"]
+
+
+def python_state(model: nn.Module) -> dict[str, Any]:
+    """Return what a forward pass may change outside of tensors: numbers, texts, random states."""
+    state: dict[str, Any] = {"the random state of Python": random.getstate()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float, str, type(None))) and name != "training":
+                place = f"the attribute {name} of the module {path}" if path else name
+                state[place] = value
+    return state
 
 
 def reason_of(error: Exception) -> str:

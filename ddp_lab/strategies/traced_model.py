@@ -1,5 +1,6 @@
 """A model that is no Chain, under a pipeline: its cut, and this rank's part of it."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -44,14 +45,13 @@ class TracedModel:
         self.rank = strategy.pp_rank
         self.device = strategy.device
         self.blueprint = Blueprint(model, strategy.device, strategy.autocast, strategy.name)
-        few = self.blueprint.inputs(strategy.example, 2)
         self.plan = PipelinePlan.make(
             strategy.keys,
             model,
             strategy.axes["pp"],
             samples,
             strategy.name,
-            lambda cut_at: CutPoints(self.blueprint.model, few, cut_at),
+            partial(self.blueprint.cut, strategy.example),
         )
         assert isinstance(self.plan.parts, CutPoints)
         starts = self.plan.parts.starts
