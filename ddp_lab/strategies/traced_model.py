@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.cut_points import CutPoints
+from ddp_lab.models.drop_path import DropPath
 from ddp_lab.models.module_hooks import hook_of
 from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.schedules import PipelinePlan
@@ -41,7 +42,7 @@ class TracedModel:
                 f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
                 "lab.trainer(..., example=dataset[0])"
             )
-        require_no_hooks(model, strategy.name)
+        require_traceable(model, strategy.name)
         self.rank = strategy.pp_rank
         self.device = strategy.device
         self.blueprint = Blueprint(model, strategy.device, strategy.autocast, strategy.name)
@@ -91,8 +92,8 @@ class TracedModel:
         return self.weights.counted_once(model, self.rank)
 
 
-def require_no_hooks(model: nn.Module, strategy: str) -> None:
-    """Check that no module of a model has hooks, which a trace would call once only.
+def require_traceable(model: nn.Module, strategy: str) -> None:
+    """Check that no module of a model has what a trace would call once only.
 
     Raises:
         ConfigError: one has.
@@ -104,4 +105,10 @@ def require_no_hooks(model: nn.Module, strategy: str) -> None:
                 f"strategy={strategy}: cuts a model that is no Chain by a trace, which calls a "
                 f"hook only once, and {where} has one ({method}). Compute it in forward, or use "
                 "a strategy that does not cut the model, for example ddp"
+            )
+        if isinstance(module, DropPath):
+            raise ConfigError(
+                f"strategy={strategy}: cuts a model that is no Chain by a trace, in which the "
+                f"DropPath {path} of ddp_lab would draw only once. Return a Chain of blocks, or "
+                "use a strategy that does not cut the model, for example ddp"
             )
