@@ -181,6 +181,8 @@ def plan_rank(
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     strategy: Any = construct("strategy", cfg.strategy, runtime)
+    if strategy.cuts_model and not isinstance(model, Chain):
+        raise CannotPlan("the stages of a model that is no Chain are traces, which are not planned")
     use_fake_wrapper(strategy)
     # a copy, because the strategy changes it
     built = BuiltModel(meta_copy(model), FakeWeights(fake), [])

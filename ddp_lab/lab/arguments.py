@@ -143,9 +143,15 @@ def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> 
         form = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
     strategy.example = form
     give_shapes(model, example)
-    if not strategy.needs_chain or isinstance(model, Chain):
+    if isinstance(model, Chain) or not (strategy.needs_chain or strategy.cuts_model):
         return model
-
+    if strategy.cuts_model:
+        if not isinstance(form, torch.Tensor):
+            return model
+        made = as_chain(model, tuple(form.shape[1:]))
+        if isinstance(made, Chain):
+            made.input_dtype = form.dtype
+        return made
     if form is not None:
         strategy.require_inputs(form)
     chain = as_chain(model, tuple(form.shape[1:]) if isinstance(form, torch.Tensor) else ())

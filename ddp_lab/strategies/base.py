@@ -7,7 +7,7 @@ What of it is compiled is in speed/compile.py, and what of it is saved in checkp
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,6 +86,7 @@ class Strategy(ABC):
             after `partition`.
         written: by the name of a parameter that a forward pass changes, the name of the module that
             does so; None: not known. Set by `partition`.
+        calls_blocks: whether the blocks of a Chain are called, and not the model.
         watches_writes: whether the model has code that may change a parameter in a later forward
             pass. Set by `partition`.
         idle: names of the parameters that a trial has found to be unused. Set before `setup`.
@@ -103,6 +104,7 @@ class Strategy(ABC):
     replaces_parameters: ClassVar[bool] = False
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
     needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
+    cuts_model: ClassVar[bool] = False  # into stages; a Chain between its blocks
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     # the supported ones of ALL_PERFORMANCE_OPTIONS
@@ -170,6 +172,7 @@ class Strategy(ABC):
         self.unsupported: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
         self.watches_writes = False
+        self.calls_blocks = self.needs_chain
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
         self.check_first: Callable[[Tree], object] | None = None
@@ -215,7 +218,7 @@ class Strategy(ABC):
         """
         if self.example is not None:
             self.require_inputs(self.example)
-        if self.needs_chain:
+        if self.calls_blocks:
             from ddp_lab.models.module_hooks import require_no_hook
 
             require_no_hook(model, self.name)
@@ -450,10 +453,14 @@ class Strategy(ABC):
         """
         from ddp_lab.strategies.all_reduce import gradients_of
 
-        gradients = gradients_of(self.module.parameters())
+        gradients = gradients_of(self.counted_parameters())
         if not gradients:  # all parameters here are frozen; torch's zero would be on the host
             return torch.zeros((), device=self.device)
         return get_total_norm(gradients).to(self.device)
+
+    def counted_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters whose gradients this rank adds to the norm of all."""
+        return self.module.parameters()
 
     @torch.no_grad()
     def predict(self, inputs: "Tree") -> Any:
@@ -493,7 +500,7 @@ class Strategy(ABC):
         Raises:
             ConfigError: they are a tuple or a dict, and the strategy cuts the model into blocks.
         """
-        if self.needs_chain and not isinstance(inputs, torch.Tensor):
+        if self.calls_blocks and not isinstance(inputs, torch.Tensor):
             raise ConfigError(
                 f"strategy={self.name}: cuts the model into blocks, each of which gets one tensor, "
                 f"so inputs that are a {type(inputs).__name__} are not supported. Use single, "

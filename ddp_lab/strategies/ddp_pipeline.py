@@ -37,9 +37,11 @@ class DDPPipeline(Pipeline):
 
     def setup(self, model: nn.Module) -> None:
         super().setup(model)
-        set_batch_norm(self.module, self.batch_norm, self.dp_group)
+        if self.traced is None:
+            set_batch_norm(self.module, self.batch_norm, self.dp_group)
 
     def reduce_gradients(self) -> None:
+        super().reduce_gradients()
         if self.dp_size > 1:
             with every_gradient(self):
                 sum_gradients(self.module.parameters(), partial(flat, group=self.dp_group))

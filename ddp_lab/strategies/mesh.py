@@ -144,7 +144,7 @@ class Mesh(FullyShard):
             self.plan = PipelinePlan(
                 "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules()))
             )
-
+        assert isinstance(self.plan.parts, Partition)  # of a Chain
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
         self.peer_sums: PeerSums | None = None

@@ -6,17 +6,20 @@
            +------------------------------------> time
 
 torch.distributed.pipelining runs the schedule, which decides when each micro-batch goes forward and
-backward; the picture is that of gpipe. schedules.py describes the schedules, and stages.py runs
-them.
+backward; the picture is that of gpipe. schedules.py describes the schedules.
+
+A Chain is cut between its blocks, which stages.py runs. Any other module is cut by a trace
+(traced.py).
 """
 
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
@@ -26,6 +29,11 @@ from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime
 
+if TYPE_CHECKING:
+    from ddp_lab.strategies.traced_model import TracedModel
+
+OF_TRACES = "the model is no Chain, and its stages are traces, with which it was never tested"
+
 
 class Pipeline(Strategy):
     """One pipeline over all ranks.
@@ -33,15 +41,16 @@ class Pipeline(Strategy):
     Args:
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs
-            into one stage per rank, or two per rank with the interleaved schedules.
+        cut: names of the first blocks of the second stage, the third and so on, or paths of modules
+            of a model that is no Chain; null cuts by FLOPs into one stage per rank, or two per rank
+            with the interleaved schedules.
 
     Raises:
         ConfigError: in `partition`, the schedule does not support this number of ranks, stages or
             micro-batches, or the model cannot be cut into the stages.
     """
 
-    needs_chain = compiled_by_block = True
+    cuts_model = compiled_by_block = True
     supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(
@@ -54,6 +63,7 @@ class Pipeline(Strategy):
         self.pp_rank = runtime.rank % self.axes["pp"]
         self.keys = keys
         self.num_microbatches = keys["num_microbatches"]
+        self.traced: TracedModel | None = None  # of a model that is no Chain
         if "zerobubble" in keys["schedule"]:
             self.unsupported["compile"] = (
                 f"strategy.schedule={keys['schedule']} cuts the backward pass in two, and that of "
@@ -61,24 +71,47 @@ class Pipeline(Strategy):
             )
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
+        self.calls_blocks = isinstance(model, Chain)
         super().partition(model, samples)
-        self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
+        if isinstance(model, Chain):
+            self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
+            self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
+        else:
+            self._trace(model, samples)
         self.bubble = self.plan.bubble
-        self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
+
+    def _trace(self, model: nn.Module, samples: int) -> None:
+        """Cut a model that is no Chain."""
+        from ddp_lab.strategies.traced_model import TracedModel
+
+        if self.batch_norm == "sync":
+            raise ConfigError(
+                f"strategy.batch_norm=sync: is not supported by strategy={self.name} for a model "
+                "that is no Chain, whose stages are traces without its layers. Use "
+                "strategy.batch_norm=local, or strategy=ddp"
+            )
+        self.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
+        self.traced = TracedModel(self, model, samples)
+        self.plan = self.traced.plan
 
     def setup(self, model: nn.Module) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
         self.pp_group = mesh.get_group("pp")
-        stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
-        for stage in stages.values():
-            to_device(stage, self.device, self.initial_weights)
-        self.module = blocks_of(stages)
-        self.executor = PipelineExecutor(
-            self.plan, stages, self.forms, self.pp_group, self.task, self.device
-        )
+        if self.traced is not None:
+            self.module = self.traced.place(model)
+            self.executor = self.traced.executor(self.module, self.pp_group, self.task)
+        else:
+            assert isinstance(model, Chain)  # `partition`
+            stages = make_stages(
+                model, self.plan, self.pp_rank, self.runtime.precision, self.autocast
+            )
+            for stage in stages.values():
+                to_device(stage, self.device, self.initial_weights)
+            self.module = blocks_of(stages)
+            self.executor = PipelineExecutor(
+                self.plan, stages, self.forms, self.pp_group, self.task, self.device
+            )
         self.is_metric_rank = self.executor.has_loss
 
     def describe(self) -> str:
@@ -91,13 +124,21 @@ class Pipeline(Strategy):
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
         self.require_inputs(inputs)
-        assert isinstance(inputs, torch.Tensor)
         return self.executor.add_gradient(inputs, targets, num_valid, divisor)
+
+    def reduce_gradients(self) -> None:
+        if self.traced is not None:
+            assert self.pp_group is not None
+            self.traced.sum_copies(self.module, self.pp_group)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)
-        assert isinstance(inputs, torch.Tensor)
         return self.executor.predict(inputs)
+
+    def counted_parameters(self) -> Iterable[nn.Parameter]:
+        if self.traced is not None:
+            return self.traced.counted_once(self.module)
+        return super().counted_parameters()
 
     def gradient_norm(self) -> torch.Tensor:
         squares = super().gradient_norm().square()

@@ -13,13 +13,16 @@ interleavedzerobubble  also cuts the backward pass in two: gradients of the inpu
                        the weights in idle time
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
+
+from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.parameters import require_one_place
@@ -57,12 +60,18 @@ class PipelinePlan:
     schedule: Schedule
     ranks: int
     num_microbatches: int
-    parts: Partition
+    parts: Partition | CutPoints
     has_batch_norm: bool
 
     @classmethod
     def make(
-        cls, keys: Mapping[str, Any], model: Chain, ranks: int, samples: int, strategy: str
+        cls,
+        keys: Mapping[str, Any],
+        model: nn.Module,
+        ranks: int,
+        samples: int,
+        strategy: str,
+        cut_model: Callable[[int | list[str]], CutPoints] | None = None,
     ) -> "PipelinePlan":
         """Cut a model into the stages of a pipeline.
 
@@ -72,6 +81,7 @@ class PipelinePlan:
             ranks: number of ranks of the pipeline.
             samples: number of samples that the pipeline gets at once.
             strategy: name of the strategy, for messages.
+            cut_model: cuts a model that is no Chain into a number of stages, or before modules.
 
         Raises:
             ConfigError: the schedule does not support this number of ranks, stages or
@@ -91,12 +101,17 @@ class PipelinePlan:
                 f"strategy.cut=[{','.join(cut)}]: makes {len(cut) + 1} stages, but "
                 f"strategy.schedule={schedule} on {ranks} ranks needs {needs}"
             )
-
-        parts = Partition(model, cut or (ranks if one_stage else 2 * ranks))
-        stage_of = {parts.names[i]: stage for stage, part in enumerate(parts.parts) for i in part}
-        require_one_place(
-            model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage"
-        )
+        cut_at = cut or (ranks if one_stage else 2 * ranks)
+        if cut_model is not None:
+            parts = cut_model(cut_at)
+        else:
+            assert isinstance(model, Chain)
+            parts = Partition(model, cut_at)
+            stages = enumerate(parts.parts)
+            stage_of = {parts.names[i]: stage for stage, part in stages for i in part}
+            require_one_place(
+                model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage"
+            )
         return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))
 
     @property

@@ -14,18 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.data.trees import Tree, rows
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
 from ddp_lab.strategies.stage_forms import StageForms
+from ddp_lab.strategies.stage_shapes import StageShapes
 from ddp_lab.tasks.base import Task, measure, width
-
-MOST_SHAPES = 16  # of a sample, for which a pipeline makes schedules
-# of micro-batches of one shape in evaluation; further ones are rounded up, so that there are not
-# many
-EXACT_SIZES = 4
 
 
 class Stage(Chain):
@@ -165,6 +161,7 @@ class PipelineExecutor:
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
         self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[Form, bool], Any] = {}
+        self._shapes = StageShapes(plan.num_microbatches)
 
     @property
     def order(self) -> dict[int, list[str]]:
@@ -177,12 +174,13 @@ class PipelineExecutor:
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
     def add_gradient(
-        self, inputs: torch.Tensor, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
 
         Only the last rank returns sums above 0.
         """
+        assert isinstance(inputs, torch.Tensor)  # `Strategy.require_inputs`
         batch = self._prepare(inputs, training=True)
         self._divisor = divisor
         self._left = num_valid
@@ -218,11 +216,12 @@ class PipelineExecutor:
         return loss
 
     @torch.no_grad()
-    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+    def predict(self, inputs: Tree) -> torch.Tensor:
         """Return the logits, [b, classes], on all ranks of the pipeline.
 
         The last rank computes and broadcasts them.
         """
+        assert isinstance(inputs, torch.Tensor)
         batch = self._prepare(inputs, training=False)
         with unwrapped():
             logits = batch.schedule.step(*batch.arguments)
@@ -257,29 +256,11 @@ class PipelineExecutor:
         """Return the form of a micro-batch of the inputs.
 
         Raises:
-            ConfigError: there are schedules for MOST_SHAPES other shapes or dtypes of a sample.
+            ConfigError: too many other shapes or dtypes of a sample have occurred.
         """
         sample = Form(tuple(inputs.shape[1:]), inputs.dtype)
-        size = -(-len(inputs) // self.plan.num_microbatches)
-        seen = {Form(form.shape[1:], form.dtype) for form, _ in self._schedules}
-        if len(seen) == MOST_SHAPES and sample not in seen:
-            raise ConfigError(
-                f"got inputs of {MOST_SHAPES + 1} shapes, the last one {sample} for a sample: a "
-                "pipeline needs a schedule for each, which torch keeps in memory, so at most "
-                f"{MOST_SHAPES} are supported. Pad the inputs to multiples of some length, so that "
-                "fewer shapes occur, or use a strategy without a pipeline, for example ddp"
-            )
-
-        own_arguments = [
-            form
-            for form, trains in self._schedules
-            if (form.shape[1:], form.dtype, trains) == (*sample, training)
-        ]
-        form = Form((size, *sample.shape), sample.dtype)
-        if training or form in own_arguments or len(own_arguments) < EXACT_SIZES:
-            return form
-        # more padding, and fewer schedules
-        return Form((1 << (size - 1).bit_length(), *sample.shape), sample.dtype)
+        samples = self._shapes.samples(sample, str(sample), len(inputs), training)
+        return Form((samples, *sample.shape), sample.dtype)
 
     def _make_schedule(self, forms: list[Form], training: bool) -> Any:
         """Return torch's schedule for micro-batches of a form. The first step of it is collective.

@@ -114,7 +114,7 @@ def setup_distributed(
         from ddp_lab.strategies.later_writes import watch_parts
 
         # a strategy that cuts the model calls its blocks
-        parts = strategy.module.children() if strategy.needs_chain else [strategy.module]
+        parts = strategy.module.children() if strategy.calls_blocks else [strategy.module]
         watch_parts(parts, strategy.module, strategy)
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 

@@ -208,8 +208,8 @@ def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
         )
     )
     assert (
-        "\nnot in the table: pipeline: needs a model made of blocks, but model.name=resnet18 is a "
-        "ResNet\n" in brief
+        "\nnot in the table: pipeline: the stages of a model that is no Chain are traces, which "
+        "are not planned\n" in brief
     )
     assert "Use single" not in brief, "nobody has chosen them"
     with pytest.raises(

@@ -134,7 +134,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "parameter as 2.weight, which",
     f"{OWN}one_weight strategy=mesh": "strategy=mesh: 4.weight is the same parameter as 2.weight, "
     "which torch does not always",
-    f"{OWN}Plain strategy=pipeline": "strategy=pipeline: needs a model made of blocks, but "
+    f"{OWN}Plain strategy=mesh": "strategy=mesh: needs a model made of blocks, but "
     "model._target_=own_models.Plain is a Plain. Use ",
     f"{OWN}Plain strategy=fsdp strategy.keep_whole=[expert.*]": "strategy.keep_whole=[expert.*]: "
     "matches no module of the model.",

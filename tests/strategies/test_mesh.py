@@ -315,7 +315,7 @@ def test_blocks_that_only_some_ranks_reach_in_the_backward_pass_are_refused_by_n
     assert "Use another strategy, for example ddp" in message
 
 
-@pytest.mark.parametrize("strategy", ["mesh", "pipeline", "split"])
+@pytest.mark.parametrize("strategy", ["mesh", "split"])
 def test_model_that_has_no_blocks_is_refused_by_strategies_that_cut_one(strategy):
     with Lab(strategy, device="cpu") as lab:
         optimizer = partial(torch.optim.SGD, lr=0.1)

@@ -1,0 +1,373 @@
+"""Any module, cut into stages by torch's tracer.
+
+torch.distributed.pipelining traces a forward pass (torch.export) and divides its operations where a
+named module begins. The stages are graphs, whose parameters keep their names. A trace has static
+shapes and one mode, so there is one for each form of a micro-batch in training, and in evaluation.
+All of them are made of a copy without data, and are bound to the same parameters and buffers.
+"""
+
+import copy
+import random
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree, apply, size
+from ddp_lab.models.calls import arguments_of
+from ddp_lab.models.cut_points import CutPoints
+
+INNER = "inner"  # the attribute of Flat that is the model
+
+
+class Flat(nn.Module):
+    """A model whose inputs and outputs are the tensors of its own, in their order.
+
+    Args:
+        model: the model.
+        inputs: form of its arguments and keywords.
+        calls: a list, to which each call adds the form of the outputs, and what Python then has.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: TreeSpec, calls: list[tuple[TreeSpec, dict[str, Any]]]
+    ):
+        super().__init__()
+        self.inner = model
+        self._inputs = inputs
+        self._add = calls.append
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        arguments, keywords = tree_unflatten([*tensors], self._inputs)
+        found, form = tree_flatten(self.inner(*arguments, **keywords))
+        self._add((form, python_state(self.inner)))  # torch restores it after the trace
+        return tuple(found)
+
+
+class Traced(NamedTuple):
+    """A trace of the model for micro-batches of one form, in one mode.
+
+    Attributes:
+        stages: of the model, with parameters and buffers without data.
+        outputs: of the model for a micro-batch, as tensors without data, in their order.
+        form: of the outputs.
+    """
+
+    stages: "list[TracedStage]"
+    outputs: list[torch.Tensor]
+    form: TreeSpec
+
+
+class TracedStage(nn.Module):
+    """A stage. It gets all values that it or a later stage needs, and returns those that follow.
+
+    So only neighbours communicate, as all schedules require.
+
+    Args:
+        graph: the operations of the stage.
+        received: names of the values that it gets.
+        arguments: those of them that `graph` gets, in its order.
+        computed: by the name of a value, its place in what `graph` returns; None: it is returned
+            alone.
+        returned: names of the values that it returns.
+        examples: values without data, by name.
+    """
+
+    def __init__(
+        self,
+        graph: nn.Module,
+        received: Sequence[str],
+        arguments: Sequence[str],
+        computed: Mapping[str, int | None],
+        returned: Sequence[str],
+        examples: Mapping[str, torch.Tensor],
+    ):
+        super().__init__()
+        self.graph = graph
+        self._received = received
+        self._arguments = arguments
+        self._computed = computed
+        self._returned = returned
+        self.inputs = [examples[name] for name in received]
+        self.outputs = [examples[name] for name in returned]
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Copies, because the first operation may change a received tensor in place, which autograd
+        # refuses for a leaf; and because torch 2.11 cannot cut the backward pass of a stage that
+        # returns its own input.
+        copies = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
+        values = dict(zip(self._received, copies, strict=True))
+        results = self.graph(*(values[name] for name in self._arguments))
+        for name, place in self._computed.items():
+            values[name] = results if place is None else results[place]
+        return tuple(values[name].contiguous() for name in self._returned)
+
+
+class Blueprint:
+    """A copy of a model without data, of which traces are made.
+
+    Args:
+        model: the complete model. It may be changed afterwards.
+        device: on which the stages run.
+        autocast: returns the context of the forward pass.
+        strategy: its name, for messages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[object]],
+        strategy: str,
+    ):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        self.autocast = autocast
+        self.strategy = strategy
+        self.model = self._copy(model)
+        self._kept: dict[Any, Traced] = {}
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        memo: dict[int, torch.Tensor] = {}
+        with self.mode:
+            for tensor in model.buffers():
+                memo[id(tensor)] = torch.empty_like(tensor, device=self.device)
+            for tensor in model.parameters():
+                data = torch.empty_like(tensor, device=self.device)
+                memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
+        return copy.deepcopy(model, memo)
+
+    def inputs(self, like: Tree, samples: int) -> Tree:
+        """Return inputs of `samples` samples without data, with the shapes and dtypes of others."""
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            shape = (samples, *tensor.shape[1:])
+            return torch.empty(shape, dtype=tensor.dtype, device=self.device)
+
+        with self.mode:
+            return apply(empty, like)
+
+    def trace(
+        self, inputs: Tree, starts: list[str], training: bool, is_kept: bool = False
+    ) -> Traced:
+        """Trace a forward pass, and divide it into stages.
+
+        Args:
+            inputs: of a micro-batch, from `inputs`.
+            starts: paths of the modules with which the second stage, the third and so on begin.
+            training: whether in training mode.
+            is_kept: whether the next call for such inputs returns the same stages, which takes no
+                time.
+
+        Raises:
+            ConfigError: torch cannot trace the model, or its outputs are not [b, ...].
+        """
+        tensors, form = tree_flatten(arguments_of(inputs))
+        key = (str(form), tuple((tensor.shape, tensor.dtype) for tensor in tensors), training)
+        made = self._kept.pop(key, None) or self._trace(tensors, form, starts, training)
+        self._require_samples(made.outputs, size(inputs))
+        if is_kept:
+            self._kept[key] = made
+        return made
+
+    def _trace(
+        self, tensors: list[torch.Tensor], form: TreeSpec, starts: list[str], training: bool
+    ) -> Traced:
+        from torch.distributed.pipelining import SplitPoint, pipeline
+
+        # fresh, because torch changes the forward of the modules where it cuts
+        model = copy.deepcopy(self.model, self._same_tensors()).train(training)
+        calls: list[tuple[TreeSpec, dict[str, Any]]] = []
+        flat = Flat(model, form, calls)
+        cuts = {f"{INNER}.{start}": SplitPoint.BEGINNING for start in starts}
+        before = python_state(model)
+        try:
+            with self.autocast(), warnings.catch_warnings():
+                # torch copies the parameters that several stages use
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                pipe = pipeline(flat, tuple(tensors), {}, cuts)
+        except Exception as error:
+            raise self._cannot_trace(error) from None
+        outputs_form, after = calls[-1]
+        self._require_same_state(before, after)
+        stages = stages_of(pipe)
+        if len(stages) != len(starts) + 1:
+            raise ConfigError(
+                f"strategy={self.strategy}: cutting the model before {', '.join(starts)} gives "
+                f"{len(stages)} stages. Name other modules in strategy.cut"
+            )
+        return Traced(stages, stages[-1].outputs, outputs_form)
+
+    def cut(self, example: Tree, cut_at: int | list[str]) -> CutPoints:
+        """Return where the model is cut; the arguments and errors are those of `CutPoints`.
+
+        Args:
+            example: inputs, of which only the shapes and dtypes are used.
+            cut_at: number of stages, or paths.
+        """
+        try:
+            return CutPoints(self.model, self.inputs(example, 2), cut_at)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._cannot_trace(error) from None
+
+    def _cannot_trace(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"strategy={self.strategy}: torch.export cannot trace the model: {reason_of(error)}. "
+            "A model that is no Chain is cut by a trace, which has no values. Return a Chain of "
+            "blocks (docs/your-own.md), or use a strategy that does not cut the model, for "
+            "example ddp or fsdp"
+        )
+
+    def _require_same_state(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        changed = [name for name, value in after.items() if before.get(name, value) != value]
+        changed += [name for name in after if name not in before]
+        if changed:
+            raise ConfigError(
+                f"strategy={self.strategy}: cuts a model that is no Chain by a trace, which runs "
+                f"Python only once, but a forward pass changes {changed[0]}. Keep it in a buffer, "
+                "or use a strategy that does not cut the model, for example ddp"
+            )
+
+    def _same_tensors(self) -> dict[int, Any]:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return {id(tensor): tensor for tensor in tensors}
+
+    def _require_samples(self, outputs: list[Any], samples: int) -> None:
+        for output in outputs:
+            if not isinstance(output, torch.Tensor) or output.shape[:1] != (samples,):
+                kind = type(output).__name__
+                what = list(output.shape) if isinstance(output, torch.Tensor) else kind
+                raise ConfigError(
+                    f"strategy={self.strategy}: divides a batch into micro-batches, so all outputs "
+                    f"of the model must be [b, ...], with a row for each sample; got {what} for "
+                    f"{samples} samples. Let forward return others (for example use_cache=False), "
+                    "or use a strategy without a pipeline, for example ddp"
+                )
+
+
+class Values:
+    """The values between the stages of torch's Pipe, by name: the inputs, and what stages return.
+
+    Attributes:
+        calls: nodes of the stages, in their order.
+        made_by: number of the stage that returns a value; -1: it is one of the inputs.
+        places: its place among what the stage returns; None: it is returned alone.
+        needed_by: number of the last stage that gets it; that after the last one for outputs.
+        examples: without data.
+        outputs: names of the outputs.
+    """
+
+    def __init__(self, pipe: Any):
+        self.calls: list[Any] = []
+        self.made_by: dict[str, int] = {}
+        self.places: dict[str, int | None] = {}
+        self.needed_by: dict[str, int] = {}
+        self.examples: dict[str, torch.Tensor] = {}
+        self.outputs: list[str] = []
+        results: dict[Any, Any] = {}
+        for node in pipe.split_gm.graph.nodes:
+            if node.op == "placeholder":
+                self._add(node.name, -1, None, node.meta["val"])
+                self.needed_by[node.name] = 0
+            elif node.op == "call_module":
+                for value in node.args:
+                    self.needed_by[value.name] = len(self.calls)
+                results[node] = results_of(pipe.split_gm.get_submodule(node.target))
+                if not isinstance(results[node], (tuple, list)):
+                    self._add(node.name, len(self.calls), None, results[node])
+                self.calls.append(node)
+            elif node.op == "call_function":  # takes one of several results
+                call, place = node.args
+                self._add(node.name, self.calls.index(call), place, results[call][place])
+            elif node.op == "output":
+                given = node.args[0]
+                values = given if isinstance(given, (tuple, list)) else [given]
+                self.outputs = [value.name for value in values]
+        for name in self.outputs:
+            self.needed_by[name] = len(self.calls)
+
+    def _add(self, name: str, made_by: int, place: int | None, example: torch.Tensor) -> None:
+        self.made_by[name] = made_by
+        self.places[name] = place
+        self.examples[name] = example
+
+    def before(self, stage: int) -> list[str]:
+        """Return the names of the values that a stage or a later one needs of those before it."""
+        if stage == len(self.calls):
+            return self.outputs
+        return [
+            name
+            for name, made_by in self.made_by.items()
+            if made_by < stage <= self.needed_by.get(name, -1)
+        ]
+
+
+def stages_of(pipe: Any) -> list[TracedStage]:
+    """Return the stages of torch's Pipe, in which a stage may get values of any stage before it."""
+    values = Values(pipe)
+    return [
+        TracedStage(
+            pipe.get_stage_module(index),
+            values.before(index),
+            [value.name for value in call.args],
+            {name: values.places[name] for name, by in values.made_by.items() if by == index},
+            values.before(index + 1),
+            values.examples,
+        )
+        for index, call in enumerate(values.calls)
+    ]
+
+
+def results_of(stage: Any) -> Any:
+    """Return what a stage of torch's Pipe returns, without data: a tensor, or a tuple of some."""
+    (output,) = [node for node in stage.graph.nodes if node.op == "output"]
+    given = output.args[0]
+    if isinstance(given, (tuple, list)):
+        return tuple(node.meta["val"] for node in given)
+    return given.meta["val"]
+
+
+def python_state(model: nn.Module) -> dict[str, Any]:
+    """Return what a forward pass may change outside of tensors: numbers, texts, random states."""
+    state: dict[str, Any] = {"the random state of Python": random.getstate()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (int, float, str, type(None))) and name != "training":
+                place = f"the attribute {name} of the module {path}" if path else name
+                state[place] = value
+    return state
+
+
+def reason_of(error: Exception) -> str:
+    """Return the line of an error of torch.export that says what it does not support."""
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    text = lines[0] if lines else type(cause).__name__
+    return re.sub(r"\s+", " ", text).rstrip(".")
+
+
+def bind(stage: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Let a stage use the parameters and buffers of a model in place of those without data.
+
+    Args:
+        stage: of torch's Pipe.
+        model: that has them, on the device.
+        device: for constants that the trace has made.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    for path, module in stage.named_modules():
+        inner = path.removeprefix(INNER).removeprefix(".")
+        for key, tensor in [*module.named_parameters("", False), *module.named_buffers("", False)]:
+            name = f"{inner}.{key}" if inner else key
+            setattr(module, key, tensors[name] if name in tensors else tensor.to(device))

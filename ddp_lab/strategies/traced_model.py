@@ -1,0 +1,114 @@
+"""A model that is no Chain, under a pipeline: its cut, and this rank's part of it."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.cut_points import CutPoints
+from ddp_lab.models.drop_path import DropPath
+from ddp_lab.models.module_hooks import hook_of
+from ddp_lab.strategies.parameters import to_device
+from ddp_lab.strategies.schedules import PipelinePlan
+from ddp_lab.strategies.stage_weights import StageWeights, names_in
+from ddp_lab.strategies.traced import INNER, Blueprint
+from ddp_lab.strategies.traced_stages import TracedExecutor
+from ddp_lab.tasks.base import Task
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.pipeline import Pipeline
+
+
+class TracedModel:
+    """The stages of a model that is cut by a trace.
+
+    Args:
+        strategy: in `partition`.
+        model: complete.
+        samples: number of samples that the pipeline gets at once.
+
+    Attributes:
+        plan: of the pipeline.
+
+    Raises:
+        ConfigError: there is no example, the model has hooks, or it cannot be traced or cut.
+    """
+
+    def __init__(self, strategy: "Pipeline", model: nn.Module, samples: int):
+        if strategy.example is None:
+            raise ConfigError(
+                f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
+                "lab.trainer(..., example=dataset[0])"
+            )
+        require_traceable(model, strategy.name)
+        self.rank = strategy.pp_rank
+        self.device = strategy.device
+        self.blueprint = Blueprint(model, strategy.device, strategy.autocast, strategy.name)
+        self.plan = PipelinePlan.make(
+            strategy.keys,
+            model,
+            strategy.axes["pp"],
+            samples,
+            strategy.name,
+            partial(self.blueprint.cut, strategy.example),
+        )
+        assert isinstance(self.plan.parts, CutPoints)
+        starts = self.plan.parts.starts
+        size = -(-samples // self.plan.num_microbatches)
+        inputs = self.blueprint.inputs(strategy.example, size)
+        used: list[set[str]] = [set() for _ in range(self.plan.num_stages)]
+        for training in (True, False):
+            traced = self.blueprint.trace(inputs, starts, training, is_kept=True)
+            for names, stage in zip(used, traced.stages, strict=True):
+                names |= names_in(stage.graph, f"{INNER}.")
+        self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Return the model with what this rank uses of it, on the device, and nothing else."""
+        self.weights.keep(model, self.rank)
+        return to_device(model, self.device, None)
+
+    def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
+        """Return what runs batches through the stages.
+
+        Args:
+            model: from `place`.
+            group: the ranks of the pipeline.
+            task: with the training loss.
+        """
+        return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, task)
+
+    def sum_copies(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """Sum the gradients of the copies of each parameter that several ranks have. Collective.
+
+        The arguments are as above.
+        """
+        self.weights.sum_copies(model, self.rank, group)
+
+    def counted_once(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters whose gradients this rank adds to the norm of all."""
+        return self.weights.counted_once(model, self.rank)
+
+
+def require_traceable(model: nn.Module, strategy: str) -> None:
+    """Check that no module of a model has what a trace would call once only.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for path, module in model.named_modules():
+        if method := hook_of(module):
+            where = f"the module {path}" if path else "the model"
+            raise ConfigError(
+                f"strategy={strategy}: cuts a model that is no Chain by a trace, which calls a "
+                f"hook only once, and {where} has one ({method}). Compute it in forward, or use "
+                "a strategy that does not cut the model, for example ddp"
+            )
+        if isinstance(module, DropPath):
+            raise ConfigError(
+                f"strategy={strategy}: cuts a model that is no Chain by a trace, in which the "
+                f"DropPath {path} of ddp_lab would draw only once. Return a Chain of blocks, or "
+                "use a strategy that does not cut the model, for example ddp"
+            )

@@ -1,0 +1,278 @@
+"""Models that are no Chain under pipelines, which cut them by a trace: equal to one device."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from worlds import once, run_world
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import ConfigError
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+WORDS = 11
+LENGTH = 5
+
+
+class Layer(nn.Module):
+    """A block of a language model, which needs the mask, too."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, tokens, mask):
+        normed = self.norm(tokens)
+        attended, _ = self.attention(normed, normed, normed, key_padding_mask=mask)
+        return tokens + self.inner(torch.relu_(attended))
+
+
+class Language(nn.Module):
+    """A language model in the usual layout: keywords, a mask, a dict as output; perhaps tied."""
+
+    def __init__(self, is_tied: bool = False, layers: int = 4, width: int = 8):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, WORDS, bias=False)
+        self.register_buffer("scale", torch.tensor(1.5), persistent=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids, attention_mask):
+        tokens = self.embedding(input_ids) * self.scale
+        for layer in self.layers:
+            tokens = layer(tokens, attention_mask == 0)
+        return {"logits": self.head(self.norm(tokens)).mean(1), "tokens": tokens}
+
+
+class Pictures(nn.Module):
+    """A network with BatchNorm, activations in place and a skip over several blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(4, WORDS)
+
+    def forward(self, images):
+        first = self.stem(images)
+        found = first
+        for block in self.blocks:
+            found = block(found.clone())
+        return self.head((found + first).mean((2, 3)))
+
+
+class Sentences(Dataset):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(WORDS, (LENGTH,), generator=generator)
+        mask = (torch.arange(LENGTH) <= 2 + index % 3).long()
+        return {"input_ids": ids, "attention_mask": mask, "label": index % WORDS}
+
+
+class Images(Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.rand(1, 6, 6, generator=generator, dtype=torch.float64), index % WORDS
+
+
+MODELS = {
+    "language": (Language, Sentences, "label"),
+    "tied": (partial(Language, is_tied=True), Sentences, "label"),
+    "pictures": (Pictures, Images, 1),
+}
+
+
+def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
+    """Return the losses of three epochs, and metrics and outputs of averaged weights."""
+    torch.set_default_dtype(torch.float64)
+    make, data, targets = MODELS[name]
+    dataset = data()
+    with Lab(strategy, device="cpu", timeout=60, **options) as lab:
+        torch.manual_seed(3)
+        trainer = lab.trainer(
+            make(),
+            tasks.Classification(),
+            SGD,
+            batch_size=8,
+            example=dataset[0],
+            targets=targets,
+            max_grad_norm=0.5,
+            ema=0.5,
+            **of_trainer,
+        )
+        losses = []
+        for epoch in range(3):
+            losses += [trainer.step(*batch).item() for batch in trainer.batches(dataset, epoch)]
+        metrics = trainer.evaluate(dataset)
+        inputs, _ = next(iter(trainer.batches(dataset, 0, shuffle=False)))
+        outputs = trainer.predict(inputs)
+        outputs = outputs["logits"] if isinstance(outputs, dict) else outputs
+        return {
+            "losses": losses,
+            "metrics": metrics,
+            "outputs": outputs.tolist(),
+        }
+
+
+QUICK = {
+    ("language", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
+    ("tied", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
+    ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
+}
+FURTHER = {
+    ("language", "gpipe"): {"schedule": "gpipe", "num_microbatches": 4},
+    ("language", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
+    ("tied", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
+    ("tied", "cut"): {"schedule": "gpipe", "num_microbatches": 2, "cut": ["layers.1"]},
+}
+
+
+def on_two(cases: dict) -> dict:
+    return {
+        (name, case): train(
+            "pipeline", name, options, **({"accumulate": 2} if case == "accumulate" else {})
+        )
+        for (name, case), options in cases.items()
+    }
+
+
+@once
+def quick() -> list[dict]:
+    return run_world(2, on_two, QUICK, timeout=300)
+
+
+@once
+def further() -> list[dict]:
+    return run_world(2, on_two, FURTHER, timeout=300)
+
+
+def on_four() -> dict:
+    options = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2}
+    return {name: train("ddp_pipeline", name, options) for name in ("language", "tied")}
+
+
+@once
+def alone(name: str) -> dict:
+    return train("single", name, {})
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    for row, other in zip(found["outputs"], expected["outputs"], strict=True):
+        assert row == pytest.approx(other, rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.parametrize(("name", "case"), QUICK)
+def test_traced_model_equals_single(name, case):
+    for rank in quick():
+        assert_same(rank[name, case], alone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), FURTHER)
+def test_traced_model_equals_single_in_further_cases(name, case):
+    for rank in further():
+        assert_same(rank[name, case], alone(name))
+
+
+@pytest.mark.slow
+def test_traced_model_on_two_pipelines_equals_single():
+    for rank in run_world(4, on_four, timeout=300):
+        for name, found in rank.items():
+            losses = alone(name)["losses"]
+            assert found["losses"] == pytest.approx(losses, rel=1e-12)
+
+
+class Branching(Language):
+    def forward(self, input_ids, attention_mask):
+        if input_ids.sum() > 0:
+            input_ids = input_ids.flip(1)
+        return super().forward(input_ids, attention_mask)
+
+
+class Counting(Language):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, input_ids, attention_mask):
+        self.steps += 1
+        return super().forward(input_ids, attention_mask)
+
+
+class Scalar(Language):
+    def forward(self, input_ids, attention_mask):
+        outputs = super().forward(input_ids, attention_mask)
+        return outputs | {"mean": outputs["tokens"].mean()}
+
+
+def with_hook() -> nn.Module:
+    model = Language()
+    model.layers[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+MISTAKES = {
+    "no example": (Language, {}, "cuts the model by a trace, and needs a sample for it: lab.tr"),
+    "branch": (Branching, {}, "torch.export cannot trace the model: "),
+    "Python state": (Counting, {}, "runs Python only once, but a forward pass changes steps. Keep"),
+    "scalar": (Scalar, {}, "all outputs of the model must be [b, ...], with a row for each sample"),
+    "hook": (with_hook, {}, "and the module layers.1 has one (register_forward_hook). Compute it"),
+    "path": (Language, {"cut": ["layer.1"]}, "the model has no module layer.1. Use the path of"),
+    "order": (
+        Language,
+        {"cut": ["layers.2", "layers.1"], "schedule": "interleaved1f1b"},
+        "makes 3 stages, but",
+    ),
+    "list": (Language, {"cut": ["layers"]}, "a forward pass does not call layers exactly once"),
+    "ranks": (partial(Language, layers=0), {"schedule": "interleaved1f1b"}, "into 4 stages: only"),
+}
+
+
+def refused() -> dict[str, str]:
+    found: dict[str, str] = {}
+    dataset = Sentences()
+    for case, (make, options, _) in MISTAKES.items():
+        keys = {"schedule": "gpipe", "num_microbatches": 2} | options
+        with Lab("pipeline", device="cpu", timeout=30, **keys) as lab:
+            example = None if case == "no example" else dataset[0]
+            try:
+                lab.trainer(
+                    make(), tasks.Classification(), SGD, 8, example=example, targets="label"
+                )
+                found[case] = "trained"
+            except ConfigError as error:
+                found[case] = str(error)
+    return found
+
+
+@once
+def messages() -> list[dict[str, str]]:
+    return run_world(2, refused, timeout=200)
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_model_that_no_trace_can_cut_is_refused_with_the_reason(case):
+    for rank in messages():
+        assert MISTAKES[case][2] in rank[case]
+        assert rank[case].startswith("strategy")
+        assert "Traceback" not in rank[case]
