@@ -5,6 +5,7 @@ Nothing is downloaded.
 
 import os
 import sys
+from typing import Any
 
 import own_datasets
 import pytest
@@ -219,10 +220,14 @@ def test_ranks_with_parts_of_a_dataset_are_refused():
 IMAGES = ["data=hf", "data.image_size=16", "data.num_workers=0", "data.test_split=test"]
 
 
+def hf_source(root, *overrides: str) -> Any:
+    cfg = config(*IMAGES, f"data.root={root}", *overrides)
+    return make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed)
+
+
 def load_hf(root, *overrides: str) -> Dataset:
     """Load a dataset, with a cache of its own, and fail if a connection is tried."""
-    cfg = config(*IMAGES, f"data.root={root}", *overrides)
-    source = make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed)
+    source = hf_source(root, *overrides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
         patch.setattr("socket.socket.connect", lambda *_: pytest.fail("a connection"))
@@ -323,4 +328,4 @@ def test_missing_package_of_hf_is_one_message(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"data=hf: needs the package datasets; pip install 'ddp_lab\[hf\]'"
     ):
-        load_hf(tmp_path / "hf")
+        hf_source(tmp_path / "hf").load()
