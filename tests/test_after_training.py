@@ -83,6 +83,7 @@ def test_evaluation_under_any_strategy_equals_the_one_of_training(trained):
     assert found["ddp"].get("test_top5_accuracy") == logged.get("test_top5_accuracy")
 
 
+@pytest.mark.covers("evaluate --json")
 def test_evaluate_prints_one_line_and_writes_only_the_json_asked_for(trained, command, tmp_path):
     before = files(trained)
     code, output, errors = command(
@@ -200,6 +201,7 @@ IS_A_CHECKPOINT = (
         ),
     ],
 )
+@pytest.mark.covers("predict --device")
 def test_mistakes_are_reported_in_one_message(main, arguments, message, trained, command, tmp_path):
     for name in ("old.onnx", "a.png"):
         (tmp_path / name).write_text("old")
@@ -267,6 +269,7 @@ def save(pixels: torch.Tensor, path: Path) -> None:
     Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
 
 
+@pytest.mark.covers("predict --output", "predict --force", "predict --top", "predict --batch-size")
 def test_predictions_of_files_equal_those_of_the_test_set(trained, command, tmp_path):
     model, images, inputs, classes = reference(trained)
     for number, pixels in enumerate(images):
@@ -407,6 +410,7 @@ def test_model_that_cannot_be_exported_is_reported(tmp_path):
         )
 
 
+@pytest.mark.covers("export --force")
 def test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one(
     trained, command, tmp_path, monkeypatch
 ):
@@ -450,6 +454,7 @@ def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
     assert all(torch.equal(tensor, averages[name]) for name, tensor in exported.items())
 
 
+@pytest.mark.covers("merge --checkpoint", "merge --output", "merge --force")
 def test_merge_writes_a_full_checkpoint(sharded, command, tmp_path):
     code, output, errors = command(merge.main, sharded)
     assert (code, errors) == (0, "")

@@ -2,11 +2,14 @@
 
 One without a row fails here.
 
-A row is a run with the key on its command line, and the effect; or the id of another test that has
-the key on a command line. The runs are short and follow each other in one process.
+A row is a run with the key on its command line, and the effect. A test elsewhere that drives a key
+or a flag to its effect has the marker `covers` instead. The runs are short and follow each other in
+one process.
 """
 
+import ast
 import contextlib
+import functools
 import importlib
 import json
 import re
@@ -182,17 +185,14 @@ TRAINED = changes("train_loss", "test_loss")
 TESTED = changes("test_loss")
 VALIDATED = changes("train_loss", "val_loss")
 STEPS = [f"step_{step:08}.pt" for step in range(7)]
-TRACKING = "tests/observe/test_trackers.py::test_options_reach_"
-FAULTS = "tests/resilience/test_faults.py::"
 # {FOLDER} is a folder of images, {RUN} the directory of the base run, {NEW} a new directory.
 FOLDER = "data=folder data.root={FOLDER} data.image_size=16 data.num_workers=0"
-KEYS: dict[str, Row | str] = {
+KEYS: dict[str, Row] = {
     "seed": Row("seed=1", TRAINED),
     "epochs": Row(
         "epochs=2", lambda run, base: [row["epoch"] for row in read_metrics(run.path)] == [1, 2]
     ),
     "batch_size": Row("batch_size=10", has("step", 4)),
-    "scaling": "tests/test_every_key.py::test_ranks_share_a_weakly_scaled_batch_and_its_statistics",
     "lr_scaling": Row(
         "scheduler=constant lr_scaling=linear lr_base_batch_size=10", has("lr", 0.02)
     ),
@@ -207,7 +207,6 @@ KEYS: dict[str, Row | str] = {
         allows("the loss is not a sum over samples: it "),
         TRIPLET,
     ),
-    "memory_limit": "tests/advise/test_fit.py::test_accumulate_auto_takes_as_few_steps_as_fit",
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
     "ema_warmup": Row("ema=0.9 ema_warmup=false", TESTED, "ema=0.9"),
@@ -218,9 +217,6 @@ KEYS: dict[str, Row | str] = {
     "cutmix": Row("cutmix=0.9", TRAINED),
     "device": Row("device=cuda:9", refused("device=cuda:9: there is no such device")),
     "precision": Row("precision=bf16", TRAINED),
-    "float32_matmul": "tests/world/test_runtime.py::"
-    "test_training_and_evaluation_have_the_chosen_precision",
-    "speed": "tests/speed/test_options.py::test_no_fact_is_asked_for_where_nothing_is_chosen",
     "cuda_graph": Row("cuda_graph=true", logs("cuda_graph=true is disabled: no GPU is available")),
     "compile": Row(
         "strategy=dp compile=true", logs("compile=true is disabled: not supported by strategy=dp")
@@ -229,7 +225,6 @@ KEYS: dict[str, Row | str] = {
         "strategy=fsdp channels_last=true",
         logs("channels_last=true is disabled: not supported by strat"),
     ),
-    "timeout": FAULTS + "test_frozen_rank_is_named",
     "name": Row(
         "name=other", lambda run, base: (run.path.parent / "other" / "metrics.jsonl").exists()
     ),
@@ -250,25 +245,14 @@ KEYS: dict[str, Row | str] = {
         lambda run, base: run.returned == run.last["val_accuracy"] != base.returned,
         "data.val_fraction=0.25",
     ),
-    "check_replicas": FAULTS + "test_drifting_replicas_are_named",
     "log_every": Row(
         "log_every=off",
         lambda run, base: run.code == 0 and writes("steps")(base, run),
         "log_every=1",
     ),
-    "profile": "tests/observe/test_profile.py::test_profile_writes_summary_and_traces",
-    "inject": FAULTS + "test_first_failure_is_reported_once",
     "tracker": Row(
         "tracker=none",
         lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*")),
-    ),
-    **dict.fromkeys(
-        (f"tracker_options.wandb.{name}" for name in ("project", "entity", "mode", "dir")),
-        f"{TRACKING}wandb",
-    ),
-    **dict.fromkeys(
-        (f"tracker_options.mlflow.{name}" for name in ("experiment", "tracking_uri", "dir")),
-        f"{TRACKING}mlflow",
     ),
     "checkpoint.every_epochs": Row(
         "epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"
@@ -423,7 +407,7 @@ MORE: dict[str, dict[str, Row]] = {
     },
     "labels": {"task": Row("{NUMBERS} task=multi_label", reports("val_f1_micro", "val_f1_macro"))},
 }
-ROWS = {(key, ""): row for key, row in KEYS.items() if isinstance(row, Row)}
+ROWS = {(key, ""): row for key, row in KEYS.items()}
 ROWS |= {(key, kind): row for kind, rows in MORE.items() for key, row in rows.items()}
 
 
@@ -506,74 +490,19 @@ def test_key_has_its_effect(key, kind, runs):
     assert row.effect(run, runs[row.base]), f"{run}"
 
 
-# The flags of each command, by the test that gives them.
-HERE = "tests/test_every_key.py::"
-AFTER = "tests/test_after_training.py::"
-RUNS = "tests/run/test_runs_command.py::"
-SUBMIT = "tests/launchers/test_kubernetes.py::"
-VALIDATION = "tests/test_validation.py::"
-EXERCISE = "tests/exercises/test_command.py::"
-ADVISE = "tests/advise/test_advise.py::"
-MEASURE = "tests/advise/test_measure.py::"
-GIVEN = {
-    "evaluate --checkpoint": VALIDATION + "test_commands_use_the_best_weights_and_name_their_file",
-    "evaluate --config-dir": HERE + "test_evaluate_reads_yaml_of_the_users_own",
-    "evaluate --json": AFTER + "test_evaluate_prints_one_line_and_writes_only_the_json_asked_for",
-    "predict --checkpoint": HERE + "test_checkpoint_changes_predictions_and_exports",
-    "predict --output --force --top --batch-size": AFTER
-    + "test_predictions_of_files_equal_those_of_the_test_set",
-    "predict --prompt --tokens --temperature": HERE + "test_flags_of_predict_determine_the_text",
-    "predict --device": AFTER + "test_mistakes_are_reported_in_one_message",
-    "export --checkpoint --output": HERE + "test_checkpoint_changes_predictions_and_exports",
-    "export --force": AFTER
-    + "test_export_replaces_a_file_only_when_asked_and_only_by_a_complete_one",
-    "exercise --folder --number": EXERCISE + "test_exercise_from_the_list_to_the_right_solution",
-    "exercise --speed": EXERCISE
-    + "test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow",
-    "merge --checkpoint --output --force": AFTER + "test_merge_writes_a_full_checkpoint",
-    "train --config-dir": "tests/launchers/test_sweep.py::test_concurrent_jobs_use_different_ports",
-    "train --nproc": HERE + "test_options_of_a_launch_reach_torchrun",
-    "advise --gpus --nodes --link --config-dir --json": HERE
-    + "test_advise_plans_what_its_flags_say",
-    "advise --picture --html": ADVISE + "test_command_prints_a_table_and_writes_json_and_a_picture",
-    "advise --measure --minutes": MEASURE + "test_command_measures_and_later_offers_the_results",
-    "runs --runs-dir": RUNS + "test_table_has_state_epoch_best_rate_and_age_of_each_run",
-    "runs --clean --yes": RUNS
-    + "test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told",
-    "submit --nodes --gpus": SUBMIT
-    + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
-    "submit --queue": SUBMIT
-    + "test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides",
-    "submit --config-dir --yes": SUBMIT + "test_job_without_a_queue_or_gpus_has_neither",
-}
-FLAGS = {
-    f"{line.split()[0]} {flag}": test for line, test in GIVEN.items() for flag in line.split()[1:]
-}
-
-
-def source_of(test: str) -> str:
-    """Return the source of a test, and of the functions and values in its file that it names."""
-    file, _, name = test.partition("::")
-    blocks = (ROOT / file).read_text().split("\n\n\n")
-    own = [block for block in blocks if f"\ndef {name}(" in f"\n{block}"]
-    assert own, f"there is no test {test}"
-    named = set(re.findall(r"\w+", own[0]))
-    defined = [
-        set(re.findall(r"^(?:def |class )?(\w+)(?:\(|:| \+?= )", block, re.MULTILINE))
-        for block in blocks
-    ]
-    return "\n".join(
-        block for block, names in zip(blocks, defined, strict=True) if block in own or names & named
-    )
-
-
-@pytest.mark.parametrize(
-    ("what", "test"),
-    [*((key, row) for key, row in KEYS.items() if isinstance(row, str)), *FLAGS.items()],
-)
-def test_test_of_a_key_or_flag_gives_it(what, test):
-    given = re.escape(what.split()[1]) + r"\b" if " " in what else rf"(?<![\w.]){re.escape(what)}="
-    assert re.search(given, source_of(test)), f"{test} does not give {what}"
+@functools.cache
+def covered() -> set[str]:
+    """Return the keys and flags that tests elsewhere have in a marker `covers`."""
+    found: set[str] = set()
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        if "mark.covers(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for decorator in getattr(node, "decorator_list", ()):
+                if ast.unparse(decorator).startswith("pytest.mark.covers("):
+                    found |= {argument.value for argument in decorator.args}
+    return found
 
 
 def keys() -> set[str]:
@@ -608,8 +537,10 @@ def flags(capsys: pytest.CaptureFixture) -> set[str]:
 
 
 def test_every_key_and_flag_has_a_row(capsys):
-    assert keys() == KEYS.keys()
-    assert flags(capsys) == FLAGS.keys()
+    of_flags = {what for what in covered() if " " in what}
+    assert keys() == KEYS.keys() | (covered() - of_flags)
+    assert flags(capsys) == of_flags
+    assert not KEYS.keys() & covered(), "a key needs one of both"
 
 
 OPTIONS = [
@@ -654,6 +585,7 @@ def test_precision_changes_what_is_evaluated(runs, command):
     )
 
 
+@pytest.mark.covers("evaluate --config-dir")
 def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
     (tmp_path / "data").mkdir()
     yaml = (CONF / "data" / "synthetic.yaml").read_text()
@@ -664,6 +596,7 @@ def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
     assert (code, " on 7 samples" in output) == (0, True), output + errors
 
 
+@pytest.mark.covers("train --nproc")
 def test_options_of_a_launch_reach_torchrun():
     given = (
         "--nproc=3 --nnodes 1:2 --rdzv-endpoint=localhost:1 --max_restarts 1 --rdzv-conf=timeout=9 "
@@ -686,6 +619,9 @@ def test_options_of_a_launch_reach_torchrun():
     assert overrides == ["strategy=ddp", "device=cpu"]
 
 
+@pytest.mark.covers(
+    "advise --gpus", "advise --nodes", "advise --link", "advise --config-dir", "advise --json"
+)
 def test_advise_plans_what_its_flags_say(command, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: own_models.sequential")
@@ -710,6 +646,7 @@ def test_advise_plans_what_its_flags_say(command, tmp_path):
     assert rows["strategy=ddp"]["bound"] == pytest.approx(sent / 25e9)
 
 
+@pytest.mark.covers("predict --checkpoint", "export --checkpoint", "export --output")
 def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
     run = runs[CHOSEN].path
     image = ROOT / "docs" / "tensorboard.png"
@@ -734,6 +671,7 @@ def test_checkpoint_changes_predictions_and_exports(runs, command, tmp_path):
     }
 
 
+@pytest.mark.covers("predict --prompt", "predict --tokens", "predict --temperature")
 def test_flags_of_predict_determine_the_text(runs, command):
     def text(*flags: str) -> str:
         code, output, errors = command(predict.main, runs["{TEXT}"].path, *flags)
@@ -776,6 +714,7 @@ def four(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.covers("scaling")
 def test_ranks_share_a_weakly_scaled_batch_and_its_statistics(runs, four):
     (row,) = read_metrics(four)
     one = runs[NORMED].last

@@ -88,6 +88,7 @@ def test_validation_set_chooses_the_best_epoch_and_the_test_set_does_not(chosen)
     assert {"accuracy/val", "loss/test", "accuracy/test"} <= set(events.Tags()["scalars"])
 
 
+@pytest.mark.covers("evaluate --checkpoint")
 def test_commands_use_the_best_weights_and_name_their_file(
     chosen, command, tmp_path, caplog, monkeypatch
 ):

@@ -51,6 +51,7 @@ def own_model(name: str) -> list[str]:
     return ["model=own", f"model._target_=own_models.{name}", "data=digits", "batch_size=256"]
 
 
+@pytest.mark.covers("advise --picture", "advise --html")
 def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command):
     files = (
         f"--json {tmp_path}/advice.json --picture {tmp_path}/memory.png --html "

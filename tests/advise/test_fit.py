@@ -161,6 +161,7 @@ def test_batch_that_a_real_step_refutes_is_made_smaller(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.covers("memory_limit")
 def test_accumulate_auto_takes_as_few_steps_as_fit(monkeypatch):
     cfg = compose_config(["batch_size=64", "accumulate=auto", "memory_limit=0.286"], None)
     runtime = PlannedRuntime(1, 1, "float32", kind="cpu")

@@ -53,6 +53,7 @@ def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(
     assert advisor.rows[0].measured == found[0]
 
 
+@pytest.mark.covers("advise --measure", "advise --minutes")
 def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Advisor, "candidates", lambda self: [["strategy=ddp"], ["strategy=fsdp"]])

@@ -38,6 +38,7 @@ def given(tmp_path, monkeypatch, command):
     return lambda line: command(exercise.main, *line.split())
 
 
+@pytest.mark.covers("exercise --folder", "exercise --number")
 def test_exercise_from_the_list_to_the_right_solution(given, tmp_path):
     assert "split_batch" in given("list")[1]
     assert given("start split_batch")[0] == 0
@@ -99,6 +100,7 @@ def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path
     assert says in text
 
 
+@pytest.mark.covers("exercise --speed")
 def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
     slow = "chunks = list("
     learners(

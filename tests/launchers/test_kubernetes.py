@@ -100,6 +100,7 @@ LINE = [
 ]
 
 
+@pytest.mark.covers("submit --nodes", "submit --gpus", "submit --queue")
 def test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_overrides(
     kubectl, command, monkeypatch
 ):
@@ -128,6 +129,7 @@ def test_submitted_trainjob_is_printed_and_confirmed_and_has_the_queue_and_the_o
     assert (cfg.runs_dir, cfg.name, cfg.data.root) == ("/shared/runs", "mine", ODD)
 
 
+@pytest.mark.covers("submit --config-dir", "submit --yes")
 def test_job_without_a_queue_or_gpus_has_neither(kubectl, command, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nepochs: 7\n")

@@ -136,6 +136,7 @@ def test_diagnose_names_what_stands_out(rows, bubble, expected):
     assert expected in line
 
 
+@pytest.mark.covers("profile")
 def test_profile_writes_summary_and_traces(tmp_path):
     """Rank 1 sleeps before every step."""
     line = (

@@ -183,6 +183,12 @@ def train_small(folder: str, *overrides: str) -> None:
     main_in_world(*SMALL, "epochs=1", f"runs_dir={folder}", "name=run", *overrides)
 
 
+@pytest.mark.covers(
+    "tracker_options.wandb.project",
+    "tracker_options.wandb.entity",
+    "tracker_options.wandb.mode",
+    "tracker_options.wandb.dir",
+)
 def test_options_reach_wandb(tmp_path):
     options = [
         "tracker_options.wandb.project=digits",
@@ -230,6 +236,11 @@ def interrupt(*arguments, **options):
     raise KeyboardInterrupt
 
 
+@pytest.mark.covers(
+    "tracker_options.mlflow.experiment",
+    "tracker_options.mlflow.tracking_uri",
+    "tracker_options.mlflow.dir",
+)
 def test_options_reach_mlflow(database, tmp_path):
     shutil.copy(database, tmp_path / "other.db")
     places = {

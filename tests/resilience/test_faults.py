@@ -134,6 +134,7 @@ REPORTS = {  # by fault: the kind in failure.json and a part of the message
 
 
 @pytest.mark.parametrize("fault", REPORTS)
+@pytest.mark.covers("inject")
 def test_first_failure_is_reported_once(fault, tmp_path):
     code, output = launch(DDP, *overrides(tmp_path, "failed", f"inject={fault}@rank=1,step=8"))
     assert code == 1
@@ -193,6 +194,7 @@ def test_all_reduce_of_another_shape_is_named(tmp_path):
     )
 
 
+@pytest.mark.covers("timeout")
 def test_frozen_rank_is_named(tmp_path, monkeypatch):
     """A suspended process cannot report anything itself. torch's recorder is off."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
@@ -219,6 +221,7 @@ def test_frozen_rank_is_named(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.covers("check_replicas")
 def test_drifting_replicas_are_named(tmp_path):
     line = overrides(tmp_path, "drifting", "check_replicas=2", "strategy._target_=crash.Drifting")
     code, output = launch(DDP, *line)

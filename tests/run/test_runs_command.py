@@ -60,6 +60,7 @@ def add_epoch(path: Path, epoch: int = 1, step: int = 4, **metrics: float) -> No
         )
 
 
+@pytest.mark.covers("runs --runs-dir")
 def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, command):
     root = running.parent
     killed = make(root / "sweep-1" / "lr=1", "running")
@@ -114,6 +115,7 @@ def test_curves_and_the_error_of_a_trained_run_are_shown(tmp_path, command, monk
     assert accuracy.startswith("accuracy: ")
 
 
+@pytest.mark.covers("runs --clean", "runs --yes")
 def test_clean_deletes_only_empty_runs_that_nothing_writes_in_and_only_when_told(
     running, tmp_path, command, monkeypatch
 ):

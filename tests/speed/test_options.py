@@ -168,6 +168,7 @@ def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reas
 
 
 @pytest.mark.parametrize(("device", "overrides"), [("cpu", []), ("cuda", ["speed=off"])])
+@pytest.mark.covers("speed")
 def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     cfg = config("strategy=single", *overrides)

@@ -79,6 +79,7 @@ def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
         assert rough["train_loss"] == pytest.approx(exact["train_loss"], rel=0.05), line
 
 
+@pytest.mark.covers("float32_matmul")
 def test_training_and_evaluation_have_the_chosen_precision(tmp_path, capsys):
     """The key float32_matmul. tests/test_gpu.py tests that `high` means TF32 on a GPU."""
     line = "python train.py epochs=1 name=one model._target_=own_models.Telling float32_matmul=high"
