@@ -9,7 +9,7 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.drop_path import DropPath
-from ddp_lab.models.module_hooks import hook_of
+from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
@@ -98,6 +98,8 @@ def require_traceable(model: nn.Module, strategy: str) -> None:
     Raises:
         ConfigError: one has.
     """
+    if isinstance(model, nn.Sequential):  # with a hook of its own it is no Chain
+        require_no_hook(model, strategy)
     for path, module in model.named_modules():
         if method := hook_of(module):
             where = f"the module {path}" if path else "the model"

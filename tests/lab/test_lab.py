@@ -340,7 +340,7 @@ MESSAGES = [
     (
         {"strategy": "pipeline"},
         made(),
-        "strategy=pipeline: cuts the model by the shapes of its activations, and needs a sample",
+        "strategy=pipeline: cuts the model by a trace, and needs a sample for it: lab.trainer(...",
     ),
     (
         {"strategy": "split"},
