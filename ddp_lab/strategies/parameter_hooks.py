@@ -30,6 +30,16 @@ class Later:
         """Do nothing."""
 
 
+class OfStrategy:
+    """A hook that a strategy may register at any time, and that autograd calls."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], object]):
+        self.hook = hook
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.hook(tensor)
+
+
 class Hooked(NamedTuple):
     """A parameter and its hooks, in torch's own dicts.
 
@@ -73,7 +83,8 @@ def take_hooks(model: nn.Module, known: Set[Key] = frozenset()) -> list[Hooked]:
             for kind, hooks in enumerate(kinds):
                 for key, hook in hooks.items():
                     # of another trainer
-                    if (id(parameter), kind, key) not in known and not isinstance(hook, Later):
+                    is_known = (id(parameter), kind, key) in known
+                    if not is_known and not isinstance(hook, (Later, OfStrategy)):
                         hooks[key] = Later(hook)
             taken.append(Hooked(module, name, *kinds))
     return taken
@@ -149,6 +160,8 @@ def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
             (private._backward_hooks, private._post_accumulate_grad_hooks)
         ):
             for key, hook in (hooks or {}).items():
+                if isinstance(hook, OfStrategy):
+                    continue
                 if is_later or not isinstance(hook, Later):
                     keys.add((id(parameter), kind, key))
     return keys
