@@ -122,7 +122,7 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
 
 def reset(step: Step, options: PerformanceOptions) -> None:
     """Free what an earlier attempt has left, and configure the optimizer for these options."""
-    step.optimizer.zero_grad()
+    step.zero_grad()
     for group in step.optimizer.param_groups:
         group |= {"fused": None} if "fused" in group and "fused" in options.reasons else {}
     device = step.strategy.device

@@ -102,6 +102,11 @@ class Step:
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        # frozen ones, too, which a loop may unfreeze
+        self._left_out = [
+            parameter for parameter in strategy.module.parameters() if id(parameter) not in held
+        ]
         self.lr = 0.0
 
     def compile(self, compile_fn: partial[Any]) -> None:
@@ -187,8 +192,17 @@ class Step:
         self._optimize()
         if self.ema is not None:
             self.ema.update()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         self.running_sums.add(self.sums)
+
+    def zero_grad(self) -> None:
+        """Remove the gradients of all parameters, also of those that the optimizer leaves out.
+
+        They would be added to those of the next step, and count in its norm.
+        """
+        self.optimizer.zero_grad()
+        for parameter in self._left_out:
+            parameter.grad = None
 
     def advance(self) -> None:
         """Do the work of a step on the host: record its learning rate, set that of the next one."""
