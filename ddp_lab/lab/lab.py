@@ -283,6 +283,7 @@ class Lab:
             )
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
+        given = model
         model = in_blocks(model, strategy, tried)
         task = as_task(loss)
         for note in try_model(model, task, tried, strategy):
@@ -304,7 +305,7 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = LoopOptions(shapes, self._log, self._calls, num_workers, parts)
+        options = LoopOptions(given, shapes, self._log, self._calls, num_workers, parts)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -46,6 +46,7 @@ class LoopOptions:
     """What a loop in a Lab needs, besides what a run of train.py does.
 
     Attributes:
+        model: of the user, of which the strategy may call the blocks only.
         shapes: the shape of each tensor of the complete model, by name.
         logger: the logger of the Lab.
         calls: of this rank.
@@ -54,6 +55,7 @@ class LoopOptions:
         parts: how samples become batches.
     """
 
+    model: nn.Module
     shapes: Shapes
     logger: LabLogger
     calls: Calls
@@ -103,7 +105,7 @@ class Trainer(training.Trainer):
         self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._resumed = False
-        self._late_hooks = LateHooks(strategy)
+        self._late_hooks = LateHooks(strategy, options.model)
         self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
         # What the model's `training` was after the last switch to training; None: an evaluation or
         # the beginning of a loop came after it.
@@ -311,6 +313,7 @@ class Trainer(training.Trainer):
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         self._training = None
+        self._late_hooks.require_none_on_model()
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
@@ -338,6 +341,7 @@ class Trainer(training.Trainer):
         self.strategy.require_inputs(inputs)
         inputs = to(inputs, self.strategy.device)
         self._training = None
+        self._late_hooks.require_none_on_model()
         if communicates(self.strategy):
             self._calls.begin("called predict")
 

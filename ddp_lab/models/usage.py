@@ -34,11 +34,13 @@ class Usage:
             running at all its uses.
         written: by the name of a parameter that a forward pass changed or replaced, the name of the
             innermost module whose `forward` was running then.
+        replaced: names of those of them in whose place another parameter is.
     """
 
     called: frozenset[str]
     within: Mapping[str, frozenset[str]]
     written: Mapping[str, str]
+    replaced: frozenset[str]
 
 
 def find_usage(model: nn.Module, example: Tree) -> Usage | None:
@@ -84,7 +86,12 @@ def record(model: nn.Module, inputs: Tree) -> Usage:
             with recorder, torch.set_grad_enabled(training):
                 call(model.train(training), inputs)
                 recorder.find_replaced()
-    return Usage(frozenset(recorder.called), recorder.within, recorder.written)
+    return Usage(
+        frozenset(recorder.called),
+        recorder.within,
+        recorder.written,
+        frozenset(recorder.replaced),
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -99,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self.called: set[str] = set()
         self.within: dict[str, frozenset[str]] = {}
         self.written: dict[str, str] = {}
+        self.replaced: set[str] = set()
         self._model = model
         self._running: list[str] = []
         self._names: dict[int, list[str]] = {}
@@ -119,8 +127,9 @@ class Recorder(TorchDispatchMode):
         """Note the parameters that are others or have other memory, as by `weight.data = ...`."""
         now = dict(self._model.named_parameters())
         for name, parameter in self._parameters.items():
-            same = now.get(name) is parameter and name in self._names.get(memory_of(parameter), ())
-            if not same:
+            if now.get(name) is not parameter:
+                self.replaced.add(name)
+            if name in self.replaced or name not in self._names.get(memory_of(parameter), ()):
                 self.written.setdefault(name, name.rpartition(".")[0])
 
     def __torch_dispatch__(

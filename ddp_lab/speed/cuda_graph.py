@@ -175,7 +175,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
             num_valid = min(step.strategy.valid_samples(global_size), size(first))
             # another divisor would compile the loss again
             step.strategy.add_gradient(*first, num_valid, float(global_size))
-        step.optimizer.zero_grad()
+        step.zero_grad()
         for _ in range(times):
             step.compute(batch())
 

@@ -123,7 +123,7 @@ def attempt(runtime: Runtime, build: Callable[[], T]) -> tuple[T | None, str]:
 
 def reset(step: Step, options: PerformanceOptions) -> None:
     """Free what an earlier attempt has left, and configure the optimizer for these options."""
-    step.optimizer.zero_grad()
+    step.zero_grad()
     for group in step.optimizer.param_groups:
         if "fused" in group and "fused" in options.reasons:
             group["fused"] = None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_lab.strategies.all_reduce import (
     all_gradients_of,
@@ -17,6 +18,7 @@ from ddp_lab.strategies.all_reduce import (
     trainable,
     unflatten,
 )
+from ddp_lab.strategies.parameter_hooks import OfStrategy
 
 MiB = 2**20
 
@@ -63,11 +65,17 @@ class Buckets:
             Bucket(same) for parameters in groups for same in by_dtype(trainable(parameters))
         ]
         self._launched = 0  # buckets of this step
+        self._handles: list[RemovableHandle] = []
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, bucket=bucket: self._count(bucket)
-                )
+                hook = OfStrategy(lambda _, bucket=bucket: self._count(bucket))
+                handle = parameter.register_post_accumulate_grad_hook(hook)
+                self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Let the backward pass count no gradients any more, because other buckets do."""
+        for handle in self._handles:
+            handle.remove()
 
     def _count(self, bucket: Bucket) -> None:
         if not self.active:

@@ -17,6 +17,7 @@ from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
+from ddp_lab.strategies.frozen import FrozenParameters
 from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
@@ -62,6 +63,11 @@ class DDP(Strategy):
         self.module = set_batch_norm(
             to_device(model, self.device, self.initial_weights), self.batch_norm
         )
+        self.frozen = FrozenParameters(self)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Let DDP reduce the gradients of the parameters that are not frozen now. Collective."""
         self.trained = [*trainable(self.module.parameters())]
         self.forward = self.wrapper = self.wrapper_class(
             self.module,
@@ -75,9 +81,9 @@ class DDP(Strategy):
         # buffers are sent when training mode ends (Strategy.train), not in every step
         self.wrapper.broadcast_buffers = False
         if not self.find_unused_parameters:  # with which DDP keeps its first buckets
-            self._rebuild_buckets(model)
+            self._rebuild_buckets()
 
-    def _rebuild_buckets(self, model: nn.Module) -> None:
+    def _rebuild_buckets(self) -> None:
         """Run a backward pass and discard its gradients, so that DDP's buckets do not change later.
 
         After its first backward pass DDP rebuilds its buckets in the order in which the gradients
@@ -89,11 +95,19 @@ class DDP(Strategy):
             return
         example = apply(lambda tensor: torch.zeros_like(tensor, device=self.device), self.example)
         self.module.train()
-        with state_kept(model, weights=self.written != {}), self.autocast():
+        with state_kept(self.module, weights=self.written != {}), self.autocast():
             outputs = call(self.forward, example)
             total = outputs.sum() if isinstance(outputs, torch.Tensor) else sum_of(outputs)
             total.backward()
             refuse_unused(self)
+
+    def forward_backward(
+        self, inputs: Tree, targets: Tree, global_size: int, accumulate: int = 1
+    ) -> torch.Tensor:
+        if self.frozen.changed_before_step():
+            self.wrapper._remove_autograd_hooks()  # pyright: ignore[reportPrivateUsage]
+            self._wrap()
+        return super().forward_backward(inputs, targets, global_size, accumulate)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
@@ -111,6 +125,7 @@ class DDP(Strategy):
             raise
 
     def reduce_gradients(self) -> None:
+        self.frozen.require_same_in_step()
         unused = any(parameter.grad is None for parameter in self.trained)
         if unused and not self.find_unused_parameters:
             refuse_unused(self)  # torch says it in the next step, by numbers

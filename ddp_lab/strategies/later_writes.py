@@ -6,7 +6,8 @@ of a part of the model: in place or by another tensor, the pass has changed a pa
 counts another version of it, or if it is elsewhere in memory. That is free for the device.
 
 torch does not count a change through `weight.data`. So a few passes also compare sums of the
-values: the passes 1, 2, 4, 8, ... and each hundredth. That reads all parameters twice.
+values: the passes 1, 2, 4, 8, ... and each 101st, of training and of evaluation separately. That
+reads all parameters twice.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,11 +23,13 @@ from ddp_lab.strategies.dtensor import local
 if TYPE_CHECKING:
     from ddp_lab.strategies.base import Strategy
 
-EVERY = 100  # passes, between two comparisons of values
+# Passes between two comparisons of values. It is a prime, so that a write in every k-th pass, such
+# as the first of each gradient accumulation or epoch, is met for every k that it does not divide.
+EVERY = 101
 REMEDY = (
-    "Change it from the first step on, so that the trial sees it (in a Lab, "
-    "lab.trainer(..., example=dataset[0])); or after the step, under torch.no_grad(); or use "
-    "strategy=single"
+    "Change it by operations of torch, not through NumPy, and from the first step on, so that the "
+    "trial sees it (in a Lab, lab.trainer(..., example=dataset[0])); or after the step, under "
+    "torch.no_grad(); or use strategy=single"
 )
 
 
@@ -76,7 +79,7 @@ class PartWatch:
         self.slots = slots
         self.strategy = strategy
         self.rank = rank
-        self.passes = 0
+        self.passes = {True: 0, False: 0}  # in training mode, and in evaluation mode
         self._before: list[Mapping[Slot, State]] = []  # of passes that have begun
         self._shards: dict[Slot, nn.Parameter] = {}
 
@@ -95,9 +98,10 @@ class PartWatch:
 
     def begin(self, part: nn.Module, inputs: Any) -> None:
         """Note the parameters, as a hook before the forward pass."""
-        self.passes += 1
-        is_power_of_two = self.passes & (self.passes - 1) == 0
-        with_values = is_power_of_two or self.passes % EVERY == 0
+        self.passes[part.training] += 1
+        number = self.passes[part.training]
+        is_power_of_two = number & (number - 1) == 0
+        with_values = is_power_of_two or number % EVERY == 0
         self._before.append(self._states(with_values))
 
     def end(self, part: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.module_hooks import require_no_hook
 from ddp_lab.strategies.parameters import has_hooks
 
 if TYPE_CHECKING:
@@ -28,6 +29,16 @@ class Later:
 
     def __call__(self, _: torch.Tensor) -> None:
         """Do nothing."""
+
+
+class OfStrategy:
+    """A hook that a strategy may register at any time, and that autograd calls."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], object]):
+        self.hook = hook
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.hook(tensor)
 
 
 class Hooked(NamedTuple):
@@ -73,7 +84,8 @@ def take_hooks(model: nn.Module, known: Set[Key] = frozenset()) -> list[Hooked]:
             for kind, hooks in enumerate(kinds):
                 for key, hook in hooks.items():
                     # of another trainer
-                    if (id(parameter), kind, key) not in known and not isinstance(hook, Later):
+                    is_known = (id(parameter), kind, key) in known
+                    if not is_known and not isinstance(hook, (Later, OfStrategy)):
                         hooks[key] = Later(hook)
             taken.append(Hooked(module, name, *kinds))
     return taken
@@ -106,10 +118,12 @@ class LateHooks:
 
     Args:
         strategy: after `setup`.
+        model: of the user.
     """
 
-    def __init__(self, strategy: "Strategy"):
+    def __init__(self, strategy: "Strategy", model: nn.Module):
         self.strategy = strategy
+        self._model = model
         self._of_strategy = keys_of(strategy.module, is_later=False)
         self._seen = keys_of(strategy.module)
 
@@ -117,8 +131,10 @@ class LateHooks:
         """Take what was registered since the last call. Collective; call it before steps are taken.
 
         Raises:
-            ConfigError: the strategy has replaced the parameters by shards; on all ranks.
+            ConfigError: the strategy has replaced the parameters by shards; on all ranks. Or the
+                model itself has a hook, and the strategy calls its blocks only.
         """
+        self.require_none_on_model()
         module = self.strategy.module
         present = keys_of(module)
         late = {parameter for parameter, _, _ in present - self._seen}
@@ -128,6 +144,15 @@ class LateHooks:
             self.strategy.runtime.gather_and_decide("late hooks", names, self._refuse)
         elif late:
             self.strategy.parameter_hooks = take_hooks(module, self._of_strategy)
+
+    def require_none_on_model(self) -> None:
+        """Check that the model itself has no hook, if the strategy calls its blocks only.
+
+        Raises:
+            ConfigError: it has one, which would never be called.
+        """
+        if self.strategy.needs_chain:
+            require_no_hook(self._model, self.strategy.name)
 
     def _refuse(self, names_of_ranks: list[list[str]]) -> None:
         """Raise the error about the first parameter of all ranks, if there is one."""
@@ -149,6 +174,8 @@ def keys_of(module: nn.Module, is_later: bool = True) -> set[Key]:
             (private._backward_hooks, private._post_accumulate_grad_hooks)
         ):
             for key, hook in (hooks or {}).items():
+                if isinstance(hook, OfStrategy):
+                    continue
                 if is_later or not isinstance(hook, Later):
                     keys.add((id(parameter), kind, key))
     return keys

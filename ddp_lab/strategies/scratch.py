@@ -33,6 +33,7 @@ from ddp_lab.strategies.all_reduce import (
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
+from ddp_lab.strategies.frozen import FrozenParameters
 from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, every_gradient
 from ddp_lab.tasks.base import sum_dtype, width
@@ -87,14 +88,23 @@ class Scratch(Strategy):
             for tensor in [*model.parameters(), *model.buffers()]:
                 broadcast(tensor)  # all ranks start with the weights of rank 0
         if self.bucket_sizes:
-            if isinstance(model, Chain):
-                self.buckets = Buckets(
-                    list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes)
-                )
-            else:
-                self.buckets = Buckets(
-                    fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0])
-                )
+            self.frozen = FrozenParameters(self)
+            self.buckets = self._fill_buckets()
+
+    def _fill_buckets(self) -> Buckets:
+        """Return buckets of the parameters that are not frozen now."""
+        model = self.module
+        if isinstance(model, Chain):
+            return Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
+        return Buckets(fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0]))
+
+    def forward_backward(
+        self, inputs: Tree, targets: Tree, global_size: int, accumulate: int = 1
+    ) -> torch.Tensor:
+        if self.buckets is not None and self.frozen.changed_before_step():
+            self.buckets.remove()
+            self.buckets = self._fill_buckets()
+        return super().forward_backward(inputs, targets, global_size, accumulate)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -118,6 +128,8 @@ class Scratch(Strategy):
     def reduce_gradients(self) -> None:
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is
         # the gradient of the mean.
+        if self.buckets is not None:
+            self.frozen.require_same_in_step()
         with every_gradient(self):
             if self.buckets is not None:
                 self.buckets.finish()

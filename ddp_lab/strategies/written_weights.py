@@ -25,7 +25,7 @@ from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.module_hooks import hook_of
 from ddp_lab.models.trial import meta_copy
-from ddp_lab.models.usage import find_usage, record
+from ddp_lab.models.usage import Usage, find_usage, record
 
 if TYPE_CHECKING:
     from ddp_lab.strategies.base import Strategy
@@ -72,6 +72,8 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
     if usage is None:
         return
     strategy.written = usage.written
+    if strategy.bucket_sizes or strategy.copies_weights:
+        refuse_replaced(strategy, model, usage)
     refuse_lost(strategy, usage.written)
     if strategy.dp_size > 1 and usage.written:
         refuse_different(strategy, model, usage.written)
@@ -118,6 +120,22 @@ def refuse_lost(strategy: "Strategy", written: Mapping[str, str]) -> None:
             )
 
 
+def refuse_replaced(strategy: "Strategy", model: nn.Module, usage: Usage) -> None:
+    """Raise a ConfigError about a parameter in whose place a forward pass puts another one.
+
+    The buckets of a strategy that reduces gradients during the backward pass would wait for the
+    gradient of the first one. Where it is frozen, because the trial has not used it, they do not.
+    """
+    for name in sorted(usage.replaced):
+        if model.get_parameter(name).requires_grad:
+            raise ConfigError(
+                f"{describe(strategy, name, usage.written[name], verb='replaces')} by another one, "
+                "which neither the optimizer nor the strategy has. Change it in place, under "
+                "torch.no_grad(); or use strategy=single, or strategy=scratch with "
+                "strategy.algorithm=flat"
+            )
+
+
 def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[str, str]) -> None:
     """Raise a ConfigError about a parameter to which replicas may write different values."""
     different = differing(model, written, strategy)
@@ -156,10 +174,10 @@ def refuse_sharded(strategy: "Strategy", layers: Iterable[str]) -> None:
             )
 
 
-def describe(strategy: "Strategy", name: str, module: str) -> str:
+def describe(strategy: "Strategy", name: str, module: str, verb: str = "changes") -> str:
     """Return the beginning of a message: which module changes which parameter."""
     where = f"the module {module}" if module else "the model"
-    return f"strategy={strategy.name}: the forward pass of {where} changes the parameter {name}"
+    return f"strategy={strategy.name}: the forward pass of {where} {verb} the parameter {name}"
 
 
 def drawn_like(draw: int, example: torch.Tensor) -> torch.Tensor:

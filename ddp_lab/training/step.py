@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
@@ -81,7 +82,7 @@ class Step:
         self,
         strategy: Strategy,
         optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        scheduler: LambdaLR,
         options: StepOptions,
         ema: "EMA | None",
     ):
@@ -103,6 +104,13 @@ class Step:
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._known = {id(parameter) for parameter in strategy.module.parameters()}
+        self._num_groups = len(optimizer.param_groups)
+        # frozen ones, too, which a loop may unfreeze
+        self._left_out = [
+            parameter for parameter in strategy.module.parameters() if id(parameter) not in held
+        ]
         self.lr = 0.0
 
     def compile(self, compile_fn: partial[Any]) -> None:
@@ -143,6 +151,11 @@ class Step:
         So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer
         draw the same; replicas, and the stages of a pipeline, do not.
         """
+        if len(self.optimizer.param_groups) > self._num_groups:
+            from ddp_lab.training.added_groups import adopt_groups
+
+            adopt_groups(self.scheduler, self.strategy, self._known)
+            self._num_groups = len(self.optimizer.param_groups)
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
@@ -189,8 +202,17 @@ class Step:
         self._optimize()
         if self.ema is not None:
             self.ema.update()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         self.running_sums.add(self.sums)
+
+    def zero_grad(self) -> None:
+        """Remove the gradients of all parameters, also of those that the optimizer leaves out.
+
+        They would be added to those of the next step, and count in its norm.
+        """
+        self.optimizer.zero_grad()
+        for parameter in self._left_out:
+            parameter.grad = None
 
     def advance(self) -> None:
         """Do the work of a step on the host: record its learning rate, set that of the next one."""

@@ -10,7 +10,7 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.later_writes import EVERY, checksum
+from ddp_lab.strategies.later_writes import EVERY, PartWatch, Slot, checksum
 
 
 class Later(nn.Module):
@@ -27,7 +27,7 @@ class Later(nn.Module):
     def forward(self, inputs):
         if self.training:
             self.passes += 1
-            if self.passes == self.at:
+            if self.passes == self.at or (self.passes > self.at and self.how == "data each time"):
                 self.write()
         return self.head(self.layer(inputs))
 
@@ -36,7 +36,9 @@ class Later(nn.Module):
         if self.how == "in place":
             with torch.no_grad():
                 weight.clamp_(-0.01, 0.01)
-        elif self.how == "data":
+        elif self.how == "numpy":
+            weight.detach().numpy()[:] *= 0.5
+        elif self.how.startswith("data"):
             weight.data.mul_(0.5)
         elif self.how == "rows":
             weight.data.copy_(weight.data.flip(0).clone())
@@ -55,10 +57,17 @@ STRATEGIES = {
 }
 WAYS = {"in place": 5, "swapped": 6, "replaced": 7, "data": 8, "rows": 4, "none": 3}
 STEPS = 10
+EVALUATED = ("ddp", "fsdp")
 
 
-def train(strategy: str, how: str, at: int, timeout: float = 30, **options) -> int | str:
-    """Return the number of steps, or the message with the step that raised it."""
+def train(
+    strategy: str, how: str, at: int, timeout: float = 30, evaluates: bool = False, **options
+) -> int | str:
+    """Return the number of steps, or the message with the step that raised it.
+
+    Args:
+        evaluates: whether two evaluation passes come after each two steps.
+    """
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.rand(2, 4, 4, generator=generator)
     with Lab(strategy, device="cpu", timeout=timeout, **options) as lab:
@@ -76,15 +85,21 @@ def train(strategy: str, how: str, at: int, timeout: float = 30, **options) -> i
                 trainer.step(*batch)
             except TrainingError as error:
                 return f"step {step}: {error}"
+            if evaluates and step % 2 == 0:
+                trainer.evaluate(TensorDataset(inputs.repeat(2, 1), targets.repeat(2, 1)))
         return STEPS
 
 
 def on_two() -> dict:
-    return {
-        (strategy, how): train(strategy, how, at, **options)
-        for strategy, options in STRATEGIES.items()
-        for how, at in WAYS.items()
+    found: dict = {
+        (strategy, "evaluated"): train(strategy, "data each time", 5, evaluates=True)
+        for strategy in EVALUATED
     }
+    found["numpy"] = train("ddp", "numpy", 1)
+    for strategy, options in STRATEGIES.items():
+        for how, at in WAYS.items():
+            found[strategy, how] = train(strategy, how, at, **options)
+    return found
 
 
 def in_a_stage() -> int | str:
@@ -119,6 +134,36 @@ def test_later_change_of_a_parameter_is_refused_in_its_step(strategy, how):
         assert found.endswith("or use strategy=single")
 
 
+@pytest.mark.parametrize("strategy", EVALUATED)
+def test_later_change_of_values_is_found_between_evaluations(strategy):
+    """Training pass 8 compares values. Counted together, no such pass would be one of training."""
+    for rank in two():
+        assert rank[strategy, "evaluated"].startswith(f"step 8: strategy={strategy}: a forward")
+
+
+def test_change_that_the_trial_cannot_see_is_told_how_to_be_seen():
+    for rank in two():
+        assert rank["numpy"].startswith("step 1: strategy=ddp: a forward pass has changed the")
+        assert "Change it by operations of torch, not through NumPy, and from the" in rank["numpy"]
+
+
+def test_change_of_values_in_every_second_pass_is_found():
+    """Each first pass of two, as with two gradient-accumulation steps."""
+    layer = nn.Linear(2, 2)
+    watch = PartWatch([Slot("weight", layer, "weight")], "ddp", 0)
+
+    def passes(numbers: range) -> None:
+        for number in numbers:
+            watch.begin(layer, ())
+            if number > 1 and number % 2 == 1:
+                layer.weight.data.mul_(0.9)
+            watch.end(layer, (), None)
+
+    passes(range(1, EVERY))
+    with pytest.raises(TrainingError, match="has changed the parameter weight"):
+        passes(range(EVERY, EVERY + 1))
+
+
 def test_stage_with_a_later_change_refuses_it():
     first, _ = run_world(2, in_a_stage, timeout=60)
     assert "has changed the parameter first.layer.weight" in first
@@ -141,4 +186,4 @@ def test_sum_of_values_depends_on_each_value_and_on_the_order_of_rows():
     assert not torch.equal(checksum(tensor[[1, 0, 2]]), expected)
     assert not torch.equal(checksum(tensor.T), expected)
     assert checksum(torch.tensor(2.5)) != checksum(torch.tensor(2.25))
-    assert EVERY == 100  # as docs/your-own.md says
+    assert EVERY == 101  # as docs/your-own.md says

@@ -129,7 +129,10 @@ ON_MODEL = {
     ),
 }
 # registered after `lab.trainer`
-LATE = {f"late {name}": hook for name, hook in list(ON_PARAMETERS.items())[:2]}
+LATE = {
+    **{f"late parameter {name}": hook for name, hook in list(ON_PARAMETERS.items())[:2]},
+    **{f"late model {name}": hook for name, hook in ON_MODEL.items()},
+}
 SPECTRAL = {
     "spectral_norm": lambda model: parametrizations.spectral_norm(model.second),
     "spectral_norm of old": lambda model: spectral_norm(model.second),
@@ -180,8 +183,22 @@ def train(
             for batch in trainer.batches(data, 0):
                 trainer.step(*batch)
         except ConfigError as error:
-            return str(error)
+            refusals = [str(error)]
+            if kind.startswith("late model"):
+                refusals += [
+                    refusal(trainer.evaluate, data),
+                    refusal(trainer.predict, data.tensors[0]),
+                    refusal(trainer.fit, data, data, 2),
+                ]
+            assert len(set(refusals)) == 1, refusals
+            return refusals[0]
         return gather_full_state(trainer.strategy, trainer.state.weights())[0]
+
+
+def refusal(method: Callable, *arguments) -> str:
+    with pytest.raises(ConfigError) as error:
+        method(*arguments)
+    return str(error.value)
 
 
 def train_all(strategy: str, options: dict) -> dict[str, dict[str, torch.Tensor] | str]:
@@ -207,8 +224,8 @@ def difference(
 
 def refusal_of(kind: str, strategy: str) -> str:
     """Return the pattern of a strategy's message that refuses hooks; "" if it keeps them."""
-    what, _, method = kind.partition(" ")
-    if what in ("parameter", "late") and strategy in SHARDING:
+    what, _, method = kind.removeprefix("late ").partition(" ")
+    if what == "parameter" and strategy in SHARDING:
         weight = "first.bias" if "accumulate" in method else "second.weight"
         return (
             f"strategy={strategy}: shards the parameter {weight}, which has a hook .* for example "
@@ -247,7 +264,7 @@ def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
     if message:
         assert re.match(message, str(found)), found
     else:
-        assert difference(found, trained("single")[kind.replace("late ", "parameter ")]) < 1e-12
+        assert difference(found, trained("single")[kind.removeprefix("late ")]) < 1e-12
 
 
 def test_hooks_that_are_registered_between_epochs_are_moved_and_those_of_the_strategy_stay():

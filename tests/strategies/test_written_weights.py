@@ -58,6 +58,12 @@ class Replaced(Writer):
         self.target.weight = nn.Parameter(self.layer.weight.detach() * 0.9, requires_grad=False)
 
 
+class ReplacedInTraining(Writer):
+    def write(self, inputs):
+        if self.training:
+            self.layer.weight = nn.Parameter(self.layer.weight.detach() * 0.9)
+
+
 class Average(Writer):
     """BYOL's target: an average of the weights, which a pass updates once more each time."""
 
@@ -147,6 +153,8 @@ OF_WEIGHTS = {
 OF_BATCH = {"samples": OfSamples, "random numbers": Random}
 COPYING = {"fsdp": {}, "mesh": {"shard": None}}
 REPLICAS = {"ddp": {}, "scratch": {}}
+# which would wait for the gradient of a parameter that is replaced, or have copies of it
+HOLDING = {"ddp": {}, "scratch": {"algorithm": "bucketed"}, "fsdp": {}}
 
 
 def data(size: int = 16) -> TensorDataset:
@@ -195,6 +203,10 @@ def on_two() -> dict:
     for case, make in OF_BATCH.items():
         found |= {(strategy, case): outcome(strategy, make) for strategy in REPLICAS}
         found["tp", case] = outcome("tp", make, tp=None)
+    found |= {
+        ("replaced", strategy): outcome(strategy, ReplacedInTraining, **options)
+        for strategy, options in HOLDING.items()
+    }
     found["key"] = outcome("scratch", Average, find_unused_parameters=True)
     found["pipeline"] = outcome("pipeline", Clamped, num_microbatches=2, schedule="gpipe")
     found["pipeline 1"] = outcome("pipeline", Average, num_microbatches=1, schedule="gpipe")
@@ -299,7 +311,17 @@ def test_buffers_and_computed_weights_may_change(strategy):
         assert isinstance(rank["buffers", strategy], list), rank["buffers", strategy]
 
 
+@pytest.mark.parametrize("strategy", HOLDING)
+def test_replaced_parameter_is_refused_by_name_before_training(strategy):
+    for rank in two():
+        assert rank["replaced", strategy].startswith(
+            f"strategy={strategy}: the forward pass of the module layer replaces the parameter "
+            "layer.weight by another one"
+        )
+
+
 def test_parameter_that_is_replaced_is_found():
     usage = find_usage(Replaced(), torch.empty(2, 4, device="meta"))
     assert usage is not None
     assert usage.written == {"target.weight": "target"}
+    assert usage.replaced == {"target.weight"}

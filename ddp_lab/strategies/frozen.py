@@ -1,0 +1,59 @@
+"""Parameters that a loop freezes or unfreezes after `setup`, by `requires_grad_`.
+
+Where gradients are sent during the backward pass, it is decided before a step which ones are. One
+of a parameter that was frozen then would not be sent, so that the replicas drift apart; one of a
+parameter that is frozen now would be waited for.
+"""
+
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.strategies.base import Strategy
+
+
+class FrozenParameters:
+    """Notices that other parameters are frozen than before.
+
+    Args:
+        strategy: with its `module`.
+    """
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        named = [*strategy.module.named_parameters()]
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._before = self._now()
+
+    def _now(self) -> list[bool]:
+        """Return whether each parameter is trained. It takes 30 ns per parameter."""
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def changed_before_step(self) -> bool:
+        """Return whether others are frozen than at the call before, or at the beginning."""
+        if self._now() == self._before:
+            return False
+        # Those that the trial has not used stay frozen outside of a step (idle.py).
+        for parameter in self.strategy.watched.values():
+            parameter.requires_grad_(False)
+        before = self._before
+        self._before = self._now()
+        return self._before != before
+
+    def require_same_in_step(self) -> None:
+        """Check that the step has changed none.
+
+        Raises:
+            TrainingError: a forward pass has frozen or unfrozen a parameter; on this rank.
+        """
+        now = self._now()
+        if now == self._before:
+            return
+        for name, is_trained, was_trained in zip(self._names, now, self._before, strict=True):
+            if is_trained != was_trained:
+                change = "unfrozen" if is_trained else "frozen"
+                raise TrainingError(
+                    f"strategy={self.strategy.name}: the parameter {name} was {change} "
+                    "(requires_grad) in a forward pass, after it was decided which gradients this "
+                    "step sends. Freeze and unfreeze parameters between steps, or use "
+                    "strategy=scratch with strategy.algorithm=flat",
+                    rank=self.strategy.runtime.rank,
+                )
