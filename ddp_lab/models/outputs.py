@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.real_view import real_view
 
 
 def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
@@ -99,7 +100,9 @@ def tensors_of(outputs: Any) -> list[torch.Tensor]:
 
 def sum_of(outputs: Any) -> torch.Tensor:
     """Return the sum of all outputs that need a gradient, []."""
-    parts = [tensor.float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+    parts = [
+        real_view(tensor).float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad
+    ]
     return torch.stack(parts).sum() if parts else torch.zeros(())
 
 

@@ -18,6 +18,7 @@ from ddp_lab.data.trees import Tree, apply, leaves, size, to
 from ddp_lab.models.calls import call, describe_arguments, describe_shapes
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import require_tensor, sum_of
+from ddp_lab.models.real_view import real_view
 from ddp_lab.world.runtime import Runtime
 
 T = TypeVar("T", bound=Tree)
@@ -191,7 +192,7 @@ def without_gradient(model: nn.Module, trial: Trial, device: torch.device | str)
     outputs = call(model.train(), inputs)
     require_batch(outputs, size(inputs), "")
     checked = trial.check(outputs)
-    total = outputs.float().sum() if isinstance(outputs, torch.Tensor) else checked
+    total = real_view(outputs).float().sum() if isinstance(outputs, torch.Tensor) else checked
     if total is not None and total.requires_grad:
         total.backward()
 

@@ -50,7 +50,8 @@ def need_gradient(block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any
         return output
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
-        left_out = tensor.is_floating_point() and not tensor.requires_grad
+        has_fraction = tensor.is_floating_point() or tensor.is_complex()
+        left_out = has_fraction and not tensor.requires_grad
         # not a leaf: it may be changed in place
         return tensor.detach().requires_grad_().clone() if left_out else tensor
 

@@ -13,6 +13,7 @@ from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import sum_of
+from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -97,7 +98,10 @@ class DDP(Strategy):
         self.module.train()
         with state_kept(self.module, weights=self.written != {}), self.autocast():
             outputs = call(self.forward, example)
-            total = outputs.sum() if isinstance(outputs, torch.Tensor) else sum_of(outputs)
+            if isinstance(outputs, torch.Tensor):
+                total = real_view(outputs).sum()
+            else:
+                total = sum_of(outputs)
             total.backward()
             refuse_unused(self)
 

@@ -40,6 +40,7 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
+from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import gradients_of
 from ddp_lab.strategies.base import require_division
@@ -313,5 +314,5 @@ class Mesh(FullyShard):
             places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             shards = math.prod(size for place, size in places if not place.is_replicate())
             copies = self.dp_size * self.axes["tp"] / shards
-            squares += local(gradient).double().square().sum() / copies
+            squares += real_view(local(gradient)).double().square().sum() / copies
         return self.runtime.all_reduce(squares).sqrt().to(torch.get_default_dtype())

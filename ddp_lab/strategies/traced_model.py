@@ -1,5 +1,6 @@
 """A model that is no Chain, under a pipeline: its cut, and this rank's part of it."""
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,9 +67,14 @@ class TracedModel:
         self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Return the model with what this rank uses of it, on the device, and nothing else."""
-        self.weights.keep(model, self.rank)
-        return to_device(model, self.device, None)
+        """Return what this rank uses of a model, on the device, under its names.
+
+        The model keeps all of its parameters, of which the optimizer needs to know.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        self.weights.keep(own, self.rank)
+        return to_device(own, self.device, None)
 
     def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
         """Return what runs batches through the stages.

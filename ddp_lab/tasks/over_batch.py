@@ -233,9 +233,10 @@ def make_cases(
     shape = (count, *outputs.shape[1:])
     of_outputs = [torch.randn(shape, generator=generator, dtype=torch.float64)]
     rows = torch.arange(count)
+    repeated = targets[rows % len(targets)]
     of_targets = [
-        targets[rows % len(targets)],
-        mixed_targets(targets[rows % len(targets)], generator),
+        repeated,
+        *(make_up(repeated, generator) for make_up in ways_to_make_up(repeated)),
     ]
     if count * size <= ELEMENTS:
         # probabilities
@@ -273,9 +274,13 @@ def make_nested_cases(outputs: Any, targets: Tree) -> Generator[tuple[Any, Tree]
             return repeated(tensor)
         return between(tensor, SAMPLES, generator)
 
+    of_samples = apply(repeated, targets)
     of_targets = [
-        apply(repeated, targets),
-        apply(lambda tensor: mixed_targets(repeated(tensor), generator), targets),
+        of_samples,
+        *(
+            apply(partial(make_up, generator=generator), of_samples)
+            for make_up in (mixed_targets, opposite_targets, spread_targets)
+        ),
     ]
     of_outputs = [map_outputs(partial(drawn, draw), outputs) for draw in (torch.randn, torch.rand)]
     if not any(part.is_meta for part in parts):
@@ -327,6 +332,8 @@ def between(outputs: torch.Tensor, count: int, generator: torch.Generator) -> to
 
 def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return targets like these that differ from sample to sample, where some samples are alike."""
+    if targets.is_complex():
+        return targets * (0.5 + torch.rand(targets.shape, generator=generator, dtype=torch.float64))
     if targets.is_floating_point():
         scaled = targets * (
             0.5 + torch.rand(targets.shape, generator=generator, dtype=targets.dtype)
@@ -343,6 +350,64 @@ def mixed_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Te
     if targets.dim() == 1:  # classes: two samples of each
         return values[torch.arange(len(targets)) // 2 % len(values)]
     return values[torch.randint(0, len(values), targets.shape, generator=generator)]
+
+
+def opposite_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return these targets, every other pair of samples with the opposite sign, as of labels 1, -1.
+
+    A loss may compare samples with a positive target with the others.
+    """
+    if not has_fraction(targets):
+        return mixed_targets(targets, generator)
+    opposite = torch.arange(len(targets)) // 2 % 2 == 1
+    return torch.where(opposite.view(-1, *[1] * (targets.dim() - 1)), -targets, targets)
+
+
+def spread_targets(targets: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return targets that are spread around these, more widely from sample to sample.
+
+    Integers stay integers. A loss may compare samples with a target above a threshold with the
+    others. Some class indices are too large: a loss that fails for these is not refused.
+    """
+    if not has_spread(targets):
+        return mixed_targets(targets, generator)
+    noise = torch.randn(targets.shape, generator=generator, dtype=torch.float64)
+    scales = 2.0 ** (1 + torch.arange(len(targets)) % SAMPLES)
+    noise *= scales.view(-1, *[1] * (targets.dim() - 1))
+    if targets.is_complex():
+        return targets * noise
+    numbers = targets.double()
+    spread = numbers + (1 + numbers.abs()) * noise
+    if not targets.is_floating_point():
+        # a negative one stands for a sample that does not count
+        return torch.where(targets < 0, numbers, spread.abs().round()).to(targets.dtype)
+    are_integers = ((numbers == numbers.round()) | numbers.isnan()).all()
+    return (spread.round() if are_integers else spread).to(targets.dtype)
+
+
+def has_fraction(targets: torch.Tensor) -> bool:
+    """Return whether targets are real or complex numbers, and no indices."""
+    return targets.is_floating_point() or targets.is_complex()
+
+
+def has_spread(targets: torch.Tensor) -> bool:
+    """Return whether targets may be spread.
+
+    Of masks, F.one_hot with large indices would take much memory.
+    """
+    return has_fraction(targets) or (targets.dtype != torch.bool and targets.dim() == 1)
+
+
+def ways_to_make_up(
+    targets: torch.Tensor,
+) -> list[Callable[[torch.Tensor, torch.Generator], torch.Tensor]]:
+    """Return the functions that make up different targets of these."""
+    ways = [mixed_targets]
+    if has_fraction(targets):
+        ways.append(opposite_targets)
+    if has_spread(targets):
+        ways.append(spread_targets)
+    return ways
 
 
 def outputs_of(model: nn.Module, inputs: Tree) -> Any:

@@ -17,7 +17,8 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor, local
-from ddp_lab.training.optimizer import param_groups, step_of
+from ddp_lab.training.optimizer import construct_optimizer, param_groups, step_of
+from ddp_lab.training.part_optimizer import PartOptimizer
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 Tensors = Sequence[torch.Tensor]
@@ -113,13 +114,24 @@ class Steps(NamedTuple):
     make: MakeOptimizer
     decays_all: bool
 
-    def take(self, parameters: Tensors, gradients: Sequence[Tensors]) -> list[torch.Tensor]:
+    def take(
+        self, parameters: Tensors, gradients: Sequence[Tensors], only: int | None = None
+    ) -> list[torch.Tensor]:
         """Return copies of the complete parameters after a step with each of the gradients.
 
         Collective if they have shards.
+
+        Args:
+            parameters: all of the model.
+            gradients: of each step.
+            only: the place of the only parameter of a stage, which is updated; None: all are.
         """
         trained = [nn.Parameter(parameter) for parameter in parameters]
-        optimizer = self.make(param_groups(trained, self.decays_all))
+        if only is None:
+            optimizer = construct_optimizer(self.make, param_groups(trained, self.decays_all))
+        else:
+            own = [trained[only]]
+            optimizer = PartOptimizer(self.make, self.decays_all, own, trained).construct()
         if trained[0].device.type == "cpu":
             optimizer = for_cpu(optimizer)
         step = step_of(optimizer)
@@ -190,8 +202,9 @@ def check_stages(steps: Steps, strategy: Strategy, kind: str) -> None:
     alone: list[torch.Tensor] = []
     try:
         together = steps.take([whole.clone() for whole in wholes], gradients)
-        for place, whole in enumerate(wholes):
-            alone += steps.take([whole.clone()], [[each[place]] for each in gradients])
+        for place in range(len(wholes)):
+            updated = steps.take([whole.clone() for whole in wholes], gradients, only=place)
+            alone.append(updated[place])
     except Exception:  # as above
         return
 

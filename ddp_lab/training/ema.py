@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import local, reshard, sharded_as
 from ddp_lab.training.ema_warmup import WarmedUpAverages
@@ -52,7 +53,8 @@ class EMA:
         # up only once.
         self.tensors: dict[str, torch.Tensor] = trained | dict(module.named_buffers())
         self.averages = {
-            name: local(tensor.detach()).clone() for name, tensor in self.tensors.items()
+            name: local(tensor.detach()).resolve_conj().clone()
+            for name, tensor in self.tensors.items()
         }
 
         everything = [
@@ -64,12 +66,14 @@ class EMA:
         self._names = {
             name: names[id(tensor)] for name, tensor in everything if id(tensor) in names
         }
-
-        self._floating = {
-            name: each for name, each in self.averages.items() if each.is_floating_point()
+        # as pairs of real numbers if they are complex
+        self._fractions = {
+            name: real_view(each)
+            for name, each in self.averages.items()
+            if each.is_floating_point() or each.is_complex()
         }
         self._average = get_ema_multi_avg_fn(decay)
-        self.warmup = WarmedUpAverages(self._floating, decay) if warmup else None
+        self.warmup = WarmedUpAverages(self._fractions, decay) if warmup else None
         self._swapped = False
 
     @torch.no_grad()
@@ -80,13 +84,13 @@ class EMA:
         """
         weights = {name: local(self.tensors[name]) for name in self.averages}
         if self.warmup is not None:
-            self.warmup.update(weights)
-        elif self._floating:
-            floating = [weights[name] for name in self._floating]
+            self.warmup.update({name: real_view(weights[name]) for name in self._fractions})
+        elif self._fractions:
+            values = [real_view(weights[name]) for name in self._fractions]
             # the number of steps is not used
-            self._average(list(self._floating.values()), floating, 0)
+            self._average(list(self._fractions.values()), values, 0)
         for name, average in self.averages.items():
-            if name not in self._floating:
+            if name not in self._fractions:
                 average.copy_(weights[name])
 
     @contextmanager

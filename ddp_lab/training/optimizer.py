@@ -24,7 +24,9 @@ ELEMENTWISE = (SGD, Adam, AdamW)
 
 
 def param_groups(
-    parameters: Iterable[nn.Parameter], decay_norms_and_biases: bool
+    parameters: Iterable[nn.Parameter],
+    decay_norms_and_biases: bool,
+    held: Iterable[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
     """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
@@ -34,9 +36,10 @@ def param_groups(
         decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with
             fewer than two dimensions, which are biases and the weights of normalization layers,
             form a second group, as in timm. Every rank has both groups, which may be empty.
+        held: those of them that the optimizer will keep; None: all.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    kinds = {hasattr(parameter, "to_local") for parameter in parameters}
+    kinds = {hasattr(parameter, "to_local") for parameter in (held or parameters)}
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:
         return [{"params": parameters, **options}]

@@ -72,7 +72,7 @@ class Trainer:
         setup_distributed(strategy, model, task, recipe.performance.channels_last)
         self.strategy = strategy
         self.seed = recipe.step.seed
-        self.optimizer = make_optimizer(recipe, strategy)
+        self.optimizer = make_optimizer(recipe, strategy, model)
         self.scheduler = recipe.scheduler(self.optimizer)
         self.ema = None
         if recipe.ema is not None:
@@ -119,8 +119,13 @@ def setup_distributed(
     strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 
-def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
+def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank holds. Collective.
+
+    Args:
+        recipe: with the function that makes it.
+        strategy: after `setup`.
+        model: the complete model.
 
     Raises:
         ConfigError: the recipe's fails, or is not a function of parameters, or cannot update what
@@ -133,20 +138,40 @@ def make_optimizer(recipe: Recipe, strategy: Strategy) -> torch.optim.Optimizer:
             "of the model, for example partial(torch.optim.AdamW, lr=1e-3), got "
             f"{type(make).__name__}"
         )
-
-    groups = param_groups(strategy.module.parameters(), recipe.decay_norms_and_biases)
+    decays_all = recipe.decay_norms_and_biases
+    own = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
+    has_part = strategy.axes.get("pp", 1) > 1 or bool(strategy.idle)
+    optimizer = None
+    problem = ""
     try:
-        optimizer = construct_optimizer(make, groups)
-    except (TypeError, ValueError, AttributeError) as error:
-        hint = "" if len(groups) == 1 else f". It gets {len(groups)} {GROUPS}"
-        raise ConfigError(f"optimizer: {describe_error(error)}{hint}") from None
+        if has_part:
+            from ddp_lab.training.part_optimizer import construct_for_part
 
+            optimizer = construct_for_part(make, decays_all, own, model, strategy.idle)
+        else:
+            optimizer = construct_optimizer(make, param_groups(own, decays_all))
+    except ConfigError as error:
+        problem = str(error)
+    except (TypeError, ValueError, AttributeError) as error:
+        hint = "" if decays_all else f". It gets two {GROUPS}"
+        problem = f"optimizer: {describe_error(error)}{hint}"
+    if has_part:  # other ranks have other parameters
+        strategy.runtime.gather_and_decide("optimizer", problem, require_no_problem)
+    else:
+        require_no_problem([problem])
+    assert optimizer is not None
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided
 
-        check_divided(make, optimizer, strategy, recipe.decay_norms_and_biases)
+        check_divided(make, optimizer, strategy, decays_all)
     how = recipe.performance
     return configure_optimizer(
         optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True
     )
+
+
+def require_no_problem(problems: list[str]) -> None:
+    """Raise a ConfigError about the first problem of a rank that has one."""
+    for problem in filter(None, problems):
+        raise ConfigError(problem)

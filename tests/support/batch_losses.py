@@ -88,7 +88,22 @@ class Counting(nn.Module):
         return (outputs - targets).square() * self.calls
 
 
+def of_checked(outputs, targets):
+    """A loss that takes no negative targets."""
+    if (targets < 0).any():
+        raise ValueError("targets must not be negative")
+    return (outputs - targets).square()
+
+
+def by_sign(outputs, targets):
+    """Weights by the sign of the target of the sample itself."""
+    losses = (outputs - targets).square().mean(1)
+    return losses, torch.where(targets[:, 0] > 0, 3.0, 1.0).to(losses.dtype)
+
+
 SUMS = {
+    "without negative targets": ("counts", of_checked),
+    "weights by sign": ("numbers", by_sign),
     "cross entropy": ("classes", partial(F.cross_entropy, reduction="none")),
     "label smoothing": ("classes", partial(F.cross_entropy, reduction="none", label_smoothing=0.1)),
     "class weights": ("classes", class_weighted),
@@ -195,7 +210,47 @@ def in_large_batches(outputs, targets):
     return losses, torch.where(torch.tensor(len(losses) < 16), 1, small.to(losses.dtype))
 
 
+def triplet_of_signs(outputs, targets):
+    """The hardest positive and negative, of classes by the sign of the first target."""
+    return triplet(outputs, targets[:, 0] > 0)
+
+
+def auc_of_signs(outputs, targets):
+    """The surrogate of the area under the curve, of targets above 0; 0 without both classes."""
+    positive = targets[:, 0] > 0
+    scores = outputs[:, 0]
+    differences = F.softplus(scores - scores[:, None]) * (positive[:, None] & ~positive)
+    return differences.sum(1) / (~positive).sum().clamp(min=1)
+
+
+def of_checked_signs(outputs, targets):
+    """The same of labels 1 and -1 only."""
+    if not (targets.abs() == 1).all():
+        raise ValueError("labels must be 1 or -1")
+    return auc_of_signs(outputs[:, None], targets[:, None])
+
+
+def above(threshold, outputs, targets):
+    """Weights of the two classes around a threshold, by their numbers in the batch."""
+    losses = (outputs - targets).square().flatten(1).mean(1)
+    positive = targets.flatten(1)[:, 0] > threshold
+    share = positive.to(losses.dtype).mean().clamp(0.05, 0.95)
+    return losses, torch.where(positive, 1 / share, 1 / (1 - share))
+
+
+def ratings_above(threshold, outputs, targets):
+    """The same of integer targets, [b]."""
+    return above(threshold, outputs[:, :1], targets[:, None])
+
+
 OVER_BATCH = {
+    "triplet of signs": ("numbers", triplet_of_signs),
+    "AUC of signs": ("numbers", auc_of_signs),
+    "AUC of labels 1 and -1": ("signs", of_checked_signs),
+    "class counts by sign": ("numbers", partial(above, 0)),
+    "class counts by a threshold": ("numbers", partial(above, 3)),
+    "class counts of integers": ("counts", partial(above, 10)),
+    "class counts of ratings": ("classes", partial(ratings_above, 6)),
     "InfoNCE": ("numbers", info_nce),
     "supervised contrastive": ("classes", supervised_contrastive),
     "triplet": ("classes", triplet),

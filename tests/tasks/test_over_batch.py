@@ -31,8 +31,14 @@ TARGETS = {
         [torch.rand(8, generator=DRAWN), torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0])], 1
     ),
     "events": torch.tensor([1.0, 0, 0, 1, 1, 0, 1, 0]),
+    "signs": torch.tensor([1.0, -1, -1, 1, 1, -1, 1, -1]),
 }
-SHAPES = {"masks": (CLASSES, 4, 4), "times": (1,), "events": ()}  # of the outputs of a sample
+SHAPES = {
+    "masks": (CLASSES, 4, 4),
+    "times": (1,),
+    "events": (),
+    "signs": (),
+}  # of the outputs of a sample
 
 
 def outputs_for(kind: str, samples: int) -> torch.Tensor:
@@ -82,6 +88,21 @@ def test_reason_names_both_sums_or_the_error_of_one_sample():
         "fails for one sample: ValueError: needs a positive and a negative sample "
         "(batch_losses.py, line"
     )
+
+
+@pytest.mark.parametrize("beginning", ["samples", "one sample"])
+def test_loss_of_complex_targets_is_tried(beginning):
+    targets = torch.complex(TARGETS["numbers"], TARGETS["numbers"].flip(0))
+
+    def errors(outputs, targets):
+        return (outputs - targets).abs().mean(1)
+
+    def beside_mean(outputs, targets):
+        return (outputs - targets - targets.mean(0)).abs().mean(1)
+
+    outputs, _ = BEGINNINGS[beginning]("numbers")
+    assert describe_coupling(Task(errors), outputs, targets) is None
+    assert describe_coupling(Task(beside_mean), outputs, targets) is not None
 
 
 OWN = {
