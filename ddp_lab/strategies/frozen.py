@@ -24,7 +24,7 @@ class FrozenParameters:
         self._before = self._now()
 
     def _now(self) -> list[bool]:
-        """Return whether each parameter is trained. It takes 30 ns per parameter."""
+        """Return whether each parameter is trained. It takes below 0.1 us per parameter."""
         return [parameter.requires_grad for parameter in self._parameters]
 
     def changed_before_step(self) -> bool:
