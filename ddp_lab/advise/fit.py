@@ -150,7 +150,8 @@ def check_memory(cfg: Config, job: Job) -> None:
 
 def check_state(cfg: Config, job: Job, memory: int) -> None:
     """As `check_memory`, on one rank, for devices with `memory` bytes."""
-    copies = 2 + state_copies(job.recipe.optimizer) + (job.recipe.ema is not None)
+    copies_of_state = state_copies(job.recipe.optimizer, job.model.parameters())
+    copies = 2 + copies_of_state + (job.recipe.ema is not None)
     if copies * sum(parameter.nbytes for parameter in job.model.parameters()) <= memory:
         return
     advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)

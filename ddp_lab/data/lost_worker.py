@@ -9,7 +9,9 @@ the middle of a step: a handler of the signal SIGCHLD raises it.
 import re
 import shutil
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import cast
@@ -66,6 +68,24 @@ def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleEr
             killed_by = signal.strsignal(-worker.exitcode) if worker.exitcode < 0 else None
             return lost_worker(str(worker.pid), killed_by)
     return find_lost_worker(error)
+
+
+@contextmanager
+def lost_workers_ignored() -> Generator[None]:
+    """Let no further worker process that ends raise an error in the body, which ends them all.
+
+    Several may be killed at once, and torch's handler of SIGCHLD would raise an error for those of
+    each loader, in the middle of what the body does.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+        yield
+        return
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if handler is not None:  # one that Python has not set cannot be set again
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def lost_worker(pids: str, killed_by: str | None) -> SampleError:

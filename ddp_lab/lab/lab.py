@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, multiples
-from ddp_lab.data.lost_worker import find_lost_worker
+from ddp_lab.data.lost_worker import find_lost_worker, lost_workers_ignored
 from ddp_lab.lab.arguments import (
     LabKeys,
     TrainerKeys,
@@ -122,23 +122,21 @@ class Lab:
         runtime = self.runtime
         self._runtime = None
         Lab._open = None
-        for trainer in list(self._trainers):
-            trainer.close()
-        if error is None:
-            self._log.close("finished", self._log.last)
-        else:
-            self._log.close("failed", {})
-
-        explained = find_lost_worker(error)
-        try:
-            if explained is not None:
-                raise explained from None
-            leave(self._calls, error)
-        finally:
-            self._calls.close()
-            wait_for_reporter(explained or error, runtime)
-            runtime.__exit__(kind, error, traceback)
-            forget_layouts()
+        outcome = ("finished", self._log.last) if error is None else ("failed", {})
+        with lost_workers_ignored():
+            closes = [trainer.close for trainer in self._trainers]
+            failure = call_all(*closes, partial(self._log.close, *outcome))
+            cause = find_lost_worker(error) or error or failure
+            explained = call_all(partial(leave, self._calls, cause))
+            failure = call_all(
+                self._calls.close,
+                partial(wait_for_reporter, explained or cause, runtime),
+                partial(runtime.__exit__, kind, error, traceback),
+                forget_layouts,
+            )
+        first = explained or cause or failure
+        if first is not None and first is not error:
+            raise first from None
 
     @property
     def runtime(self) -> Runtime:
@@ -309,3 +307,14 @@ class Lab:
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer
+
+
+def call_all(*functions: Callable[[], object]) -> Exception | None:
+    """Call all functions, whatever one of them raises; return the first exception."""
+    first = None
+    for function in functions:
+        try:
+            function()
+        except Exception as error:
+            first = first or error
+    return first

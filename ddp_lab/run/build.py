@@ -548,7 +548,7 @@ def checkpoint_bytes(optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> i
         parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
     )
     return (1 + ema) * sum(tensor.nbytes for tensor in model.state_dict().values()) + state_copies(
-        optimizer
+        optimizer, model.parameters()
     ) * parameters
 
 

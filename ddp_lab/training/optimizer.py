@@ -7,7 +7,7 @@ the shards, without DTensor's work for each tensor.
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ddp_lab.config.build import for_cpu, require_no_closure
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.dtensor import local, sharded_as
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -240,23 +241,82 @@ def state_tensors(
                 yield parameter, key, value
 
 
-def state_copies(make_optimizer: MakeOptimizer) -> int:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it.
+def state_copies(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> int:
+    """Return how many tensors of a parameter's shape an optimizer keeps for it, at most.
 
-    A step with two elements finds it out.
+    A step with small parameters finds it out.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
+        parameters: of the model.
 
     Raises:
-        ConfigError: its step needs a closure.
+        ConfigError: it cannot be made, or its step fails or needs a closure.
     """
-    probe = nn.Parameter(torch.zeros(2))
-    probe.grad = torch.zeros(2)
-    optimizer = for_cpu(make_optimizer([probe]))
-    require_no_closure(optimizer)
-    optimizer.step()
-    return sum(
-        isinstance(value, torch.Tensor) and value.shape == probe.shape
-        for value in optimizer.state[probe].values()
-    )
+    probes = probes_of(parameters)
+    try:
+        optimizer = for_cpu(make_optimizer(probes))
+        require_no_closure(optimizer)
+        optimizer.step()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"optimizer: {describe_error(error)}") from None
+    counts = [
+        sum(
+            isinstance(value, torch.Tensor) and value.shape == probe.shape
+            for value in optimizer.state[probe].values()
+        )
+        for probe in probes
+    ]
+    return max(counts, default=0)
+
+
+def probes_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return a small parameter on the CPU, with a gradient, for each one that is not frozen.
+
+    It has as many dimensions, of at most two elements. One of no dimensions gets one.
+    """
+    probes: list[nn.Parameter] = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            shape = [min(size, 2) for size in parameter.shape] or [1]
+            probe = nn.Parameter(torch.zeros(shape, device="cpu"))
+            probe.grad = torch.zeros_like(probe)
+            probes.append(probe)
+    return probes
+
+
+def require_plain_step(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that a step of a user's optimizer computes no loss, by a step with small parameters.
+
+    Args:
+        make_optimizer: constructs the optimizer of a list of parameters.
+        parameters: of the model.
+
+    Raises:
+        ConfigError: it does not step without a closure, or has other methods for that.
+    """
+    from ddp_lab.models.kept_state import state_kept
+
+    probes = probes_of(parameters)
+    optimizer = None
+    problem = None
+    with state_kept(make_optimizer, weights=False), suppress(Exception):
+        optimizer = for_cpu(make_optimizer(probes))
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if not held <= {*map(id, probes)}:  # those of the model, which must not be changed
+            return
+        try:
+            optimizer.step()
+        except (AssertionError, NotImplementedError) as error:
+            problem = error
+        except TypeError as error:
+            problem = error if "'NoneType' object is not callable" in str(error) else None
+    if problem is not None:
+        raise ConfigError(
+            f"optimizer: the step of {type(optimizer).__name__} fails without a closure, by which "
+            f"it would compute the loss several times in a step: {describe_error(problem)}. Here a "
+            "step computes the gradient once, over the ranks and micro-batches of the global "
+            "batch. Use an optimizer whose step needs no argument, for example torch.optim.AdamW"
+        )

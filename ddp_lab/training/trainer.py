@@ -17,6 +17,7 @@ from ddp_lab.training.optimizer import (
     construct_optimizer,
     has_shards,
     param_groups,
+    require_plain_step,
 )
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
@@ -160,6 +161,8 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
     else:
         require_no_problem([problem])
     assert optimizer is not None
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        require_plain_step(make, model.parameters())
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided

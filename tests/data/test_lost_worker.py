@@ -100,6 +100,66 @@ def test_loader_that_reads_a_batch_explains_a_lost_worker_process():
             list(trainer.batches(Kills(), 0))
 
 
+class KillsAll(Kills):
+    """Images, one of which ends all processes that read them, as the system does without memory."""
+
+    def __getitem__(self, index):
+        return torch.zeros(1, 8, 8), 0
+
+
+def train_until_all_are_killed() -> None:
+    with Lab("ddp", device="cpu") as lab:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        make = partial(torch.optim.SGD, lr=0.1)
+        trainer = lab.trainer(model, tasks.Classification(), make, batch_size=4, num_workers=2)
+        data = KillsAll()
+        for step, batch in enumerate(trainer.batches(data, 0)):
+            if step == 1:
+                trainer.evaluate(data)  # by two other processes
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, signal.SIGKILL)
+            trainer.step(*batch)
+
+
+def print_outcome_of_all() -> None:
+    try:
+        launch(train_until_all_are_killed, nproc=1)
+    except RankError as error:
+        print(error)
+
+
+def test_all_worker_processes_killed_at_once_are_one_message():
+    for _ in range(3):  # the signals arrive at different places
+        done = launches.call_in_process(print_outcome_of_all, timeout=100)
+        line = done.stdout.splitlines()[-1]
+        assert line.startswith("SampleError: a worker process that reads the dataset (pid "), line
+        assert done.stderr == ""
+
+
+def test_failure_of_closing_hides_neither_the_cause_nor_the_rest_of_the_exit():
+    make = partial(torch.optim.SGD, lr=0.1)
+
+    def fail():
+        raise RuntimeError("DataLoader worker (pid 8) is killed by signal: Killed. ")
+
+    def leave_with(error):
+        with Lab(device="cpu") as lab:
+            trainer = lab.trainer(nn.Linear(4, 1), tasks.Regression(), make, batch_size=4)
+            trainer.close = fail
+            if error is not None:
+                raise error
+
+    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    with pytest.raises(SampleError, match=r"pid 7"):
+        leave_with(lost)
+    with pytest.raises(ValueError, match="of the loop"):
+        leave_with(ValueError("of the loop"))
+    with pytest.raises(RuntimeError, match="pid 8"):
+        leave_with(None)
+    with Lab(device="cpu"):  # the former ones have ended
+        pass
+
+
 ENDS = {
     "(pid 7) is killed by signal: Killed. ": f"(pid 7) {KILLED}",
     "(pid 7) is killed by signal: Bus error. It is possible that": "was killed by SIGBUS, most "

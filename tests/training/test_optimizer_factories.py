@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.training.optimizer import construct_optimizer
+from ddp_lab.training.optimizer import construct_optimizer, state_copies
 
 REMOVED = ["~optimizer.momentum", "~optimizer.weight_decay", "~optimizer.nesterov"]
 NEEDS = (
@@ -84,6 +84,41 @@ def test_command_refuses_an_optimizer_whose_step_needs_a_closure(tmp_path):
     assert printed.startswith(f"error: {NEEDS.format('LBFGS', 'closure')}"), printed
     assert len(printed.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+class Asserts(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "needs a closure"
+
+
+class TwoSteps(torch.optim.SGD):
+    def step(self, closure=None):
+        raise NotImplementedError("use first_step and second_step")
+
+
+class Calls(torch.optim.SGD):
+    def step(self, closure=None):
+        return closure()
+
+
+@pytest.mark.parametrize("make", [Asserts, TwoSteps, Calls])
+def test_optimizer_that_fails_without_a_closure_is_one_message(make):
+    with Lab(device="cpu") as lab, pytest.raises(ConfigError) as error:
+        lab.trainer(nn.Linear(4, 1), tasks.Regression(), partial(make, lr=0.1), batch_size=8)
+    start = f"optimizer: the step of {make.__name__} fails without a closure"
+    assert str(error.value).startswith(start)
+
+
+def weights_only(parameters):
+    return torch.optim.Adam([parameter for parameter in parameters if parameter.dim() > 1])
+
+
+def test_state_of_a_function_that_leaves_out_parameters_is_counted():
+    model = nn.Linear(4, 3)
+    assert state_copies(weights_only, model.parameters()) == 2
+    assert state_copies(partial(torch.optim.SGD, lr=0.1), model.parameters()) == 0
+    with pytest.raises(ConfigError, match=r"optimizer: .*empty parameter list"):
+        state_copies(weights_only, nn.LayerNorm(4).parameters())
 
 
 def fails(parameters):
