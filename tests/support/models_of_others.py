@@ -184,7 +184,9 @@ BERT = sizes("num_hidden_layers", "hidden_size", "num_attention_heads") | {"inte
 MODELS = {
     "timm resnet18": of_timm("resnet18"),
     "timm convnext_atto": of_timm("convnext_atto"),
-    "timm efficientnet_b0": of_timm("efficientnet_b0", drop_rate=0.0),
+    # of 32 pixels one is left at the end, where BatchNorm of 3 samples is so badly conditioned that
+    # single in float64 differs from itself with the samples in another order
+    "timm efficientnet_b0": of_timm("efficientnet_b0", 64, drop_rate=0.0),
     "timm vit_tiny": of_timm("vit_tiny_patch16_224", img_size=32, depth=4),
     "timm swin_tiny": of_timm(
         "swin_tiny_patch4_window7_224", 56, img_size=56, depths=(1, 1, 2, 1), drop_path_rate=0.0
