@@ -22,7 +22,9 @@ END = "<!-- end of the table -->\n"
 
 def cell(result: str | float) -> str:
     """Return what the table says about a model under a strategy."""
-    return f"{result:.0e}" if isinstance(result, float) else f"refused: {result}"
+    if not isinstance(result, float):
+        return f"refused: {result}"
+    return f"{result:.0e}" if result else "0"
 
 
 def write_table(results: Mapping[str, Mapping[str, str | float]], page: Path) -> None:

@@ -315,7 +315,8 @@ def trained(strategy: str, name: str, folder: Path) -> str | float:
     expected = load_file(folder / f"single-{list(MODELS).index(name)}.safetensors")
     found = load_file(path.with_suffix(".safetensors"))
     assert found.keys() == expected.keys()
-    return max((found[key] - tensor).abs().max().item() for key, tensor in expected.items())
+    differences = [(found[key] - tensor).abs().max().item() for key, tensor in expected.items()]
+    return float(max(differences))
 
 
 def batches(trainer: Any, data: Dataset) -> Iterator[Any]:
