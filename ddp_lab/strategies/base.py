@@ -218,10 +218,7 @@ class Strategy(ABC):
         """
         if self.example is not None:
             self.require_inputs(self.example)
-        if self.calls_blocks:
-            from ddp_lab.models.module_hooks import require_no_hook
-
-            require_no_hook(model, self.name)
+        self.require_called_hooks(model)
 
         if self.num_microbatches > 1 and self.example is not None:
             self._require_constant_buffers(model, self.example)
@@ -457,6 +454,20 @@ class Strategy(ABC):
         if not gradients:  # all parameters here are frozen; torch's zero would be on the host
             return torch.zeros((), device=self.device)
         return get_total_norm(gradients).to(self.device)
+
+    def require_called_hooks(self, model: nn.Module) -> None:
+        """Check that the strategy calls all hooks on modules, also those registered after `setup`.
+
+        Args:
+            model: the complete model of the user.
+
+        Raises:
+            ConfigError: the model has a hook, and only its blocks are called.
+        """
+        if self.calls_blocks:
+            from ddp_lab.models.module_hooks import require_no_hook
+
+            require_no_hook(model, self.name)
 
     def counted_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters whose gradients this rank adds to the norm of all."""

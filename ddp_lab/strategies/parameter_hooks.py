@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.module_hooks import require_no_hook
 from ddp_lab.strategies.parameters import has_hooks
 
 if TYPE_CHECKING:
@@ -151,8 +150,7 @@ class LateHooks:
         Raises:
             ConfigError: it has one, which would never be called.
         """
-        if self.strategy.needs_chain:
-            require_no_hook(self._model, self.strategy.name)
+        self.strategy.require_called_hooks(self._model)
 
     def _refuse(self, names_of_ranks: list[list[str]]) -> None:
         """Raise the error about the first parameter of all ranks, if there is one."""

@@ -135,6 +135,13 @@ class Pipeline(Strategy):
         self.require_inputs(inputs)
         return self.executor.predict(inputs)
 
+    def require_called_hooks(self, model: nn.Module) -> None:
+        if self.traced is not None:
+            from ddp_lab.strategies.traced_model import require_traceable
+
+            require_traceable(model, self.name)
+        super().require_called_hooks(model)
+
     def counted_parameters(self) -> Iterable[nn.Parameter]:
         if self.traced is not None:
             return self.traced.counted_once(self.module)

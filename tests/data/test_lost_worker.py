@@ -65,7 +65,8 @@ def test_killed_worker_process_under_launch_is_one_message():
     assert first in ("rank 0 raised:", "rank 1 raised:")
     assert empty == ""
     assert line.startswith("SampleError: a worker process that reads the dataset (pid "), line
-    assert KILLED in line
+    # the system does not always report the signal of a forked server's child
+    assert KILLED in line or "has exited: it was killed, most likely because memory" in line
     assert FEWER in line
     assert done.stderr == ""
 
