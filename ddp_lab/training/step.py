@@ -202,8 +202,8 @@ class Step:
         self._optimize()
         if self.ema is not None:
             self.ema.update()
-        self.zero_grad()
         self.running_sums.add(self.sums)
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         """Remove the gradients of all parameters, also of those that the optimizer leaves out.
