@@ -246,9 +246,8 @@ class PipelineExecutor:
             self._schedules[form, training] = self._make_schedule(forms, training)
         for index, stage in self.stages.items():
             stage.output_form = forms[index + 1]
-        rows = torch.arange(form.shape[0] * self.plan.num_microbatches, device=inputs.device) % len(
-            inputs
-        )
+        padded = form.shape[0] * self.plan.num_microbatches
+        rows = torch.arange(padded, device=inputs.device) % len(inputs)
         arguments = (inputs[rows],) if 0 in self.stages else ()
         return Prepared(self._schedules[form, training], rows, arguments, forms[-1])
 
