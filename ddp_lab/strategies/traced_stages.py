@@ -15,6 +15,7 @@ from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
 from ddp_lab.strategies.stage_shapes import StageShapes
+from ddp_lab.strategies.stages import unwrapped
 from ddp_lab.strategies.traced import Blueprint, Traced, bind
 from ddp_lab.tasks.base import Task, measure, width
 
@@ -89,7 +90,8 @@ class TracedExecutor:
         # torch divides one tensor: the micro-batches get the numbers of their rows
         expected = repeated if self.has_loss else None
         arguments = self._arguments(inputs, repeated)
-        ready.schedule.step(*arguments, target=expected, return_outputs=False)
+        with unwrapped():
+            ready.schedule.step(*arguments, target=expected, return_outputs=False)
         if self.has_loss:
             return reduce(torch.add, self._results)
         return torch.zeros(width(self.task), dtype=torch.float64, device=self.blueprint.device)
