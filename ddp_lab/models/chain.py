@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,6 +112,12 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter has hooks of the user, which autograd calls."""
+    private: Any = parameter
+    return bool(private._backward_hooks or private._post_accumulate_grad_hooks)
 
 
 def init_normal(model: nn.Module, std: float, zero_biases: bool = True) -> None:

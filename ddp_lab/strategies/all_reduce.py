@@ -237,11 +237,6 @@ def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [gradient_of(parameter) for parameter in trainable(parameters)]
 
 
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of those of the parameters that took part in the step."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:
     """Replace the gradient of each parameter by that at the same place of `gradients`."""
     for parameter, gradient in zip(parameters, gradients, strict=True):

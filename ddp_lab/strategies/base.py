@@ -1,16 +1,21 @@
 """The base class of all strategies: a training step as on one device.
 
-Each strategy overrides what differs.
+Each strategy overrides what differs. What most steps do not need has a file each, which is loaded
+by the first step that does:
 
-What of it is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
+    model_checks.py   what of a model a strategy refuses before it divides it
+    micro_batches.py  gradient accumulation, and batches with padding
+    nested.py         inputs or outputs that are a tuple or dict
+
+What of a step is compiled is in speed/compile.py, and what of it is saved in checkpoints/state.py.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BatchNorm
-from ddp_lab.strategies.dtensor import local
+from ddp_lab.strategies.dtensor import local, put
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.parameter_hooks import Hooked
+
+Module = TypeVar("Module", bound=nn.Module)
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
@@ -219,41 +226,12 @@ class Strategy(ABC):
         if self.example is not None:
             self.require_inputs(self.example)
         self.require_called_hooks(model)
+        is_divided = self.runtime.world_size > 1 or self.num_microbatches > 1
+        is_like_one_device = self.batch_norm == "local" and self.one_process
+        if is_divided or self.copies_weights or not is_like_one_device:
+            from ddp_lab.strategies.model_checks import check_model
 
-        if self.num_microbatches > 1 and self.example is not None:
-            self._require_constant_buffers(model, self.example)
-        if self.runtime.world_size > 1 or self.copies_weights or self.num_microbatches > 1:
-            from ddp_lab.strategies.written_weights import check_written
-
-            check_written(self, model)
-
-        if self.batch_norm == "local" and self.one_process:
-            return  # a batch is never divided between processes
-        if self.runtime.world_size > 1:
-            from ddp_lab.models.written import require_no_max_norm
-
-            require_no_max_norm(model, self.name)
-        from ddp_lab.strategies.batch_norm import require_no_others, require_supported
-
-        require_supported(model, self.batch_norm, self.one_process)
-        if self.batch_norm == "sync" and self.example is not None:
-            require_no_others(model, self.example)
-
-    def _require_constant_buffers(self, model: nn.Module, example: "Tree") -> None:
-        """Raise a ConfigError if a buffer changes in every forward pass: once per micro-batch.
-
-        Those of BatchNorm are the exception: the log says that they are computed from
-        micro-batches.
-        """
-        from ddp_lab.strategies.batch_trial import changing_buffer
-
-        if name := changing_buffer(model, example):
-            raise ConfigError(
-                f"strategy.num_microbatches={self.num_microbatches}: the buffer {name} of the "
-                "model changes in every forward pass in training, as those of spectral_norm do, "
-                f"and so {self.num_microbatches} times in a step instead of once. Use "
-                "strategy.num_microbatches=1, or another strategy, for example ddp"
-            )
+            check_model(self, model)
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:
@@ -263,6 +241,19 @@ class Strategy(ABC):
             model: the complete model, the same on every rank: on the CPU, or with `initial_weights`
                 on the meta device.
         """
+
+    def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
+        """Move blocks of the model to a device, or draw their initial weights there; return them.
+
+        Args:
+            blocks: its children are blocks of the model under their names.
+            device: None: `self.device`.
+        """
+        device = device or self.device
+        if self.initial_weights is None:
+            return blocks.to(device)
+        self.initial_weights.fill(blocks, device, put)
+        return blocks
 
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
@@ -310,45 +301,7 @@ class Strategy(ABC):
             check = self.check_first
             self.check_first = None
             check(inputs)
-        left = self.valid_samples(global_size)
-        micro_batches: list[tuple[Tree, Tree, int]] = []
-        parts: list[tuple[Tree, Tree]] = [(inputs, targets)]
-        if accumulate > 1:
-            from ddp_lab.data.trees import chunk
-
-            parts = chunk((inputs, targets), accumulate)
-
-        for part in parts:
-            own_inputs, _ = part
-            num_valid = min(
-                left,
-                len(own_inputs) if isinstance(own_inputs, torch.Tensor) else self._size(own_inputs),
-            )
-            left -= num_valid
-
-            # Padding does not count in the loss, but would in BatchNorm's statistics, and as a use
-            # of parameters. For BatchNorm a sample of it is kept where there is nothing else,
-            # because every rank must compute every micro-batch, and many models fail for none.
-            # Their number must be the same on every rank. From outputs that are no tensor padding
-            # cannot be cut, so it is cut from the inputs.
-            num_rows = None
-            if self.find_unused_parameters:
-                # A rank of shards must make the collectives of a pass; it lets a sample that does
-                # not count use nothing.
-                num_rows = max(num_valid, 1) if self.sharded else num_valid
-            elif (
-                self.batch_norm == "sync"
-                or self.cuts_padding
-                or not isinstance(own_inputs, torch.Tensor)
-            ):
-                num_rows = max(num_valid, 1)
-
-            if num_rows is not None:
-                from ddp_lab.data.trees import rows
-
-                part = rows(part, slice(num_rows))
-            micro_batches.append((*part, num_valid))
-
+        micro_batches = self._divide(inputs, targets, global_size, accumulate)
         divisor = float(global_size)
         *early, last = micro_batches
         with self.no_sync():
@@ -365,29 +318,32 @@ class Strategy(ABC):
             call_hooks(self.parameter_hooks)
         return sums
 
+    def _divide(
+        self, inputs: "Tree", targets: "Tree", global_size: int, accumulate: int
+    ) -> "Sequence[tuple[Tree, Tree, int]]":
+        """Return the micro-batches of a local batch: inputs, targets, and samples without padding.
+
+        The arguments are those of `forward_backward`.
+        """
+        num_valid = self.valid_samples(global_size)
+        may_cut = (
+            self.cuts_padding or self.batch_norm == "sync" or bool(self.find_unused_parameters)
+        )
+        if accumulate == 1 and isinstance(inputs, torch.Tensor) and not may_cut:
+            return [(inputs, targets, min(num_valid, len(inputs)))]
+        from ddp_lab.strategies.micro_batches import divide
+
+        return divide(self, (inputs, targets), num_valid, accumulate)
+
     def _add_gradient(
         self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
     ) -> torch.Tensor:
-        """Call `add_gradient`, without BatchNorm's statistics of a mere padding micro-batch."""
-        if self.watched:
-            from ddp_lab.strategies.idle import uses_reported
-
-            with uses_reported(self):
-                return self._add_gradient_of(inputs, targets, num_valid, divisor)
-        return self._add_gradient_of(inputs, targets, num_valid, divisor)
-
-    def _add_gradient_of(
-        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
-    ) -> torch.Tensor:
-        if num_valid > 0 or (
-            self.batch_norm == "local"
-            and isinstance(inputs, torch.Tensor)
-            and not self.cuts_padding
-        ):
+        """Call `add_gradient`, within what a micro-batch of padding and frozen parameters need."""
+        if num_valid and not self.watched:
             return self.add_gradient(inputs, targets, num_valid, divisor)
-        from ddp_lab.strategies.batch_norm import padding_ignored
+        from ddp_lab.strategies.micro_batches import surroundings
 
-        with padding_ignored(self.module):
+        with surroundings(self, inputs, num_valid):
             return self.add_gradient(inputs, targets, num_valid, divisor)
 
     def _divide_by_weight(self, weight: torch.Tensor, global_size: int) -> None:
@@ -402,8 +358,6 @@ class Strategy(ABC):
         over_all = total(self, weight)
         # without any weight all gradients are 0
         scale = torch.where(over_all == 0, 0, global_size / over_all)
-        from ddp_lab.strategies.all_reduce import gradients_of
-
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
@@ -428,13 +382,15 @@ class Strategy(ABC):
             [loss_sum, *task.train_metrics, weight] of the micro-batch.
         """
         with self._mixed_precision():
-            if isinstance(inputs, torch.Tensor):
-                outputs = self.forward(inputs)
-            else:
-                outputs = self._call(inputs)
-        size = inputs.shape[:1] if isinstance(inputs, torch.Tensor) else None
-        if size is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != size:
-            outputs = self._of_samples(outputs, self._size(inputs), num_valid)
+            outputs = self._call(inputs)
+        if (
+            not isinstance(inputs, torch.Tensor)
+            or not isinstance(outputs, torch.Tensor)
+            or outputs.shape[:1] != inputs.shape[:1]
+        ):
+            from ddp_lab.strategies.nested import outputs_of_samples
+
+            outputs = outputs_of_samples(self, outputs, inputs, num_valid)
         loss, results = self.measure(self.task, outputs, targets, num_valid, divisor)
         loss.backward()
         return results
@@ -448,8 +404,6 @@ class Strategy(ABC):
         Collective. Called after `forward_backward`. Parameters that the step has not used do not
         count.
         """
-        from ddp_lab.strategies.all_reduce import gradients_of
-
         gradients = gradients_of(self.counted_parameters())
         if not gradients:  # all parameters here are frozen; torch's zero would be on the host
             return torch.zeros((), device=self.device)
@@ -477,7 +431,7 @@ class Strategy(ABC):
     def predict(self, inputs: "Tree") -> Any:
         """Return the outputs of a local batch, such as logits [b, classes], without a gradient."""
         with self._mixed_precision():
-            return self.forward(inputs) if isinstance(inputs, torch.Tensor) else self._call(inputs)
+            return self._call(inputs)
 
     def _mixed_precision(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass.
@@ -489,21 +443,12 @@ class Strategy(ABC):
         return self.autocast()
 
     def _call(self, inputs: "Tree") -> Any:
-        """Return the outputs for inputs that are a tuple or a dict."""
+        """Return the outputs of the model."""
+        if isinstance(inputs, torch.Tensor):
+            return self.forward(inputs)
         from ddp_lab.models.calls import call
 
         return call(self.forward, inputs)
-
-    def _size(self, inputs: "Tree") -> int:
-        """Return the number of samples of inputs that are a tuple or a dict.
-
-        Raises:
-            ConfigError: the strategy does not support them.
-        """
-        self.require_inputs(inputs)
-        from ddp_lab.data.trees import size
-
-        return size(inputs)
 
     def require_inputs(self, inputs: "Tree") -> None:
         """Check that the strategy supports inputs of this type, in training and in evaluation.
@@ -518,33 +463,17 @@ class Strategy(ABC):
                 "scratch, dp, ddp, fsdp or tp, or put the inputs into one tensor"
             )
 
-    def _of_samples(self, outputs: Any, samples: int, num_valid: int) -> Any:
-        """Return the outputs of a batch, without padding if they are no tensor.
-
-        The loss could cut it only from a tensor.
-
-        Args:
-            outputs: of the model.
-            samples: of its inputs.
-            num_valid: number of samples without padding.
-
-        Raises:
-            ConfigError: they are a tensor of other samples, or their padding cannot be cut.
-        """
-        from ddp_lab.models.outputs import require_samples, without_padding
-
-        if isinstance(outputs, torch.Tensor):
-            require_samples(outputs.shape, samples)
-            return outputs
-        self.cuts_padding = True
-        return without_padding(outputs, samples, num_valid)
-
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device.
 
         Called after `setup`.
         """
         return f"{self.name} on {self.where}"
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of those of the parameters that took part in the step."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.frozen import FrozenParameters
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
 
@@ -61,9 +60,7 @@ class DDP(Strategy):
         return bool(self.find_unused_parameters)  # DDP waits for every gradient also on one rank
 
     def setup(self, model: nn.Module) -> None:
-        self.module = set_batch_norm(
-            to_device(model, self.device, self.initial_weights), self.batch_norm
-        )
+        self.module = set_batch_norm(self.to_device(model), self.batch_norm)
         self.frozen = FrozenParameters(self)
         self._wrap()
 

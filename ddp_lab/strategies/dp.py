@@ -8,7 +8,6 @@ from torch import nn
 
 from ddp_lab.config.types import DeviceName
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -37,7 +36,7 @@ class DP(Strategy):
         self.copies_weights = self.replicas > 1
 
     def setup(self, model: nn.Module) -> None:
-        self.module = to_device(model, self.device, self.initial_weights)
+        self.module = self.to_device(model)
         if self.device.type == "cuda":
             self.forward = nn.DataParallel(self.module, self.devices)
         else:

@@ -54,6 +54,11 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
+def put(full: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a full tensor into a tensor of its shape, or into this rank's shard of one."""
+    local(into).copy_(local(shard_like(full, into)))
+
+
 def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """Return a copy in host memory of a tensor, of shards the full tensor.
 

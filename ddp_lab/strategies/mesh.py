@@ -42,8 +42,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.activation_sums import make_group
-from ddp_lab.strategies.all_reduce import gradients_of
-from ddp_lab.strategies.base import require_division
+from ddp_lab.strategies.base import gradients_of, require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.strategies.parameters import has_hooks
+from ddp_lab.models.chain import has_hooks
 
 if TYPE_CHECKING:
     from ddp_lab.strategies.base import Strategy

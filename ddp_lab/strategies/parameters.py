@@ -1,19 +1,17 @@
-"""Parameters of a model: where they are, how they get there, and what refers to them."""
+"""Parameters of a model: their layout in memory, their weights, and the names of the same one."""
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import tied_parameters
-from ddp_lab.strategies.dtensor import local, shard_like
+from ddp_lab.strategies.dtensor import put
 
 if TYPE_CHECKING:
     from ddp_lab.models.initial_weights import Weights
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 def make_contiguous(model: nn.Module) -> None:
@@ -23,21 +21,6 @@ def make_contiguous(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
-
-
-def to_device(blocks: Module, device: torch.device, weights: "Weights | None") -> Module:
-    """Move blocks of the model to a device, or draw their initial weights there; return them.
-
-    Args:
-        blocks: its children are blocks of the model under their names.
-        device: the device.
-        weights: of blocks that are on the meta device (`Strategy.initial_weights`); None if they
-            have their weights.
-    """
-    if weights is None:
-        return blocks.to(device)
-    fill(blocks, weights, device)
-    return blocks
 
 
 def fill(blocks: nn.Module, weights: "Weights", device: torch.device) -> None:
@@ -50,11 +33,6 @@ def fill(blocks: nn.Module, weights: "Weights", device: torch.device) -> None:
         device: Where to allocate them.
     """
     weights.fill(blocks, device, put)
-
-
-def put(full: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy a full tensor into a tensor of its shape, or into this rank's shard of one."""
-    local(into).copy_(local(shard_like(full, into)))
 
 
 def require_one_place(
@@ -77,9 +55,3 @@ def require_one_place(
                     f"strategy={strategy}: {name} is the same parameter as {first}, which {why}. "
                     "Use a copy, or another strategy, for example ddp"
                 )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has hooks."""
-    private: Any = parameter
-    return bool(private._backward_hooks or private._post_accumulate_grad_hooks)

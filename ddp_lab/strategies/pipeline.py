@@ -23,7 +23,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
@@ -107,7 +106,7 @@ class Pipeline(Strategy):
                 model, self.plan, self.pp_rank, self.runtime.precision, self.autocast
             )
             for stage in stages.values():
-                to_device(stage, self.device, self.initial_weights)
+                self.to_device(stage)
             self.module = blocks_of(stages)
             self.executor = PipelineExecutor(
                 self.plan, stages, self.forms, self.pp_group, self.task, self.device

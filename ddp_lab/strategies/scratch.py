@@ -34,7 +34,6 @@ from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
 from ddp_lab.strategies.frozen import FrozenParameters
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.unused import allow_unused, every_gradient
 from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime
@@ -82,7 +81,7 @@ class Scratch(Strategy):
         self.buckets: Buckets | None = None
 
     def setup(self, model: nn.Module) -> None:
-        model = set_batch_norm(to_device(model, self.device, self.initial_weights), self.batch_norm)
+        model = set_batch_norm(self.to_device(model), self.batch_norm)
         self.module = self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:

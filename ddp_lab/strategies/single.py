@@ -3,7 +3,6 @@
 from torch import nn
 
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.world.runtime import Runtime
 
 
@@ -29,4 +28,4 @@ class Single(Strategy):
             self.unsupported |= SAME_PARAMETERS
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.forward = to_device(model, self.device, self.initial_weights)
+        self.module = self.forward = self.to_device(model)

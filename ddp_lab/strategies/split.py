@@ -28,7 +28,7 @@ from ddp_lab.data.trees import Tree, chunk, to
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameters import require_one_place, to_device
+from ddp_lab.strategies.parameters import require_one_place
 from ddp_lab.tasks.base import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
@@ -84,9 +84,7 @@ class Split(Strategy):
         self.task_on_last = deepcopy(self.task).to(self.devices[-1])
         blocks = list(model.named_children())
         self.stages: list[nn.Module] = [
-            to_device(
-                nn.Sequential(OrderedDict(blocks[i] for i in indices)), device, self.initial_weights
-            )
+            self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
 

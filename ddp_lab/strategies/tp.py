@@ -41,7 +41,6 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
@@ -243,7 +242,7 @@ class TP(Strategy):
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
-        model = to_device(model, self.device, self.initial_weights)
+        model = self.to_device(model)
         self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
         if self.plans:
             group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)

@@ -11,7 +11,6 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.drop_path import DropPath
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
-from ddp_lab.strategies.parameters import to_device
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
 from ddp_lab.strategies.traced import INNER, Blueprint
@@ -74,7 +73,7 @@ class TracedModel:
         tensors = [*model.parameters(), *model.buffers()]
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.weights.keep(own, self.rank)
-        return to_device(own, self.device, None)
+        return own.to(self.device)
 
     def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
         """Return what runs batches through the stages.

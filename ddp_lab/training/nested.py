@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from ddp_lab.data.trees import Tree, rows, size
-from ddp_lab.models.outputs import require_samples, without_padding
+from ddp_lab.data.trees import Tree, rows
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.nested import outputs_of_samples
 from ddp_lab.tasks.base import Task, sums_of_loss
 from ddp_lab.tasks.nested import for_task
 
@@ -32,12 +32,7 @@ def sums_of(
         outputs = strategy.predict(inputs)
 
     inputs, targets = batch
-    samples = size(inputs)
-    if isinstance(outputs, torch.Tensor):
-        require_samples(outputs.shape, samples)
-    else:
-        strategy.cuts_padding = True
-        outputs = without_padding(outputs, samples, num_valid)
+    outputs = outputs_of_samples(strategy, outputs, inputs, num_valid)
 
     loss_inputs = for_task(strategy.task, outputs, targets, num_valid)
     other = loss_inputs if task is strategy.task else for_task(task, outputs, targets, num_valid)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import Loader
 from ddp_lab.data.seeds import seed_of
-from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.base import Strategy, gradients_of
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.metrics import RunningSums
 from ddp_lab.training.optimizer import has_shards, step_of
@@ -229,8 +229,6 @@ class Step:
             finite: bool, [].
             buffers: copies from before the batch.
         """
-        from ddp_lab.strategies.all_reduce import gradients_of
-
         for gradient in map(local, gradients_of(self.strategy.module.parameters())):
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameters import has_hooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import (
     ELEMENTWISE,
