@@ -22,8 +22,10 @@ from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.commands import evaluate, export, merge, predict
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.recorded_config import read_config
-from ddp_lab.run.build import build, evaluate_run, image_options, open_run
+from ddp_lab.launchers.read_config import read_config
+from ddp_lab.run.build import build
+from ddp_lab.run.build_data import image_options
+from ddp_lab.run.build_trained import evaluate_run, open_run
 from ddp_lab.run.data_record import DataRecord
 from ddp_lab.run.export import find_writer, write_pt2
 from ddp_lab.run.predict import Predictor, find_images

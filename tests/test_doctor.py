@@ -21,10 +21,10 @@ from launches import ROOT, SMALL, launch, only_run, read_metrics, refusal_in_wor
 from omegaconf import OmegaConf
 from worlds import once, run_world
 
+from ddp_lab.checkpoints.state import checkpoint_bytes
 from ddp_lab.commands import doctor
 from ddp_lab.config.build import build
 from ddp_lab.launchers import preflight
-from ddp_lab.run.build import checkpoint_bytes
 
 CHECKS = [
     "versions",

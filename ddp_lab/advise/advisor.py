@@ -25,7 +25,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.chain import Chain
-from ddp_lab.run.build import load_dataset, make_sizes, make_task, make_trial
+from ddp_lab.run.build import make_sizes, make_task
+from ddp_lab.run.build_data import load_dataset
+from ddp_lab.run.model_trial import make_trial
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.planned import PlannedRuntime
 

@@ -26,8 +26,11 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.run.build import build as build_job
-from ddp_lab.run.build import find_resumed, load_dataset, make_task, make_trial, prepare
+from ddp_lab.run.build import make_task, prepare
+from ddp_lab.run.build_data import load_dataset
+from ddp_lab.run.build_settings import find_resumed
 from ddp_lab.run.job import Job
+from ddp_lab.run.model_trial import make_trial
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import state_copies
 from ddp_lab.world.device import peak_memory_bytes, size

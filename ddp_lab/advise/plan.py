@@ -26,17 +26,10 @@ from ddp_lab.config.change import resolved
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset, InMemory, hold_out
 from ddp_lab.models.chain import Chain
-from ddp_lab.models.make import BuiltModel
+from ddp_lab.models.make import BuiltModel, build_model, make_model
 from ddp_lab.models.trial import Trial, freeze_unused, meta_copy
-from ddp_lab.run.build import (
-    assemble,
-    build_model,
-    make_model,
-    make_sizes,
-    make_source,
-    make_task,
-    model_spec,
-)
+from ddp_lab.run.build import assemble, make_sizes, make_task, model_spec
+from ddp_lab.run.build_data import make_source
 from ddp_lab.run.job import Job
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.base import Strategy
@@ -149,7 +142,7 @@ def model_to_plan(
     spec = model_spec(node, shape)
     try:
         with torch.device("meta"):
-            model = build_model(node, shape, trial.inputs)
+            model = build_model(spec, trial.inputs)
         if (
             not spec.target.startswith("ddp_lab.models.")
             or not isinstance(model, Chain)
@@ -157,7 +150,7 @@ def model_to_plan(
         ):
             freeze_unused(model, trial, runtime, spec.key)
     except ConfigError:
-        return make_model(node, shape, runtime, seed, trial, with_weights=False).model
+        return make_model(spec, runtime, seed, trial, with_weights=False).model
     return model
 
 

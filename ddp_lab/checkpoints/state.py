@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ddp_lab.checkpoints.files import write_file
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor
+from ddp_lab.training.optimizer import MakeOptimizer, state_copies
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.trainer import Trainer
 
@@ -213,3 +215,19 @@ def copy_full(state: State, progress: Progress) -> Write | None:
         write_file(path, content_of(full, merge(rests)))
 
     return write
+
+
+def checkpoint_bytes(make_optimizer: MakeOptimizer, model: nn.Module, ema: bool) -> int:
+    """Return the size in bytes of a checkpoint's tensors.
+
+    They are the unsharded model, its averages and the optimizer's state.
+
+    Args:
+        make_optimizer: constructs the optimizer of a list of parameters.
+        model: the unsharded model.
+        ema: whether the weights are averaged.
+    """
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    averages = weights if ema else 0
+    return weights + averages + state_copies(make_optimizer, model.parameters()) * trained

@@ -34,10 +34,10 @@ def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     if namespace.json and env_int("RANK", 0) == 0:
         check_folder(namespace.json, "--json")
-    from ddp_lab.launchers.recorded_config import read_config
+    from ddp_lab.launchers.read_config import read_config
     from ddp_lab.observe.metrics_file import describe_metrics, without_nan
     from ddp_lab.resilience.run_directory import write_json
-    from ddp_lab.run.build import evaluate_run
+    from ddp_lab.run.build_trained import evaluate_run
     from ddp_lab.world.runtime import Runtime
 
     splits = [

@@ -25,7 +25,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    from ddp_lab.run.build import open_run
+    from ddp_lab.run.build_trained import open_run
     from ddp_lab.run.export import describe_input, find_writer
 
     write = find_writer(namespace.output)

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     from ddp_lab.checkpoints.files import write_file
     from ddp_lab.checkpoints.find import open_checkpoint
-    from ddp_lab.launchers.recorded_config import require_run
+    from ddp_lab.launchers.read_config import require_run
     from ddp_lab.run.trained import checkpoint_of
     from ddp_lab.world.runtime import Runtime
 

@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if namespace.output:
         check_output(namespace.output, namespace.force)
-    from ddp_lab.run.build import open_run
+    from ddp_lab.run.build_trained import open_run
     from ddp_lab.run.predict import Predictor, find_images, generate, write_table
     from ddp_lab.tasks.classification import Classification
     from ddp_lab.tasks.tokens import Tokens

@@ -22,7 +22,8 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers import schedulers
 from ddp_lab.launchers.arguments import Parser, confirm
-from ddp_lab.launchers.command_line import compose_config, quote_faults
+from ddp_lab.launchers.command import quote_faults
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
 
 

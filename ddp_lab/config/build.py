@@ -5,11 +5,11 @@ import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ddp_lab.config.errors import ConfigError, describe_error
@@ -56,6 +56,13 @@ def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(built, partial):
         return partial(built.func, *built.args, **built.keywords)
     return built
+
+
+def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
+    """Return a part of the config as plain values."""
+    if isinstance(node, DictConfig):
+        return cast("dict[str, Any]", OmegaConf.to_container(node, resolve=True))
+    return node
 
 
 def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:

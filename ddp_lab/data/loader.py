@@ -303,3 +303,12 @@ class DeviceLoader(Loader):
         if isinstance(self.inputs, torch.Tensor) and isinstance(self.targets, torch.Tensor):
             return self.inputs.index_select(0, index), self.targets.index_select(0, index)
         return apply(lambda tensor: tensor.index_select(0, index), (self.inputs, self.targets))
+
+
+def loader_class(name: str) -> type[Loader]:
+    """Return the loader that a value of data.loader chooses."""
+    if name == "device":
+        return DeviceLoader
+    from ddp_lab.data.workers import WorkerLoader
+
+    return WorkerLoader

@@ -6,6 +6,7 @@ A user's mistake is one message with exit code 2, any other exception one traceb
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,8 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.config.overrides import check_overrides
-from ddp_lab.launchers.command_line import explain, quote_faults
+from ddp_lab.config.overrides import HELP, check_overrides
 from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again
@@ -208,6 +208,15 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     _run_hydra(namespace, parser, task_function=run, config_path=str(CONF), config_name="config")
 
 
+def quote_faults(arguments: list[str]) -> list[str]:
+    """Return the arguments with the value of `inject` in quotes.
+
+    Hydra would read its comma as a sweep over two values.
+    """
+    fault = re.compile(r"^inject=(\w+@[\w=,]+)$")
+    return [fault.sub(r'inject="\1"', argument) for argument in arguments]
+
+
 def report(error: Exception) -> None:
     """Report an error: print it or, under torchrun, write it to the file that the launcher prints.
 
@@ -227,3 +236,10 @@ def report(error: Exception) -> None:
             return
     is_own = isinstance(error, (ConfigError, SampleError))
     show(f"error: {error if is_own else explain(error)}", code=REFUSED)
+
+
+def explain(error: Exception) -> str:
+    """Return a one-line message for an error of Hydra that `check_overrides` does not foresee."""
+    text = " ".join(str(error).split())
+    without_link = text.partition(" See https")[0]
+    return f"{without_link}. {HELP}"

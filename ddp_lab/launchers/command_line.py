@@ -1,21 +1,11 @@
-"""The config of a command line, and messages for overrides that Hydra rejects."""
+"""The config of a command line."""
 
 import argparse
-import re
 
 from omegaconf import DictConfig
 
 from ddp_lab.config.compose import compose
-from ddp_lab.config.overrides import HELP, check_overrides
-
-
-def quote_faults(arguments: list[str]) -> list[str]:
-    """Return the arguments with the value of `inject` in quotes.
-
-    Hydra would read its comma as a sweep over two values.
-    """
-    fault = re.compile(r"^inject=(\w+@[\w=,]+)$")
-    return [fault.sub(r'inject="\1"', argument) for argument in arguments]
+from ddp_lab.config.overrides import check_overrides
 
 
 def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -36,10 +26,3 @@ def compose_config(
     """
     check_overrides(overrides, config_dir)
     return compose(overrides, config_dir, with_choices)
-
-
-def explain(error: Exception) -> str:
-    """Return a one-line message for an error of Hydra that `check_overrides` does not foresee."""
-    text = " ".join(str(error).split())
-    without_link = text.partition(" See https")[0]
-    return f"{without_link}. {HELP}"

@@ -21,8 +21,8 @@ from hydra.utils import get_object
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launchers.arguments import Parser
-from ddp_lab.launchers.command import PREEMPTED, REFUSED
-from ddp_lab.launchers.command_line import compose_config, quote_faults, split_config_dir
+from ddp_lab.launchers.command import PREEMPTED, REFUSED, quote_faults
+from ddp_lab.launchers.command_line import compose_config, split_config_dir
 from ddp_lab.launchers.short_run import ENTRY
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ddp_lab.config.errors import SampleError, TrainingError
+from ddp_lab.config.errors import ConfigError, SampleError, TrainingError
 from ddp_lab.config.types import Fraction
+from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.tasks.base import LossFunction, Task
 
@@ -144,3 +145,32 @@ class Classification(Task):
 def classes_of(targets: torch.Tensor) -> torch.Tensor:
     """Return the class of each sample, [b]: for mixed targets, [b, classes], the likeliest one."""
     return targets if targets.dim() == 1 else targets.argmax(1)
+
+
+def require_classes(dataset: Dataset) -> None:
+    """Check that the targets of all sets are classes, as `require_class_targets`."""
+    for name, samples in dataset.sets.items():
+        _, targets = samples.example(1, "meta")
+        if not isinstance(targets, torch.Tensor):
+            kind = "none" if targets is None else f"a {type(targets).__name__}"
+            raise ConfigError(
+                f"task=classification: the targets of the {name} set are {kind}; expected a class "
+                "for each sample, int64 of shape []. Choose it by data.targets, or choose another "
+                "task"
+            )
+        require_class_targets(name, tuple(targets.shape[1:]), targets.dtype)
+
+
+def require_class_targets(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check that the targets of a set are classes, by the shape and dtype of the first one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if shape or dtype != torch.int64:
+        kind = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"task=classification: the targets of the {name} set are {kind} of shape "
+            f"{list(shape)}; expected a class for each sample, int64 of shape []. Return it by "
+            "int(target), or choose another task"
+        )

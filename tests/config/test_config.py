@@ -8,7 +8,9 @@ from omegaconf import OmegaConf
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.recorded_config import to_record
-from ddp_lab.run.build import build_model, make_source
+from ddp_lab.models.make import build_model
+from ddp_lab.run.build_data import make_source
+from ddp_lab.run.build_model import model_spec
 from scripts import configuration
 
 OPTIMIZER = "optimizer._target_=torch.optim."
@@ -31,7 +33,9 @@ def test_every_option_passes_the_check_and_its_data_and_model_are_made(group, op
     cfg = config(f"{group}={option}")
     check(cfg)
     assert callable(make_source(OmegaConf.to_container(cfg.data, resolve=True), cfg.seed).load)
-    model = build_model(cfg.model, {"in_channels": 3, "image_size": 28, "num_classes": 10})
+    model = build_model(
+        model_spec(cfg.model, {"in_channels": 3, "image_size": 28, "num_classes": 10})
+    )
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
 
 

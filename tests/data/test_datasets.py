@@ -10,7 +10,7 @@ from configs import config
 from ddp_lab.advise.plan import dataset_sizes
 from ddp_lab.config.errors import NodeError
 from ddp_lab.data.datasets import Digits, Torchvision
-from ddp_lab.run.build import load_dataset
+from ddp_lab.run.build_data import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 

@@ -26,7 +26,7 @@ from ddp_lab.data.folder import find_images
 from ddp_lab.data.images import decode, to_tensor
 from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.data.workers import WorkerLoader
-from ddp_lab.run.build import load_dataset
+from ddp_lab.run.build_data import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 SIZE = 24

@@ -6,7 +6,7 @@ from configs import config
 from image_folders import write_folder
 
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.run.build import load_dataset
+from ddp_lab.run.build_data import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 AUGMENTED = ["data.crop_scale=[0.2,0.5]", "data.randaugment=9", "data.erasing=0.9"]

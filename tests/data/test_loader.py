@@ -9,8 +9,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.augment import draw_offsets
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import InMemory
-from ddp_lab.data.loader import Loader
-from ddp_lab.run.build import loader_class
+from ddp_lab.data.loader import Loader, loader_class
 
 
 def numbered(samples: int) -> InMemory:

@@ -18,7 +18,8 @@ from worlds import run_world
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data.dataset import Dataset, InMemory, require_same_data
-from ddp_lab.run.build import build, load_dataset, make_source
+from ddp_lab.run.build import build
+from ddp_lab.run.build_data import load_dataset, make_source
 from ddp_lab.world.runtime import Runtime
 
 OPTIONS = ["data=own", "data.image_size=24", "data.resize=24", "data.num_workers=0"]

@@ -8,8 +8,9 @@ from torch import nn
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.initial_weights import InitialWeights
+from ddp_lab.models.make import make_model
 from ddp_lab.models.trial import Trial
-from ddp_lab.run.build import make_model
+from ddp_lab.run.build_model import model_spec
 from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.single import Single
 from ddp_lab.world.runtime import Runtime
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def made(node: dict, seed: int = 3):
-    return make_model({"init": "by_block", **node}, SHAPE, Runtime("cpu"), seed, TRIAL)
+    return make_model(model_spec({"init": "by_block", **node}, SHAPE), Runtime("cpu"), seed, TRIAL)
 
 
 def weights_of(node: dict, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -68,7 +69,7 @@ def test_weights_by_block_have_the_distribution_of_the_constructors(name, option
     node = group(name, **options)
     torch.manual_seed(0)
     default = make_model(
-        {**node, "init": "default"}, SHAPE, Runtime("cpu"), 3, TRIAL
+        model_spec({**node, "init": "default"}, SHAPE), Runtime("cpu"), 3, TRIAL
     ).model.state_dict()
     weights = made(node | {"init": "by_block"}).initial_weights
     # ResNet's last ones are like these, and large

@@ -17,8 +17,10 @@ from ddp_lab.advise.plan import model_to_plan
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.lab import Lab
 from ddp_lab.models.lazy import lazy_layers, materialise
+from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.trial import Trial
-from ddp_lab.run.build import build_model, make_model, open_run
+from ddp_lab.run.build_model import model_spec
+from ddp_lab.run.build_trained import open_run
 from ddp_lab.world.runtime import Runtime
 
 SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
@@ -28,7 +30,7 @@ TRIAL = Trial(IMAGES, lambda outputs: None)
 
 def built(seed: int = 0, images: torch.Tensor = IMAGES) -> nn.Module:
     torch.manual_seed(seed)
-    return build_model({"_target_": "own_models.Lazy"}, SHAPE, images)
+    return build_model(model_spec({"_target_": "own_models.Lazy"}, SHAPE), images)
 
 
 def test_lazy_layers_get_shapes_and_nothing_else_changes():
@@ -68,7 +70,10 @@ def test_mode_of_each_layer_and_its_buffers_stay():
 def test_by_block_draws_the_weights_of_layers_that_are_not_lazy():
     lazy, eager = (
         make_model(
-            {"_target_": f"own_models.{name}", "init": "by_block"}, SHAPE, Runtime("cpu"), 3, TRIAL
+            model_spec({"_target_": f"own_models.{name}", "init": "by_block"}, SHAPE),
+            Runtime("cpu"),
+            3,
+            TRIAL,
         )
         for name in ("lazy_blocks", "eager_blocks")
     )

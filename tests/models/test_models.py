@@ -7,10 +7,11 @@ from torchvision.models import resnet18 as torchvision_resnet18
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.book_resnet import book_resnet18
 from ddp_lab.models.lenet import lenet
+from ddp_lab.models.make import build_model
 from ddp_lab.models.partition import Partition, cut
 from ddp_lab.models.resnet import resnet18
 from ddp_lab.models.simple_cnn import simple_cnn
-from ddp_lab.run.build import build_model
+from ddp_lab.run.build_model import model_spec
 
 
 def count(model) -> int:
@@ -156,8 +157,10 @@ def test_cut_minimises_the_most_expensive_stage(costs, sizes):
 
 def test_chains_that_read_values_are_cut_by_their_flops():
     model = build_model(
-        {"_target_": "own_models.waiting_blocks"},
-        {"in_channels": 1, "image_size": 8, "num_classes": 10},
+        model_spec(
+            {"_target_": "own_models.waiting_blocks"},
+            {"in_channels": 1, "image_size": 8, "num_classes": 10},
+        ),
     )
     parts = Partition(model, 2)
     assert parts.flops == [0, 2 * 64 * 24, 2 * 24 * 24, 2 * 24 * 10]

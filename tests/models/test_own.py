@@ -19,9 +19,10 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import build_model
 from ddp_lab.models.trial import Trial, check_logits, freeze_unused, random_like
 from ddp_lab.run.build import build as build_job
-from ddp_lab.run.build import build_model
+from ddp_lab.run.build_model import model_spec
 from ddp_lab.strategies.split import Split
 from ddp_lab.world.runtime import Runtime
 
@@ -38,7 +39,7 @@ def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer
     model = build(
         {"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE
     )
-    built = build_model({"_target_": f"own_models.{name}"}, SHAPE)
+    built = build_model(model_spec({"_target_": f"own_models.{name}"}, SHAPE))
     assert built.state_dict().keys() == model.state_dict().keys()
     built.load_state_dict(model.state_dict())
     images = torch.rand(2, 1, 28, 28)
@@ -83,7 +84,7 @@ def test_chain_refuses_a_layer_that_is_two_of_its_blocks():
 )
 def test_model_that_cannot_be_used_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
-        build_model({"_target_": f"own_models.{name}", **options}, SHAPE)
+        build_model(model_spec({"_target_": f"own_models.{name}", **options}, SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(
 
 
 def test_split_refuses_a_weight_on_two_devices():
-    model = build_model({"_target_": "own_models.one_weight"}, SHAPE)
+    model = build_model(model_spec({"_target_": "own_models.one_weight"}, SHAPE))
     strategy = Split(Runtime("cpu"), ["cpu"] * len(model), 1)
     strategy.partition(model, 4)
     strategy.devices[4] = torch.device("meta")

@@ -12,9 +12,10 @@ from worlds import run_world
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.models.make import build_model, make_model
 from ddp_lab.models.torchvision_models import download, find_weights, rename, torchvision_model
 from ddp_lab.models.trial import Trial
-from ddp_lab.run.build import build_model, make_model
+from ddp_lab.run.build_model import model_spec
 from ddp_lab.strategies.units import find_units
 from ddp_lab.world.runtime import Runtime
 
@@ -31,7 +32,9 @@ def on_meta(name: str, **options) -> nn.Module:
 def made(name: str, image_size: int, in_channels: int = 3) -> nn.Module:
     shape = {"in_channels": in_channels, "image_size": image_size, "num_classes": 7}
     trial = Trial(torch.rand(2, in_channels, image_size, image_size), lambda logits: None)
-    return make_model({"_target_": TARGET, "name": name}, shape, Runtime("cpu"), 0, trial).model
+    return make_model(
+        model_spec({"_target_": TARGET, "name": name}, shape), Runtime("cpu"), 0, trial
+    ).model
 
 
 def names() -> list[str]:
@@ -172,7 +175,7 @@ def test_unknown_weights_of_torchvision_are_refused():
 def test_torchvision_model_trains_from_weights_of_other_classes(tmp_path):
     shape = {"in_channels": 3, "image_size": 32, "num_classes": 5}
     torch.save(
-        build_model({"_target_": TARGET, "name": "squeezenet1_1"}, shape).state_dict(),
+        build_model(model_spec({"_target_": TARGET, "name": "squeezenet1_1"}, shape)).state_dict(),
         tmp_path / "five.pth",
     )
     data = [

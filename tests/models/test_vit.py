@@ -13,8 +13,9 @@ from torchvision.models import VisionTransformer
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
+from ddp_lab.models.make import build_model
 from ddp_lab.models.vit import vit
-from ddp_lab.run.build import build_model
+from ddp_lab.run.build_model import model_spec
 
 SMALL = {"depth": 2, "width": 16, "heads": 4, "mlp_ratio": 2.0, "patch_size": 7, "drop_path": 0.0}
 
@@ -24,8 +25,10 @@ def make(group: str, image_size: int = 224, num_classes: int = 1000, **changed) 
     node = OmegaConf.load(CONF / f"model/{group}.yaml")
     with torch.device("meta"):
         return build_model(
-            {**node, **changed},
-            {"in_channels": 3, "image_size": image_size, "num_classes": num_classes},
+            model_spec(
+                {**node, **changed},
+                {"in_channels": 3, "image_size": image_size, "num_classes": num_classes},
+            ),
         )
 
 

@@ -68,7 +68,7 @@ def test_prompt_longer_than_the_context_is_continued_by_the_command(command, mon
     run = TrainedRun(
         Data(), Path("step_00000001.pt"), NextLetter(), Tokens, InputFormat([0.0], [1.0], None)
     )
-    monkeypatch.setattr("ddp_lab.run.build.open_run", lambda folder, checkpoint: run)
+    monkeypatch.setattr("ddp_lab.run.build_trained.open_run", lambda folder, checkpoint: run)
     line = [
         "runs/mine",
         "--prompt",

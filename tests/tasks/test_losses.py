@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from own_losses import Focal
 
 from ddp_lab.config.errors import ConfigError, TrainingError
-from ddp_lab.run.build import build_loss
+from ddp_lab.run.build_model import build_loss
 from ddp_lab.tasks.base import RENAMED, Task, measure
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 

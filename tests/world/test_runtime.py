@@ -10,8 +10,8 @@ import torch.distributed as dist
 from launches import NARROW, OWN, SMALL, launch, main_in_world, read_metrics
 from worlds import run_world
 
-from ddp_lab.launchers.recorded_config import read_config
-from ddp_lab.run.build import evaluate_run
+from ddp_lab.launchers.read_config import read_config
+from ddp_lab.run.build_trained import evaluate_run
 from ddp_lab.world.runtime import Runtime
 
 

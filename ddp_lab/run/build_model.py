@@ -1,0 +1,120 @@
+"""The model of a run and what it is trained for, constructed from the config."""
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from ddp_lab.config.build import build as instantiate
+from ddp_lab.config.build import construct, plain
+from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.data.dataset import Dataset
+from ddp_lab.models.make import ModelSpec
+from ddp_lab.run.data_record import input_shape_of
+from ddp_lab.tasks.base import LossFunction, Task
+from ddp_lab.tasks.classification import Classification, CrossEntropy
+
+TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
+OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
+
+
+def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> ModelSpec:
+    """Return how the model that `_target_` names is constructed.
+
+    Args:
+        node: the config group `model`; `weights` and `init` are not passed to the constructor.
+        shape: the arguments that follow from the data, for example in_channels and num_classes
+            (`Dataset.model_shape`). Only those are passed that are parameters of the class or
+            function.
+
+    Raises:
+        ConfigError: an option follows from the data.
+    """
+    target = str(node["_target_"])
+    function = get_object(target)
+    accepted = inspect.signature(function).parameters
+    options = {key: value for key, value in plain(node).items() if key not in ("weights", "init")}
+    passed = {name: value for name, value in shape.items() if name in accepted}
+    for name in passed.keys() & options.keys():
+        raise ConfigError(
+            f"model.{name}={options[name]}: follows from the data, where it is {shape[name]}; "
+            "leave it out"
+        )
+
+    return ModelSpec(
+        make=partial(instantiate, options, **passed),
+        target=target,
+        name=str(node["name"]) if target == TORCHVISION else None,
+        input_shape=input_shape_of(shape),
+        of_tokens="vocabulary" in shape,
+        num_classes=shape.get("num_classes", 0),
+        weights=node.get("weights"),
+        by_block=node.get("init") == "by_block",
+    )
+
+
+def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
+    """Return what the model is trained for, on the CPU."""
+    mixed = cfg.mixup > 0 or cfg.cutmix > 0
+    task = get_object(cfg.task["_target_"])
+    if not issubclass(task, Classification):
+        if mixed:
+            raise ConfigError(
+                f"mixup={cfg.mixup:g}, cutmix={cfg.cutmix:g}: are for task=classification; use "
+                "mixup=0 cutmix=0"
+            )
+        loss = build_loss(cfg.loss)
+        if isinstance(loss, CrossEntropy):
+            raise ConfigError(
+                "loss=cross_entropy: is for task=classification, got "
+                f"task._target_={cfg.task['_target_']}. Use loss=default, the task's own loss, or "
+                "loss=own"
+            )
+        return construct("task", cfg.task, loss=loss)
+
+    is_tokens = "vocabulary" in dataset.model_shape()
+    if is_tokens or not dataset.classes:
+        advice = "use task=tokens" if is_tokens else "set data.num_classes, or choose another task"
+        raise ConfigError(
+            f"task=classification: needs a dataset with a class for each sample; {advice}"
+        )
+    loss = build_loss(cfg.loss, len(dataset.classes), mixed)
+    return construct("task", cfg.task, loss=loss)
+
+
+def build_loss(
+    node: DictConfig | dict[str, Any], num_classes: int | None = None, mixed: bool = False
+) -> LossFunction | None:
+    """Construct the loss that `_target_` names: a class or a function.
+
+    A class is called once; a function is the loss itself.
+
+    Either is given reduction="none" if it has a parameter of that name.
+
+    Args:
+        node: the config group `loss`.
+        num_classes: number of classes of the dataset; None: the task is not classification, and the
+            loss is not tried.
+        mixed: whether it gets mixed targets.
+
+    Raises:
+        ConfigError: the constructor fails, or the loss is not one for these data
+            (`check_loss_function`).
+    """
+    if node["_target_"] == OWN_LOSS:
+        return None
+    key = f"loss._target_={node['_target_']}"
+    target = get_object(node["_target_"])
+    arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
+    try:
+        built = instantiate(node, **arguments, _partial_=not inspect.isclass(target))
+    except Exception as error:
+        raise ConfigError(f"{key}: cannot be constructed: {describe_error(error)}") from None
+    if not isinstance(built, CrossEntropy):
+        from ddp_lab.tasks.build import check_loss_function
+
+        check_loss_function(built, key, num_classes, mixed)
+    return built
