@@ -9,7 +9,7 @@ from ddp_lab.data.loader import as_numbers
 from ddp_lab.data.trees import apply, stack
 from ddp_lab.models.trial import random_like
 from ddp_lab.tasks.base import Task
-from ddp_lab.tasks.over_batch import SAMPLES
+from ddp_lab.tasks.made_up_batches import SAMPLES
 from ddp_lab.training.divided_loss import Division, Samples, check_loss, outputs_for
 
 

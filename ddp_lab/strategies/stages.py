@@ -1,27 +1,25 @@
-"""The stages of a pipeline of a rank, and torch's schedules, which run micro-batches through them.
-
-torch's pipelining is imported where it is used, because that takes 1.2 s (it imports
-torch._dynamo).
-"""
+"""The stages of a pipeline that a rank has of a Chain, and what runs micro-batches through them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import reduce
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.data.trees import Tree, rows
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
+from ddp_lab.strategies.executor import Executor, Prepared
+from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
-from ddp_lab.strategies.stage_shapes import StageShapes
-from ddp_lab.tasks.base import Task, measure, width
+from ddp_lab.tasks.base import Task
+
+_, ONE_TENSOR = tree_flatten(torch.empty(0))  # the form of outputs that are one tensor
 
 
 class Stage(Chain):
@@ -102,42 +100,14 @@ def blocks_of(stages: Mapping[int, nn.Module]) -> nn.Module:
     )
 
 
-class Prepared(NamedTuple):
-    """A batch that has been padded, so that it can be divided into equal micro-batches.
-
-    Attributes:
-        schedule: torch's, for its micro-batches.
-        rows: the row of the batch that each row of the padded batch repeats, [padded].
-        arguments: of the schedule on this rank: the padded inputs on the first rank, and nothing on
-            the others.
-        outputs: form of the model's outputs for a micro-batch.
-    """
-
-    schedule: Any
-    rows: torch.Tensor
-    arguments: tuple[torch.Tensor, ...]
-    outputs: Form
-
-
-class PipelineExecutor:
-    """Runs batches through the stages of a pipeline, in micro-batches.
-
-    A schedule of torch has static shapes. There is therefore one for each form of a micro-batch:
-    for each shape and dtype of a sample, and for each number of samples, of which a partial last
-    batch has its own. Training and evaluation have separate ones, because only training computes a
-    loss. They are made when they are first used, which takes one small collective. torch keeps them
-    alive, so they must not refer to a strategy. With torch 2.11 each keeps the receive buffers of
-    all its micro-batches: a local batch of the activations that the rank's stages receive, and in
-    training another one of their gradients. With torch 2.15 buffers are allocated when they are
-    needed, and a schedule keeps only its plan.
+class PipelineExecutor(Executor):
+    """Runs batches of one tensor through the stages of a Chain.
 
     Args:
         plan: of the pipeline.
         stages: this rank's stages by their index in the pipeline, on the device.
         forms: what all stages get and return.
-        group: the ranks of the pipeline.
-        task: with the training loss.
-        device: of this rank.
+        group, task, device: as in `Executor`.
     """
 
     def __init__(
@@ -149,19 +119,10 @@ class PipelineExecutor:
         task: Task,
         device: torch.device,
     ):
-        self.plan = plan
+        super().__init__(plan, stages.keys(), group, task, device)
         self.stages = stages
         self.forms = forms
-        self.group = group
-        self.device = device
-        self._targets: Tree = torch.empty(0)  # of the batch, if they are no tensor
-        self.task = task
-        self._divisor = 1.0
-        self._left = 0  # samples without padding in the micro-batches that follow
-        self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
-        self.has_loss = plan.num_stages - 1 in stages
         self._schedules: dict[tuple[Form, bool], Any] = {}
-        self._shapes = StageShapes(plan.num_microbatches)
 
     @property
     def order(self) -> dict[int, list[str]]:
@@ -173,73 +134,8 @@ class PipelineExecutor:
             order = schedule._get_pipeline_order()
         return {rank: [str(action) for action in actions] for rank, actions in order.items()}
 
-    def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
-    ) -> torch.Tensor:
-        """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
-
-        Only the last rank returns sums above 0.
-        """
+    def prepare(self, inputs: Tree, training: bool) -> Prepared:
         assert isinstance(inputs, torch.Tensor)  # `Strategy.require_inputs`
-        batch = self._prepare(inputs, training=True)
-        self._divisor = divisor
-        self._left = num_valid
-        self._results = []
-        expected = None
-        # torch divides a tensor only: of other targets the micro-batches get the numbers of their
-        # rows
-        if self.has_loss:
-            self._targets = targets
-            expected = targets[batch.rows] if isinstance(targets, torch.Tensor) else batch.rows
-
-        with unwrapped():
-            batch.schedule.step(*batch.arguments, target=expected, return_outputs=False)
-        if self.has_loss:
-            return reduce(torch.add, self._results)
-        return torch.zeros(width(self.task), dtype=torch.float64, device=self.device)
-
-    def _loss(self, outputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the next micro-batch, on the last stage, and keep its sums.
-
-        Args:
-            outputs: of the micro-batch.
-            expected: its targets; or their rows, where the targets are no tensor.
-        """
-        num_valid = min(self._left, len(expected))
-        self._left -= num_valid
-        if isinstance(self._targets, torch.Tensor):
-            targets = expected
-        else:
-            targets = rows(self._targets, expected)
-        loss, results = measure(self.task, outputs, targets, num_valid, self._divisor)
-        self._results.append(results)
-        return loss
-
-    @torch.no_grad()
-    def predict(self, inputs: Tree) -> torch.Tensor:
-        """Return the logits, [b, classes], on all ranks of the pipeline.
-
-        The last rank computes and broadcasts them.
-        """
-        assert isinstance(inputs, torch.Tensor)
-        batch = self._prepare(inputs, training=False)
-        with unwrapped():
-            logits = batch.schedule.step(*batch.arguments)
-        if logits is None:  # on all ranks but the last
-            rows, *others = batch.outputs.shape
-            shape = rows * self.plan.num_microbatches, *others
-            logits = torch.empty(shape, dtype=batch.outputs.dtype, device=self.device)
-        dist.broadcast(logits, group=self.group, group_src=self.plan.ranks - 1)
-        return logits[: len(inputs)]
-
-    def _prepare(self, inputs: torch.Tensor, training: bool) -> Prepared:
-        """Pad a batch, [b, ...], and let the stages expect its micro-batches.
-
-        All ranks of the pipeline get the same batch.
-
-        Raises:
-            ConfigError: the model does not support it, or it is the first one of too many shapes.
-        """
         form = self._micro_batch(inputs, training)
         forms = self.forms.of(form)
         if (form, training) not in self._schedules:
@@ -249,7 +145,8 @@ class PipelineExecutor:
         padded = form.shape[0] * self.plan.num_microbatches
         rows = torch.arange(padded, device=inputs.device) % len(inputs)
         arguments = (inputs[rows],) if 0 in self.stages else ()
-        return Prepared(self._schedules[form, training], rows, arguments, forms[-1])
+        outputs = [example_of(forms[-1], requires_grad=False)]
+        return Prepared(self._schedules[form, training], rows, arguments, outputs, ONE_TENSOR)
 
     def _micro_batch(self, inputs: torch.Tensor, training: bool) -> Form:
         """Return the form of a micro-batch of the inputs.
@@ -258,50 +155,21 @@ class PipelineExecutor:
             ConfigError: too many other shapes or dtypes of a sample have occurred.
         """
         sample = Form(tuple(inputs.shape[1:]), inputs.dtype)
-        samples = self._shapes.samples(sample, str(sample), len(inputs), training)
+        samples = self.shapes.samples(sample, str(sample), len(inputs), training)
         return Form((samples, *sample.shape), sample.dtype)
 
     def _make_schedule(self, forms: list[Form], training: bool) -> Any:
-        """Return torch's schedule for micro-batches of a form. The first step of it is collective.
-
-        Args:
-            forms: from `StageForms.of`.
-        """
-        from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
+        """Return torch's schedule for micro-batches whose forms are from `StageForms.of`."""
         stages = [
-            PipelineStage(
-                stage,
+            self.make_stage(
                 index,
-                self.plan.num_stages,
-                self.device,
-                input_args=example_of(forms[index], requires_grad=index > 0),
-                output_args=example_of(forms[index + 1], requires_grad=True),
-                group=self.group,
+                stage,
+                (example_of(forms[index], requires_grad=index > 0),),
+                (example_of(forms[index + 1], requires_grad=True),),
             )
             for index, stage in self.stages.items()
         ]
-        make_schedule = cast("Callable[..., Any]", get_schedule_class(self.plan.schedule))
-        return make_schedule(
-            stages[0] if has_one_stage(self.plan.schedule) else stages,
-            self.plan.num_microbatches,
-            loss_fn=self._loss if training else None,
-            scale_grads=False,
-        )
-
-
-@contextmanager
-def unwrapped() -> Generator[None]:
-    """Raise the TrainingError of a stage in place of torch's error about the stage."""
-    try:
-        yield
-    except RuntimeError as error:
-        cause = error.__cause__
-        if isinstance(cause, TrainingError):
-            error.__cause__ = None  # it becomes the context of its cause: each would be the other's
-            raise cause from None
-        raise
+        return self.make_schedule(stages, training)
 
 
 def example_of(form: Form, requires_grad: bool) -> torch.Tensor:

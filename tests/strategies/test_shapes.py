@@ -12,7 +12,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
-from ddp_lab.strategies.stages import unwrapped
+from ddp_lab.strategies.executor import unwrapped
 
 BATCH = 8
 TOLERANCE = 1e-12
