@@ -1,20 +1,17 @@
 """The trainer of a Lab: the methods from which a loop of one's own is made."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from ddp_lab.checkpoints.checkpoints import Checkpoints
-from ddp_lab.checkpoints.state import Shapes, State, gather_full_state
+from ddp_lab.checkpoints.state import Shapes, State
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import Every
 from ddp_lab.data.sources import Reading
 from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
@@ -24,8 +21,8 @@ from ddp_lab.lab.example import Parts
 from ddp_lab.lab.local_batches import LocalBatches
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.model_mistakes import mistakes_reported
+from ddp_lab.lab.trainer_files import TrainerFiles
 from ddp_lab.models.outputs import map_outputs, require_samples
-from ddp_lab.models.weights import write_weights
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
@@ -103,10 +100,10 @@ class Trainer(training.Trainer):
             "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
         )
         self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
-        self._checkpoints: dict[Path, Checkpoints] = {}
+        self._files = TrainerFiles(self.state)
         self._resumed = False
         self._late_hooks = LateHooks(strategy, options.model)
-        self._notes = NotFiniteNotes(strategy.runtime.rank == 0)
+        self._notes = NotFiniteNotes(strategy.runtime.is_main)
         # What the model's `training` was after the last switch to training; None: an evaluation or
         # the beginning of a loop came after it.
         self._training: bool | None = None
@@ -368,21 +365,7 @@ class Trainer(training.Trainer):
             ConfigError: the file cannot be written.
         """
         self._calls.begin("called save")
-        full, _ = gather_full_state(self.strategy, self.state.weights())
-        weights = {}
-        if full:
-            weights = {
-                name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes
-            }
-        path = Path(path)
-
-        def write() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.tmp")
-            write_weights(temporary, weights, {})
-            temporary.replace(path)
-
-        self._on_rank_0(path, write)
+        self._files.save_weights(Path(path))
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write model, optimizer, schedule and position into `folder`, as a run of train.py does.
@@ -397,15 +380,7 @@ class Trainer(training.Trainer):
             ConfigError: the file cannot be written.
         """
         self._calls.begin("called checkpoint")
-        folder = Path(folder)
-        self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-        checkpoints = self._checkpoints_in(folder)
-        checkpoints.save(self.position)
-        checkpoints.wait()
-        runtime = self.strategy.runtime
-        problem = runtime.broadcast_from_rank0("checkpoint", lambda: checkpoints.problem)
-        if problem:
-            raise ConfigError(problem)
+        self._files.save_checkpoint(Path(folder), self.position)
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
         """Load the newest checkpoint in `folder`.
@@ -423,8 +398,7 @@ class Trainer(training.Trainer):
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
         self._calls.begin("called resume")
-        checkpoints = self._checkpoints_in(Path(folder))
-        progress = checkpoints.resume(checkpoints.folder, lambda found: found.step)
+        progress = self._files.load_newest(Path(folder))
         self.position = progress if progress.step else Progress(first_order=0)
         self._resumed = True
         return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
@@ -442,29 +416,6 @@ class Trainer(training.Trainer):
         elif position.first_order is None:
             self.position = replace(position, epoch=position.epoch + 1 - new, first_order=new)
         return self.position.order - self.position.epoch + 1
-
-    def _checkpoints_in(self, folder: Path) -> Checkpoints:
-        folder = folder.resolve()
-        if folder not in self._checkpoints:
-            self._checkpoints[folder] = Checkpoints(folder, self.state)
-        return self._checkpoints[folder]
-
-    def _on_rank_0(self, path: str | Path, write: Callable[[], object]) -> None:
-        """Call `write` on rank 0, and return on all ranks when it is done. Collective.
-
-        Raises:
-            ConfigError: `path` could not be written; on all ranks.
-        """
-
-        def attempt() -> None:
-            try:
-                write()
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
-                ) from None
-
-        self.strategy.runtime.broadcast_from_rank0("write", attempt)
 
     def _averages(self) -> AbstractContextManager[None]:
         return self.ema.in_use() if self.ema else nullcontext()

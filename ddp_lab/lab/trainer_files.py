@@ -1,0 +1,94 @@
+"""The files of a trainer in a Lab: its weights, and its checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.state import State, gather_full_state
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.weights import write_weights
+from ddp_lab.training.progress import Progress
+
+
+class TrainerFiles:
+    """Writes what a trainer has, and reads it again. Every method is collective.
+
+    Args:
+        state: of the trainer.
+    """
+
+    def __init__(self, state: State):
+        self.state = state
+        self.runtime = state.strategy.runtime
+        self._checkpoints: dict[Path, Checkpoints] = {}
+
+    def save_weights(self, path: Path) -> None:
+        """Write the weights of the complete model, or their averages, as safetensors.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        full, _ = gather_full_state(self.state.strategy, self.state.weights())
+        weights = {}
+        if full:
+            weights = {
+                name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes
+            }
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.tmp")
+            write_weights(temporary, weights, {})
+            temporary.replace(path)
+
+        self._on_rank_0(path, write)
+
+    def save_checkpoint(self, folder: Path, position: Progress) -> None:
+        """Write a checkpoint of the trainer at a position, and wait until it is complete.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
+        checkpoints = self._checkpoints_in(folder)
+        checkpoints.save(position)
+        checkpoints.wait()
+        problem = self.runtime.broadcast_from_rank0("checkpoint", lambda: checkpoints.problem)
+        if problem:
+            raise ConfigError(problem)
+
+    def load_newest(self, folder: Path) -> Progress:
+        """Load the newest checkpoint in a folder into the trainer, and return its position.
+
+        Its step is 0 if there is no checkpoint yet.
+
+        Raises:
+            ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
+        """
+        checkpoints = self._checkpoints_in(folder)
+        return checkpoints.resume(checkpoints.folder, lambda progress: progress.step)
+
+    def _checkpoints_in(self, folder: Path) -> Checkpoints:
+        folder = folder.resolve()
+        if folder not in self._checkpoints:
+            self._checkpoints[folder] = Checkpoints(folder, self.state)
+        return self._checkpoints[folder]
+
+    def _on_rank_0(self, path: Path, write: Callable[[], object]) -> None:
+        """Call `write` on rank 0, and return on all ranks when it is done.
+
+        Raises:
+            ConfigError: `path` could not be written; on all ranks.
+        """
+
+        def attempt() -> None:
+            try:
+                write()
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(
+                    f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
+                ) from None
+
+        self.runtime.broadcast_from_rank0("write", attempt)
