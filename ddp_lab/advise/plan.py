@@ -33,7 +33,6 @@ from ddp_lab.run.build_data import make_source
 from ddp_lab.run.job import Job
 from ddp_lab.run.speed import bytes_of
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.training.performance import AUTO
@@ -176,7 +175,7 @@ def plan_rank(
     strategy: Any = construct("strategy", cfg.strategy, runtime)
     if strategy.cuts_model and not isinstance(model, Chain):
         raise CannotPlan("the stages of a model that is no Chain are traces, which are not planned")
-    use_fake_wrapper(strategy)
+    strategy.replace_wrapper(FakeDDP)
     # a copy, because the strategy changes it
     built = BuiltModel(meta_copy(model), FakeWeights(fake), [])
     job = assemble(
@@ -226,12 +225,6 @@ def plan_rank(
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_layouts()
-
-
-def use_fake_wrapper(strategy: Strategy) -> None:
-    """Let a strategy that uses DistributedDataParallel use what works on fake tensors."""
-    if isinstance(strategy, DDP):
-        strategy.wrapper_class = FakeDDP
 
 
 def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:

@@ -107,7 +107,7 @@ class Checkpoints:
             ConfigError: the file cannot be used, or the run has checkpoints and none of them is
                 valid.
         """
-        if self.runtime.rank == 0:
+        if self.runtime.is_main:
             delete(self.folder.glob("*.tmp"))  # what a launch that was killed while saving has left
         choice = "auto" if source == self.folder else str(source)
         path = find_checkpoint(self.folder, choice, self.runtime) if source else None
@@ -157,7 +157,7 @@ class Checkpoints:
                 "the checkpoint has no averages of the weights (ema): they start from its weights"
             )
 
-        if saved.state["seed"] != state.seed and self.runtime.rank == 0:
+        if saved.state["seed"] != state.seed and self.runtime.is_main:
             log.warning(
                 f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order "
                 "of the samples changes from here on"
@@ -231,7 +231,7 @@ class Checkpoints:
             self.folder.mkdir(exist_ok=True)
             write(path, partial(self.before_write, path))
             self.problem = None
-            if self.runtime.rank == 0:
+            if self.runtime.is_main:
                 self.kept = progress
                 if progress.is_best(self.best):
                     link_best(path)
@@ -251,6 +251,6 @@ class Checkpoints:
             log.error(self.problem)
             return
 
-        if self.runtime.rank == 0:
+        if self.runtime.is_main:
             remove_old(self.folder, self.keep)
             after_write(path)

@@ -132,7 +132,7 @@ def find_checkpoint(
     for candidate in runtime.broadcast_from_rank0("checkpoints", candidates):
         problem = damage_of(Path(candidate), runtime)
         if problem is None:
-            for each in bad if runtime.rank == 0 else []:
+            for each in bad if runtime.is_main else []:
                 log.warning(f"{each}; using {candidate}, the newest valid checkpoint")
             return Path(candidate)
         bad.append(f"{candidate} is damaged ({problem})")

@@ -150,7 +150,7 @@ def gather_full_state(
         return {}, []
     parts: list[tuple[dict[str, torch.Tensor], str]] = [(full, rest)]
     if strategy.pp_group is not None:
-        gathered = [(full, rest)] * len(ranks) if strategy.runtime.rank == 0 else None
+        gathered = [(full, rest)] * len(ranks) if strategy.runtime.is_main else None
         dist.gather_object((full, rest), gathered, dst=0, group=strategy.pp_group)
         parts = gathered or []
     return {

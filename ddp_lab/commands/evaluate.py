@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
             cfg, runtime, namespace.run, namespace.checkpoint, splits[-1] if splits else None
         )
 
-    if runtime.rank == 0:
+    if runtime.is_main:
         where = f"on {metrics['samples']:,} samples ({metrics['where']})"
         print(
             f"{metrics['checkpoint']}, epoch {metrics['epoch']}: {describe_metrics(metrics)} "

@@ -162,7 +162,7 @@ class Lab:
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes files."""
-        return self.rank == 0
+        return self.runtime.is_main
 
     @property
     def device(self) -> torch.device:

@@ -220,7 +220,7 @@ class Guard(Hook):
                     "not_finite",
                     rank,
                 )
-            if self.run.strategy.runtime.rank == 0:
+            if self.run.strategy.runtime.is_main:
                 log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
 
         if exchanged.weights_not_finite:

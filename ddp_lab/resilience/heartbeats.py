@@ -131,7 +131,7 @@ class Table:
         if runtime.nodes > 1:
             keys = [f"nodes/{key}" for key in (*SHARED, *range(runtime.nodes))]
 
-        if keys and runtime.rank == 0:
+        if keys and runtime.is_main:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
             runtime.store.wait(keys, DECISION_TIMEOUT)

@@ -40,7 +40,7 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     source = make_source(plain(data), cfg.seed)
     # The log begins with the run directory.
     slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
-    with slow if runtime.rank == 0 else nullcontext():
+    with slow if runtime.is_main else nullcontext():
         runtime.broadcast_from_rank0("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
     sizes = {name: samples.size for name, samples in dataset.sets.items()}

@@ -105,7 +105,7 @@ def diagnose(
     show([describe_devices(), describe_backend(runtime)], runtime.local_rank == 0)
     if mirror is not None:
         where = runtime.broadcast_from_rank0("mirror", lambda: mirror().remote)
-        show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.rank == 0)
+        show([Finding("ok", "mirror", f"checkpoints go to {shown('', where)}")], runtime.is_main)
     job = prepare()
     settings = job.settings
     assert settings is not None, "`prepare` makes them"
@@ -114,7 +114,7 @@ def diagnose(
     if find_corrupt := job.dataset.find_corrupt:
         runtime.broadcast_from_rank0("files", find_corrupt, per_node=True)
     writable = [check_shared(settings.runs_dir, runtime)] if runtime.nodes == 1 else []
-    show([*findings, *writable, *describe(job)], runtime.rank == 0)
+    show([*findings, *writable, *describe(job)], runtime.is_main)
     show(
         [finding for finding in findings if finding.level == "warning"],
         runtime.local_rank == 0 < runtime.rank,

@@ -74,11 +74,11 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
     log.info(job.sizes)
     if job.dataset.val is not None:
         log.info(job.dataset.describe_sets())
-    if runtime.rank == 0 and (text := job.sizes.warning()):
+    if runtime.is_main and (text := job.sizes.warning()):
         log.warning(text)
     for note in job.notes:
         log.info(note)
-    if run_dir.failure and runtime.rank == 0:
+    if run_dir.failure and runtime.is_main:
         log.warning(f"started again after {run_dir.failure}")
 
 
@@ -133,10 +133,10 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     )
     progress = checkpoints.resume(source, job.sizes.steps_before)
 
-    if runtime.rank == 0:
+    if runtime.is_main:
         record_data(run_dir.path, job.dataset, checkpoint_settings.best)
     if reasons := stop_reasons(progress, job.fit_settings):
-        if runtime.rank == 0:
+        if runtime.is_main:
             why = " and ".join(reasons.values())
             raised = " and ".join(reasons)
             log.info(f"nothing to do: {why}; raise {raised} to continue, or use another name")
@@ -145,7 +145,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         return "finished"
 
     logger = Logger()
-    if runtime.rank == 0:
+    if runtime.is_main:
         record_settings(run_dir.path, settings, runtime.world_size)
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
@@ -171,7 +171,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             hooks.append(meter)
             read = meter.read
         hooks.append(Pictures())
-        if checkpoint_settings.mirror and runtime.rank == 0:
+        if checkpoint_settings.mirror and runtime.is_main:
             from ddp_lab.checkpoints.mirror import Mirror
 
             # The watchdog ends a launch after this timeout.
@@ -200,7 +200,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         status = fit_and_close(run, launch.requests)
 
     result = {}
-    if runtime.rank == 0:
+    if runtime.is_main:
         if status == "finished":
             result = log_result(job, run_dir, run.position, checkpoints)
         run_dir.end(status, guard.saved if status == "finished" else checkpoints.kept)

@@ -130,20 +130,20 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
             "with"
         )
 
-    if other and split == "val" and runtime.rank == 0:
+    if other and split == "val" and runtime.is_main:
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
     setup_distributed(job.strategy, job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
-    if runtime.rank == 0:
+    if runtime.is_main:
         slow = log_if_slow("evaluating", partial(print, file=sys.stderr))
     else:
         slow = nullcontext()
 
     with slow:
         metrics = evaluate(job.strategy, job.loaders[split])
-    NotFiniteNotes(runtime.rank == 0).check({split: metrics})
+    NotFiniteNotes(runtime.is_main).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
     # the last one that it has been trained in, at least in part
     epoch = progress.epoch - (progress.samples == 0)

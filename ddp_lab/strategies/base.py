@@ -242,6 +242,14 @@ class Strategy(ABC):
                 on the meta device.
         """
 
+    def replace_wrapper(  # noqa: B027, most strategies wrap the model in none
+        self, wrapper_class: type[nn.parallel.DistributedDataParallel]
+    ) -> None:
+        """Let `setup` use another class in place of torch's DistributedDataParallel.
+
+        A plan does so, because torch's needs data.
+        """
+
     def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
         """Move blocks of the model to a device, or draw their initial weights there; return them.
 

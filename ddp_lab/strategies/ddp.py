@@ -39,7 +39,7 @@ class DDP(Strategy):
     """
 
     supported_options = ALL_PERFORMANCE_OPTIONS
-    wrapper_class = DistributedDataParallel  # another one, if the step is only planned
+    wrapper_class = DistributedDataParallel
 
     def __init__(
         self,
@@ -54,6 +54,9 @@ class DDP(Strategy):
             allow_unused(self)
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_sizes = (bucket_cap_mb * MiB,)
+
+    def replace_wrapper(self, wrapper_class: type[DistributedDataParallel]) -> None:
+        self.wrapper_class = wrapper_class
 
     @property
     def may_leave_unused(self) -> bool:

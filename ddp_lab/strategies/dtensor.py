@@ -5,10 +5,15 @@ DTensor is imported where it is used, because that loads 500 modules.
 """
 
 import sys
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,10 +53,20 @@ def shard_like(full: Any, tensor: torch.Tensor) -> Any:
         or full.shape != tensor.shape
     ):
         return full
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    like = cast("DTensor", tensor)
+    return shard_of(full, like.device_mesh, like.placements)
 
-    assert isinstance(tensor, DTensor)
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+def shard_of(
+    full: torch.Tensor, mesh: "DeviceMesh", placements: Sequence["Placement"]
+) -> "DTensor":
+    """Return this rank's shard of a full tensor, which all ranks have, as a DTensor.
+
+    Not collective.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
 def put(full: torch.Tensor, into: torch.Tensor) -> None:

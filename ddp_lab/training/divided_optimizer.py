@@ -16,7 +16,7 @@ from ddp_lab.config.build import for_cpu
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.dtensor import full_tensor, local
+from ddp_lab.strategies.dtensor import full_tensor, local, shard_of
 from ddp_lab.training.optimizer import construct_optimizer, param_groups, step_of
 from ddp_lab.training.part_optimizer import PartOptimizer
 
@@ -70,9 +70,7 @@ class Layout(NamedTuple):
         """Return this rank's shard of a complete tensor, as a DTensor; without shards a copy."""
         if self.mesh is None:
             return tensor.clone()
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(tensor.clone(), self.mesh, self.placements, src_data_rank=None)
+        return shard_of(tensor.clone(), self.mesh, self.placements)
 
 
 def check_divided(

@@ -146,7 +146,7 @@ class Run:
         if self.notes is None:
             from ddp_lab.training.not_finite import NotFiniteNotes
 
-            self.notes = NotFiniteNotes(self.strategy.runtime.rank == 0)
+            self.notes = NotFiniteNotes(self.strategy.runtime.is_main)
         self.notes.check(evaluations, f" after epoch {self.position.epoch}")
 
     def written(self, path: Path) -> None:

@@ -80,7 +80,7 @@ class Profiled(Hook):
         self.bubble = bubble
         self.loading = Loading()
         self._is_closed = False
-        if runtime.rank == 0:
+        if runtime.is_main:
             # of an earlier launch, which may have had more ranks
             shutil.rmtree(folder, ignore_errors=True)
 

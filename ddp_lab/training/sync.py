@@ -214,7 +214,7 @@ class Sync:
         runtime = self.strategy.runtime
         device = self.strategy.device
         totals = self.running_sums.totals
-        is_first = runtime.rank == 0
+        is_main = runtime.is_main
         cuda = device.type == "cuda"
         now = time.perf_counter()
         if is_row:
@@ -229,8 +229,8 @@ class Sync:
 
         host = [
             waited,
-            float(is_first * ahead),
-            float(is_first and is_row),
+            float(is_main * ahead),
+            float(is_main and is_row),
             *map(float, self.flags()),
         ]
 
@@ -244,7 +244,7 @@ class Sync:
         )
         on_device = [on_host, torch.stack([is_bad, worst_weight]), own_totals]
         if self.running_sums.norm is not None:  # the same on every rank
-            on_device.append(self.running_sums.norm * is_first)
+            on_device.append(self.running_sums.norm * is_main)
 
         values = runtime.all_reduce(torch.cat(on_device))
         arrived = None

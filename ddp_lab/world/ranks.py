@@ -53,6 +53,11 @@ class Ranks:
         self._launch: str | None = None
 
     @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, and writes what all ranks share."""
+        return self.rank == 0
+
+    @property
     def under_torchrun(self) -> bool:
         """Whether torchrun started this process."""
         return "TORCHELASTIC_RUN_ID" in os.environ
@@ -125,7 +130,7 @@ class Ranks:
         self._questions += 1
         answer_key = answer_of(self._questions)
         if not per_node or self.nodes == 1:
-            return self._ask(answer_key, key, decide, self.rank == 0)
+            return self._ask(answer_key, key, decide, self.is_main)
 
         answer = None
         problem = None
@@ -135,7 +140,7 @@ class Ranks:
             problem = error
 
         try:  # without this question the other nodes would wait for the one that failed
-            self._ask(answer_key, key, partial(self._check_nodes, answer_key, key), self.rank == 0)
+            self._ask(answer_key, key, partial(self._check_nodes, answer_key, key), self.is_main)
         except Exception as error:
             raise problem or error from None
         return cast("Answer", answer)
@@ -183,7 +188,7 @@ class Ranks:
         """Answer the next question, for which other ranks may wait, by an exception of rank 0."""
         answer_key = answer_of(self._questions + 1)
         of_nodes = [f"{answer_key}/{node}" for node in range(self.nodes)]
-        if self.rank == 0 and self.world_size > 1 and self._store is not None:
+        if self.is_main and self.world_size > 1 and self._store is not None:
             self._pass_on([answer_key, *of_nodes], error)
 
     def succeed(self, key: str, work: Callable[[], Result]) -> Result:

@@ -217,7 +217,7 @@ class Runtime(Ranks):
         if kind is None and dist.is_initialized():
             gc.collect()  # objects in reference cycles that refer to the group must be freed first
             dist.destroy_process_group()
-        if isinstance(error, Exception) and self.rank == 0 and self.world_size > 1:
+        if isinstance(error, Exception) and self.is_main and self.world_size > 1:
             self.answer_with(error)
             if not self.agent_keeps_store:
                 time.sleep(STORE_GRACE)  # the store closes with this process
