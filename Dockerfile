@@ -2,8 +2,8 @@
 #
 #   docker build --tag ddp-lab:latest .
 #
-# The versions are those of constraints.txt. PyTorch's wheel contains CUDA, so the base image needs none. It is not the slim one,
-# because torch.compile needs a C compiler and Python's headers.
+# The versions are those of constraints.txt. PyTorch's wheel contains CUDA, so the base image needs
+# none. It is not the slim one, because torch.compile needs a C compiler and Python's headers.
 FROM python:3.12
 WORKDIR /opt/ddp_lab
 COPY pyproject.toml constraints.txt README.md LICENSE ./

@@ -1,10 +1,12 @@
-# `make help` lists the targets. Each target installs what it needs into .venv, in the versions of constraints.txt.
+# `make help` lists the targets. Each target installs what it needs into .venv, in the versions of
+# constraints.txt.
 SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
 WORKERS ?= 3
-# The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts the longest files first.
+# The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts
+# the longest files first.
 PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := config data/test_loader.py data/test_images.py models/test_models.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
@@ -70,7 +72,8 @@ tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 site: .venv/installed-dev ## build the manual as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the unpacking that follows.
+# Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the
+# unpacking that follows.
 define install
 @echo "Installing ddp_lab$(1) and the versions of constraints.txt into .venv; PyTorch has a few GB"
 @set -o pipefail; $(BIN)/pip install --constraint constraints.txt --editable '.$(1)' | while read -r line; do case "$$line" in \
