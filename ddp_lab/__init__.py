@@ -1,9 +1,11 @@
 """Train one model with any distribution strategy, with the same result.
 
-The library is three names; everything else may change:
+The library is five names; everything else may change:
 
 Lab         the ranks that torchrun or `launch` has started, and trainers of models on them
 launch      starts ranks from a script or a notebook
+gather      the outputs of the global batch, for a loss that compares its samples
+own_rows    which of them are those of this rank
 tasks       what a model can be trained for, with its loss and its metrics
 
 The subpackages from the lowest layer up; each imports only from those before it
@@ -35,10 +37,16 @@ if TYPE_CHECKING:
     from ddp_lab import tasks
     from ddp_lab.lab.lab import Lab
     from ddp_lab.lab.launch import launch
+    from ddp_lab.strategies.gathering import gather, own_rows
 
-__all__ = ["Lab", "launch", "tasks"]
+__all__ = ["Lab", "gather", "launch", "own_rows", "tasks"]
 
-MODULES = {"Lab": "ddp_lab.lab.lab", "launch": "ddp_lab.lab.launch"}
+MODULES = {
+    "Lab": "ddp_lab.lab.lab",
+    "gather": "ddp_lab.strategies.gathering",
+    "launch": "ddp_lab.lab.launch",
+    "own_rows": "ddp_lab.strategies.gathering",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """The ranks of a script or a notebook, and trainers of models on them."""
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -98,6 +99,7 @@ class Lab:
         )
         self._runtime: Runtime | None = None
         self._trainers = weakref.WeakSet[Trainer]()
+        self._numbers = itertools.count()  # of trainers
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -122,6 +124,7 @@ class Lab:
         runtime = self.runtime
         self._runtime = None
         Lab._open = None
+        Strategy.active = None
         outcome = ("finished", self._log.last) if error is None else ("failed", {})
         with lost_workers_ignored():
             closes = [trainer.close for trainer in self._trainers]
@@ -303,7 +306,8 @@ class Lab:
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        options = LoopOptions(given, shapes, self._log, self._calls, num_workers, parts)
+        number = next(self._numbers)
+        options = LoopOptions(given, shapes, self._log, self._calls, num_workers, parts, number)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -18,9 +18,9 @@ from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
 from ddp_lab.lab.arguments import FitKeys, require_same_form
 from ddp_lab.lab.calls import Calls, CountedSteps
 from ddp_lab.lab.example import Parts
-from ddp_lab.lab.local_batches import LocalBatches
+from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.model_mistakes import mistakes_reported
+from ddp_lab.lab.own_loop import OwnLoop
 from ddp_lab.lab.trainer_files import TrainerFiles
 from ddp_lab.models.outputs import map_outputs, require_samples
 from ddp_lab.strategies.base import Strategy, total
@@ -50,6 +50,7 @@ class LoopOptions:
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset;
             0: the rank itself.
         parts: how samples become batches.
+        number: of the trainer in its Lab, from 0.
     """
 
     model: nn.Module
@@ -58,9 +59,10 @@ class LoopOptions:
     calls: Calls
     num_workers: int
     parts: Parts
+    number: int
 
 
-class Trainer(training.Trainer):
+class Trainer(OwnLoop, TrainerFiles):
     """Trains, evaluates and saves a model.
 
     `Lab.trainer` constructs it. Every method is collective: all ranks call it, with their own part
@@ -107,6 +109,7 @@ class Trainer(training.Trainer):
         # What the model's `training` was after the last switch to training; None: an evaluation or
         # the beginning of a loop came after it.
         self._training: bool | None = None
+        self.prepare_own_steps(options.number)
 
     @property
     def progress(self) -> Progress:
@@ -184,27 +187,46 @@ class Trainer(training.Trainer):
             SampleError: the targets of this rank are not what the task needs.
         """
         batch, current = self._batches.padded(inputs, targets)
-        epochs_ahead = current.order - self.position.order if current else 0
-        self._calls.begin_step(self.position.step + 1, self.progress.epoch + 1 + epochs_ahead)
         strategy = self.strategy
         if strategy.task.labels is not None:
             # of a loop's own batches, which no loader has read
             strategy.task.labels.add_from(targets)
 
+        self._begin_step(current)
+        with self._model_called():
+            self.eager_step(batch)
+        self.eager_step.seed_alike()
+        self._count_step(current)
+        loss, *_, weight = total(strategy, self.eager_step.sums)
+        return torch.where(weight == 0, 0, loss / weight)
+
+    def _begin_step(self, current: CurrentBatch | None) -> None:
+        """Begin a step, in training mode.
+
+        Args:
+            current: batch of `batches` that is trained on; None: another one.
+        """
+        epoch = self.progress.epoch + 1 + self._epochs_ahead(current)
+        self._calls.begin_step(self.position.step + 1, epoch)
+        self._set_training()
+
+    def _set_training(self) -> None:
+        strategy = self.strategy
         if strategy.module.training is not self._training:
             self._late_hooks.take()
             strategy.train()
             self._training = strategy.module.training
-        with mistakes_reported(strategy):
-            self.eager_step(batch)
-        self.eager_step.seed_alike()
 
+    def _count_step(self, current: CurrentBatch | None) -> None:
+        """Move the position behind a step."""
         self.position.step += 1
         if current:
-            self.position.epoch += epochs_ahead
+            self.position.epoch += self._epochs_ahead(current)
             self.position.samples = current.samples
-        loss, *_, weight = total(strategy, self.eager_step.sums)
-        return torch.where(weight == 0, 0, loss / weight)
+
+    def _epochs_ahead(self, current: CurrentBatch | None) -> int:
+        """Return how many epochs a batch is ahead of the position."""
+        return current.order - self.position.order if current else 0
 
     def fit(
         self,
@@ -286,7 +308,7 @@ class Trainer(training.Trainer):
         self._training = None
         self._late_hooks.take()
 
-        with mistakes_reported(self.strategy):
+        with self._model_called():
             self.position = fit(run)
         step.seed_alike()
         return self.logger.last_epoch
@@ -313,7 +335,7 @@ class Trainer(training.Trainer):
         self._late_hooks.require_none_on_model()
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
-        with self._averages(), mistakes_reported(self.strategy):
+        with self._averages(), self._model_called():
             evaluation = evaluate(self.strategy, loader, self._on_device(task))
         self._notes.check({"": evaluation})
         return evaluation.values
@@ -343,7 +365,7 @@ class Trainer(training.Trainer):
             self._calls.begin("called predict")
 
         require_same_form(inputs, self.strategy)
-        with self._averages(), mistakes_reported(self.strategy):
+        with self._averages(), self._model_called():
             self.strategy.train(False)
             num_samples = max(1, samples)
             outputs = self.strategy.predict(pad(inputs, num_samples))

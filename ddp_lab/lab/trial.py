@@ -10,6 +10,7 @@ from ddp_lab.lab.example import Example
 from ddp_lab.models.outputs import tensors_of
 from ddp_lab.models.trial import LossError, Trial, freeze_unused, random_like
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.gathering import trial_of_loss
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
@@ -64,7 +65,8 @@ def make_trial(example: Example, task: Task, freezes: bool) -> Trial:
         taken = outputs_for(task, outputs, "it")
         targets = targets_for(task, example.targets, device_of(taken))
         try:
-            loss, _ = task.loss_sum(taken, targets)
+            with trial_of_loss():
+                loss, _ = task.loss_sum(taken, targets)
         except TrainingError as error:  # its message says what is wrong
             raise LossError(str(error)) from None
         except Exception as error:

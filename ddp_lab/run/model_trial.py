@@ -6,6 +6,7 @@ import torch
 
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.trial import Trial, check_logits, random_like
+from ddp_lab.strategies.gathering import trial_of_loss
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
@@ -30,7 +31,8 @@ def make_trial(dataset: Dataset, task: Task, freezes: bool = True) -> Trial:
     def check(outputs: Any) -> torch.Tensor:
         taken = outputs_for(task, outputs, "it")
         expected = targets_for(task, targets, device_of(taken))
-        loss, _ = task.loss_sum(taken, expected)
+        with trial_of_loss():
+            loss, _ = task.loss_sum(taken, expected)
         return loss
 
     return Trial(random_like(inputs), check, of_all=True, freezes=freezes)

@@ -101,6 +101,9 @@ class Strategy(ABC):
             every parameter that is not.
         check_first: gets the inputs of the first local batch, of which the shapes were not known
             before; None: nothing is left to be checked.
+        active: the strategy whose batch was begun last in this process; None: there is none.
+        global_size: number of samples in the GLOBAL batch that was begun last, without padding.
+        accumulate: number of gradient-accumulation steps of that batch.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
@@ -114,6 +117,8 @@ class Strategy(ABC):
     cuts_model: ClassVar[bool] = False  # into stages; a Chain between its blocks
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
+    # a loop may call the complete model and the backward pass (Trainer.forward)
+    supports_own_steps: ClassVar[bool] = False
     # the supported ones of ALL_PERFORMANCE_OPTIONS
     supported_options: ClassVar[frozenset[str]] = frozenset()
     compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
@@ -123,6 +128,11 @@ class Strategy(ABC):
     find_unused_parameters: bool | None = None
     copies_weights: bool = False  # a forward pass has copies of the parameters, as those of fsdp
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
+
+    # A loss that needs the complete batch (gathering.py) has no other way to its strategy.
+    active: ClassVar["Strategy | None"] = None
+    global_size: int = 0
+    accumulate: int = 1
 
     # inputs of two samples, on the meta device; set before `partition`. None: they are not known
     example: "Tree" = None
@@ -285,6 +295,20 @@ class Strategy(ABC):
         """
         return len(range(self.dp_rank, global_size, self.dp_size))
 
+    def prepare_step(self) -> None:  # noqa: B027, a single device has nothing to prepare
+        """Prepare for the forward passes of a training step. Collective."""
+
+    def begin_batch(self, global_size: int, accumulate: int = 1) -> None:
+        """Begin a batch, in training or in an evaluation.
+
+        Args:
+            global_size: number of samples in the GLOBAL batch, without padding.
+            accumulate: number of gradient-accumulation steps.
+        """
+        Strategy.active = self
+        self.global_size = global_size
+        self.accumulate = accumulate
+
     def forward_backward(
         self, inputs: "Tree", targets: "Tree", global_size: int, accumulate: int = 1
     ) -> torch.Tensor:
@@ -309,6 +333,8 @@ class Strategy(ABC):
             check = self.check_first
             self.check_first = None
             check(inputs)
+        self.prepare_step()
+        self.begin_batch(global_size, accumulate)
         micro_batches = self._divide(inputs, targets, global_size, accumulate)
         divisor = float(global_size)
         *early, last = micro_batches
@@ -320,11 +346,15 @@ class Strategy(ABC):
         if self.task.weighted:
             self._divide_by_weight(sums[-1], global_size)
 
+        self.call_parameter_hooks()
+        return sums
+
+    def call_parameter_hooks(self) -> None:
+        """Call the user's hooks on parameters, with the gradients of the GLOBAL batch."""
         if self.parameter_hooks:
             from ddp_lab.strategies.parameter_hooks import call_hooks
 
             call_hooks(self.parameter_hooks)
-        return sums
 
     def _divide(
         self, inputs: "Tree", targets: "Tree", global_size: int, accumulate: int
@@ -365,7 +395,10 @@ class Strategy(ABC):
         """
         over_all = total(self, weight)
         # without any weight all gradients are 0
-        scale = torch.where(over_all == 0, 0, global_size / over_all)
+        self.scale_gradients(torch.where(over_all == 0, 0, global_size / over_all))
+
+    def scale_gradients(self, scale: torch.Tensor) -> None:
+        """Multiply all gradients by a number, []."""
         for gradient in map(local, gradients_of(self.module.parameters())):
             gradient.mul_(scale.to(gradient))
 
@@ -403,8 +436,20 @@ class Strategy(ABC):
         loss.backward()
         return results
 
+    def pass_context(self, inputs: Any, has_samples: bool) -> AbstractContextManager[object]:
+        """Return the context of a forward pass, a backward pass, or both, of a training step.
+
+        Args:
+            inputs: of the forward pass; None: there is none.
+            has_samples: whether they have a sample that is no padding.
+        """
+        return nullcontext()
+
     def reduce_gradients(self) -> None:  # noqa: B027, a single device has nothing to communicate
         """Communicate the gradients that the last backward pass of the step has not."""
+
+    def forget_passes(self) -> None:  # noqa: B027, most strategies note nothing
+        """Forget what was noted of passes whose gradients are dropped."""
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of the complete model's gradient, [], the same on every rank.

@@ -1,7 +1,9 @@
 """torch's DistributedDataParallel: what scratch.py does, overlapped with the backward pass."""
 
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ class DDP(Strategy):
             others; costs a walk through autograd's graph and a small all-reduce in every step.
     """
 
+    supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
     wrapper_class = DistributedDataParallel
 
@@ -105,13 +108,10 @@ class DDP(Strategy):
             total.backward()
             refuse_unused(self)
 
-    def forward_backward(
-        self, inputs: Tree, targets: Tree, global_size: int, accumulate: int = 1
-    ) -> torch.Tensor:
+    def prepare_step(self) -> None:
         if self.frozen.changed_before_step():
             self.wrapper._remove_autograd_hooks()  # pyright: ignore[reportPrivateUsage]
             self._wrap()
-        return super().forward_backward(inputs, targets, global_size, accumulate)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
@@ -119,12 +119,17 @@ class DDP(Strategy):
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
-        try:
+        with self.pass_context(inputs, num_valid > 0):
             return super().add_gradient(inputs, targets, num_valid, divisor)
+
+    @contextmanager
+    def pass_context(self, inputs: Any, has_samples: bool) -> Generator[None]:
+        try:
+            yield
         except Exception as error:
             if UNFINISHED in str(error) and not self.find_unused_parameters:
                 raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
-            if size(inputs) == 0 and self.find_unused_parameters:
+            if inputs is not None and size(inputs) == 0 and self.find_unused_parameters:
                 raise empty_error(self, error) from None
             raise
 

@@ -21,6 +21,7 @@ class DP(Strategy):
     """
 
     one_process = True
+    supports_own_steps = True
     supported_options = frozenset({"channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None):

@@ -5,6 +5,11 @@ of a parameter that was frozen then would not be sent, so that the replicas drif
 parameter that is frozen now would be waited for.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import nn
+
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.strategies.base import Strategy
 
@@ -57,3 +62,46 @@ class FrozenParameters:
                     "strategy=scratch with strategy.algorithm=flat",
                     rank=self.strategy.runtime.rank,
                 )
+
+
+@contextmanager
+def without_gradients(strategy: Strategy) -> Generator[None]:
+    """Let backward passes of the body pass through a model, whose own gradients stay.
+
+    Args:
+        strategy: with its `module`.
+    """
+    if strategy.sharded:
+        with gradients_dropped(strategy):
+            yield
+        return
+    trained = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
+    set_trained(trained, False)
+    try:
+        yield
+    finally:
+        set_trained(trained, True)
+
+
+def set_trained(parameters: list[nn.Parameter], is_trained: bool) -> None:
+    """Set whether gradients of the parameters are computed."""
+    for parameter in parameters:
+        parameter.requires_grad_(is_trained)
+
+
+@contextmanager
+def gradients_dropped(strategy: Strategy) -> Generator[None]:
+    """Drop the gradients that the body computes of a model, and restore those of before.
+
+    Gathered parameters keep the `requires_grad` that they had when they were gathered first.
+    """
+    parameters = [*strategy.module.parameters()]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        strategy.forget_passes()
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -56,6 +56,7 @@ class FSDP(FullyShard):
     """
 
     sharded = True
+    supports_own_steps = True
 
     def __init__(
         self,
@@ -141,9 +142,17 @@ class FSDP(FullyShard):
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
-        self.hooks.has_samples = num_valid > 0
-        with self.uses.reported(self.runtime.rank, inputs):
+        with self.pass_context(inputs, num_valid > 0):
             return super().add_gradient(inputs, targets, num_valid, divisor)
+
+    @contextmanager
+    def pass_context(self, inputs: Any, has_samples: bool) -> Generator[None]:
+        self.hooks.has_samples = has_samples
+        with self.uses.reported(self.runtime.rank, inputs):
+            yield
+
+    def forget_passes(self) -> None:
+        self.hooks.forget_step()
 
     def predict(self, inputs: Tree) -> Any:
         with self.uses.reported(self.runtime.rank, inputs):

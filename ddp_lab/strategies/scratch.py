@@ -62,6 +62,7 @@ class Scratch(Strategy):
             some of the overlap.
     """
 
+    supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(
@@ -97,13 +98,10 @@ class Scratch(Strategy):
             return Buckets(list(piece.parameters()) for piece in model.pieces(*self.bucket_sizes))
         return Buckets(fill_buckets(list(trainable(model.parameters())), self.bucket_sizes[0]))
 
-    def forward_backward(
-        self, inputs: Tree, targets: Tree, global_size: int, accumulate: int = 1
-    ) -> torch.Tensor:
+    def prepare_step(self) -> None:
         if self.buckets is not None and self.frozen.changed_before_step():
             self.buckets.remove()
             self.buckets = self._fill_buckets()
-        return super().forward_backward(inputs, targets, global_size, accumulate)
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -17,6 +17,7 @@ class Single(Strategy):
     """
 
     one_process = supports_mps = True
+    supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(self, runtime: Runtime, find_unused_parameters: bool = False):

@@ -113,6 +113,10 @@ class UnitGradients:
             self._sharded(index).grad = None
         for index in self._empty.difference(unused_everywhere):
             self._sharded(index).grad = torch.zeros_like(self._sharded(index))
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Forget which parameters the passes since the last step have used."""
         self._used.clear()
         self._gathered.clear()
 

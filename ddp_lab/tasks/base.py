@@ -75,6 +75,8 @@ class Task(nn.Module):
             by it; equal weights are a factor of exactly 1. False: the weight of a batch is its
             size. That of a loss of one's own is its attribute of this name, or True.
         takes_logits: whether outputs that are no tensor are replaced by their part `logits`.
+        gathers: whether the loss calls ddp_lab.gather, as a trial has found. Then it is called on
+            all ranks, also on one that has no sample of a batch.
         check_first: function of outputs and targets that is called once in training, with the first
             ones, and raises an exception if the loss is not supported for them; None: there is
             nothing to check.
@@ -86,6 +88,7 @@ class Task(nn.Module):
     takes_logits: ClassVar[bool] = False
     weighted: bool = True
     labels: LabelRange | None = None
+    gathers: bool = False
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
@@ -336,7 +339,7 @@ def measure(
         check = task.check_first
         task.check_first = None
         check(outputs, targets)
-    if not num_valid and isinstance(outputs, torch.Tensor):
+    if not num_valid and isinstance(outputs, torch.Tensor) and not task.gathers:
         return loss_of_none(task, outputs)
     loss_sum, weight = task.loss_sum(outputs, targets)
     if not loss_sum.requires_grad and torch.is_grad_enabled():
@@ -361,7 +364,7 @@ def sums_of_loss(
         outputs, targets: without padding, or of padding alone if the outputs are no tensor.
         num_valid: number of samples without padding.
     """
-    if not num_valid and isinstance(outputs, torch.Tensor):
+    if not num_valid and isinstance(outputs, torch.Tensor) and not task.gathers:
         loss, sums = loss_of_none(task, outputs)
         return loss, sums[-1]
     return task.loss_sum(outputs, targets)

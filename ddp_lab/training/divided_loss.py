@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,14 +88,20 @@ def check_loss(
         from ddp_lab.tasks.nested import outputs_for as taken_by
 
         outputs = taken_by(task, outputs)
-    how = describe_coupling(task, outputs, targets, division.batch_size)
+    from ddp_lab.strategies.gathering import trial_of_loss
+
+    with trial_of_loss() as trial:
+        how = describe_coupling(task, outputs, targets, division.batch_size)
+    if trial.gathers:
+        task.gathers = True
+        return True
     if how is not None:
         raise ConfigError(
             f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} "
             f"would compute it over {division.samples} samples at a time, and not over the global "
             f"batch of {division.batch_size}. Use strategy=single with accumulate=1; or a loss "
-            "that depends on one sample alone; or loss_over_batch=true, if it is meant to be "
-            "computed over each part of the batch"
+            "that depends on one sample alone, or that calls ddp_lab.gather; or "
+            "loss_over_batch=true, if it is meant to be computed over each part of the batch"
         )
     return True
 
@@ -122,12 +129,37 @@ def check_lab_loss(
         ConfigError: the loss is over the batch.
     """
     if over_batch:
+        task.check_first = partial(check_in_first_batch, division, task, is_allowed=True)
         return division.describe()
     if not check_loss(division, task, "loss", lambda: example and outputs_for(model, *example)):
-        task.check_first = lambda outputs, targets: check_loss(
-            division, task, "loss", lambda: (outputs, targets)
-        )
+        task.check_first = partial(check_in_first_batch, division, task)
     return None
+
+
+def check_in_first_batch(
+    division: Division, task: Task, outputs: Any, targets: Tree, is_allowed: bool = False
+) -> None:
+    """Check a loss with the outputs and targets of the first batch.
+
+    Args:
+        division: of the batch.
+        task: with the loss.
+        outputs, targets: of the first batch.
+        is_allowed: whether a loss over each part of the batch is allowed.
+
+    Raises:
+        ConfigError: the loss is over the batch; or it gathers the batch, of which a rank has no
+            sample.
+    """
+    try:
+        check_loss(division, task, "loss", lambda: (outputs, targets))
+    except ConfigError:
+        if not is_allowed:
+            raise
+    if task.gathers:
+        from ddp_lab.strategies.gathering import require_samples_everywhere
+
+        require_samples_everywhere(division.strategy)
 
 
 def outputs_for(model: nn.Module, inputs: Tree, targets: Tree) -> Samples | None:

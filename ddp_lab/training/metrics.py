@@ -68,6 +68,7 @@ def evaluate(
     samples = 0
     totals = dict[str, torch.Tensor]()
     for inputs, targets, global_size in batches:
+        strategy.begin_batch(global_size)
         num_valid = strategy.valid_samples(global_size)
         outputs = sums_of_batch = None
         if (

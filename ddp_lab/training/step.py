@@ -182,12 +182,19 @@ class Step:
         """Return the batch to train on."""
         return batch if self.mix is None else self.mix(batch)
 
-    def compute(self, batch: Batch) -> None:
-        """Queue the work of a step on the device. A CUDA graph captures this method."""
+    def compute(self, batch: Batch | None) -> None:
+        """Queue the work of a step on the device. A CUDA graph captures this method.
+
+        Args:
+            batch: of the step; None: a loop of the user has computed the gradients, and the running
+                sums do not count its losses.
+        """
         skip = self.options.skip_not_finite
         largest = self.options.max_grad_norm
         buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
-        self.sums = self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
+        if batch is not None:
+            accumulate = self.options.accumulate
+            self.sums = self.strategy.forward_backward(*self.mixed(batch), accumulate)
         if self.running_sums.norm is not None:
             norm = self.strategy.gradient_norm()
             self.running_sums.norm.copy_(norm)
@@ -202,7 +209,8 @@ class Step:
         self._optimize()
         if self.ema is not None:
             self.ema.update()
-        self.running_sums.add(self.sums)
+        if batch is not None:
+            self.running_sums.add(self.sums)
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -1,0 +1,195 @@
+"""The outputs of the GLOBAL batch for a loss that compares its samples, such as InfoNCE.
+
+Data parallelism divides a batch, and a loss over the batch would be another function of each part.
+Every rank therefore gets the outputs of all samples, and returns the losses of its own:
+
+    rank 0   outputs 0, 2 --+             +--> all outputs 0, 1, 2, 3   losses of samples 0 and 2
+                            +-- gather ---+
+    rank 1   outputs 1, 3 --+             +--> all outputs 0, 1, 2, 3   losses of samples 1 and 3
+
+The gradient of an output is summed over the losses of all ranks, as on one device.
+"""
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.base import Strategy
+
+
+@dataclass
+class Trial:
+    """A call of a loss whose batch is not divided.
+
+    Attributes:
+        gathers: whether the loss has called `gather`.
+    """
+
+    gathers: bool = False
+
+
+@dataclass
+class Calls:
+    """What the calls of `gather` and `own_rows` have to know of each other.
+
+    Attributes:
+        rows: number of rows that `gather` got last, with which `own_rows` must agree.
+        device: that they were on.
+        trial: the trial that is under way; None: there is none.
+    """
+
+    rows: int = 0
+    device: torch.device | None = None
+    trial: Trial | None = field(default=None)
+
+
+CALLS = Calls()
+
+
+class AllGather(torch.autograd.Function):
+    """The rows of all ranks, [W, b, ...], for those of this rank, [b, ...].
+
+    The backward pass sums the gradients of all rows over the ranks, of which a rank needs its own.
+    An all_reduce sends twice as much as a reduce_scatter, but all backends have it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(gathered, rows, group=group)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[ctx.group.rank()], None
+
+
+@contextmanager
+def trial_of_loss() -> Generator[Trial]:
+    """Let `gather` return its argument in the body, a trial of a loss with some samples."""
+    before = CALLS.trial
+    CALLS.trial = Trial()
+    try:
+        yield CALLS.trial
+    finally:
+        CALLS.trial = before
+
+
+@torch.compiler.disable
+def gather(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the GLOBAL batch for those of this rank, with a gradient. Collective.
+
+    To be called in a loss, or after `trainer.forward`: on all ranks, in the same order. The batch
+    must not be divided into gradient-accumulation steps or micro-batches, which are computed one
+    after another.
+
+    Args:
+        rows: of this rank's samples, [b, ...]. All ranks have the same shape, but for b.
+
+    Returns:
+        Those of all samples, [B, ...], in the order of the GLOBAL batch: row i of rank r is row
+            r + W * i of W ranks.
+
+    Raises:
+        ConfigError: the batch is divided, `rows` are not those of this rank's samples, or no batch
+            is under way.
+    """
+    CALLS.rows = len(rows)
+    CALLS.device = rows.device
+    if CALLS.trial is not None:
+        CALLS.trial.gathers = True
+        return rows
+
+    strategy = active_strategy("gather")
+    require_undivided(strategy)
+    num_valid = strategy.valid_samples(strategy.global_size)
+    if num_valid and len(rows) != num_valid:
+        raise ConfigError(
+            f"gather: got {len(rows)} rows on rank {strategy.runtime.rank}, expected {num_valid}, "
+            "one for each sample of the rank's batch, [b, ...]"
+        )
+    if strategy.dp_size == 1:
+        return rows
+
+    # Every rank sends as many rows.
+    sent = math.ceil(strategy.global_size / strategy.dp_size)
+    missing = sent - num_valid
+    own = rows[:num_valid]
+    if missing:
+        own = torch.cat([own, own.new_zeros(missing, *own.shape[1:])])
+    group = strategy.dp_group or dist.group.WORLD
+    by_rank: Any = AllGather.apply(own.contiguous(), group)
+    in_order = by_rank.transpose(0, 1).flatten(0, 1)
+    return in_order[: strategy.global_size]
+
+
+def own_rows() -> torch.Tensor:
+    """Return which rows of what `gather` returned last are those of this rank's samples, [b].
+
+    Returns:
+        Their numbers, int64, on their device: r + W * i for sample i of rank r of W ranks.
+
+    Raises:
+        ConfigError: no batch is under way.
+    """
+    numbers = torch.arange(CALLS.rows, device=CALLS.device)
+    if CALLS.trial is not None:
+        return numbers
+    strategy = active_strategy("own_rows")
+    rows = strategy.dp_rank + strategy.dp_size * numbers
+    # A rank that has no sample may compute one of padding, which does not count.
+    return rows.clamp(max=strategy.global_size - 1)
+
+
+def active_strategy(function: str) -> Strategy:
+    """Return the strategy whose batch is under way.
+
+    Args:
+        function: called by the user, for the message.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    strategy = Strategy.active
+    if strategy is None:
+        raise ConfigError(
+            f"{function}: is called in a loss, or after `trainer.forward`, where the batch that is "
+            "divided over the ranks is known; there is no such batch here"
+        )
+    return strategy
+
+
+def require_samples_everywhere(strategy: Strategy) -> None:
+    """Raise a ConfigError if a rank has no sample, and does not know that the loss gathers.
+
+    It would not call the loss, and the others would wait for it.
+    """
+    if strategy.global_size < strategy.dp_size:
+        raise ConfigError(
+            f"gather: the first batch has {strategy.global_size} samples for {strategy.dp_size} "
+            "ranks, and the ranks without a sample do not call the loss before it has been tried. "
+            "Let it be tried: lab.trainer(..., example=dataset[0]); or use a larger dataset"
+        )
+
+
+def require_undivided(strategy: Strategy) -> None:
+    """Raise a ConfigError if each rank computes its part of the batch in several micro-batches."""
+    for key, count in (
+        ("accumulate", strategy.accumulate),
+        ("strategy.num_microbatches", strategy.num_microbatches),
+    ):
+        if count > 1:
+            raise ConfigError(
+                f"{key}={count}: is not supported by a loss that calls ddp_lab.gather, because "
+                f"the outputs of one micro-batch are freed before those of the next one. Use "
+                f"{key}=1, with more ranks if memory is short"
+            )
