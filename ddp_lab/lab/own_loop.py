@@ -1,7 +1,6 @@
 """The methods of a trainer for a loop that calls the model and the backward pass itself."""
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class OwnLoop:
             number: of the trainer in its Lab.
         """
         self._own_step = OwnStep(self.eager_step, self.batch_size)
-        self._bare_calls = watch_bare_calls(self.strategy)
+        watch_bare_calls(self.strategy)
         self._number = number
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -57,7 +56,7 @@ class OwnLoop:
         current = self._batches.current
         self._begin_own_step(current)
         spare = current.size if current else 1
-        with self._model_called():
+        with mistakes_reported(self.strategy):
             return step.forward(arguments, keywords, spare)
 
     def backward(self, loss_sum: torch.Tensor, weight: float | torch.Tensor) -> None:
@@ -75,7 +74,7 @@ class OwnLoop:
             ConfigError: the loss is no sum, has no gradient, or is the second one of the step.
         """
         self._own_step.require_supported("backward")
-        with self._model_called():
+        with mistakes_reported(self.strategy):
             self._own_step.backward(loss_sum, weight)
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -141,12 +140,6 @@ class OwnLoop:
         self._begin_step(current)
         global_size = current.global_size if current else self.batch_size
         self._own_step.begin(global_size)
-
-    @contextmanager
-    def _model_called(self) -> Generator[None]:
-        """Let the body call the model."""
-        with self._bare_calls.expected(), mistakes_reported(self.strategy):
-            yield
 
     def _begin_step(self, current: CurrentBatch | None) -> None: ...
 

@@ -20,6 +20,7 @@ from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.data.seeds import seed_of
 from ddp_lab.models.outputs import map_outputs
 from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.ddp import DDP, Passes
 from ddp_lab.strategies.frozen import without_gradients
 from ddp_lab.strategies.micro_batches import surroundings
 from ddp_lab.training.step import Step
@@ -240,27 +241,20 @@ class BareCalls:
 
     Args:
         strategy: its name, for the message.
-
-    Attributes:
-        allowed: how many methods of the trainer are under way, which call the model rightly.
+        passes: of the strategy that are under way.
     """
 
-    def __init__(self, strategy: str):
+    def __init__(self, strategy: str, passes: Passes):
         self.strategy = strategy
-        self.allowed = 0
+        self.passes = passes
 
-    @contextmanager
-    def expected(self) -> Generator[None]:
-        """Let the body, a method of the trainer, call the model."""
-        self.allowed += 1
-        try:
-            yield
-        finally:
-            self.allowed -= 1
+    def __deepcopy__(self, memo: object) -> "BareCalls":
+        """Return a hook that allows all calls: a copy of the model belongs to the user."""
+        return BareCalls(self.strategy, Passes(under_way=1))
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         """Raise a TrainingError if a loop calls the model, in training and with gradients."""
-        if not self.allowed and module.training and torch.is_grad_enabled():
+        if not self.passes.under_way and module.training and torch.is_grad_enabled():
             raise TrainingError(
                 f"strategy={self.strategy}: the model was called directly in training, so its "
                 "gradients would not be summed over the ranks. Use trainer.forward(inputs), then "
@@ -269,16 +263,14 @@ class BareCalls:
             )
 
 
-def watch_bare_calls(strategy: Strategy) -> BareCalls:
-    """Return what the methods of a trainer use, after it watches the model if a wrapper is needed.
+def watch_bare_calls(strategy: Strategy) -> None:
+    """Let a direct call of the model be refused, if the strategy has a wrapper that must be called.
 
     Args:
         strategy: after `setup`.
     """
-    calls = BareCalls(strategy.name)
-    if strategy.supports_own_steps and strategy.forward is not strategy.module:
-        strategy.module.register_forward_pre_hook(calls)
-    return calls
+    if isinstance(strategy, DDP):
+        strategy.module.register_forward_pre_hook(BareCalls(strategy.name, strategy.passes))
 
 
 def is_tensor(value: Any) -> bool:

@@ -20,6 +20,7 @@ from ddp_lab.lab.calls import Calls, CountedSteps
 from ddp_lab.lab.example import Parts
 from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
 from ddp_lab.lab.log import LabLogger
+from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.lab.own_loop import OwnLoop
 from ddp_lab.lab.trainer_files import TrainerFiles
 from ddp_lab.models.outputs import map_outputs, require_samples
@@ -193,7 +194,7 @@ class Trainer(OwnLoop, TrainerFiles):
             strategy.task.labels.add_from(targets)
 
         self._begin_step(current)
-        with self._model_called():
+        with mistakes_reported(self.strategy):
             self.eager_step(batch)
         self.eager_step.seed_alike()
         self._count_step(current)
@@ -308,7 +309,7 @@ class Trainer(OwnLoop, TrainerFiles):
         self._training = None
         self._late_hooks.take()
 
-        with self._model_called():
+        with mistakes_reported(self.strategy):
             self.position = fit(run)
         step.seed_alike()
         return self.logger.last_epoch
@@ -335,7 +336,7 @@ class Trainer(OwnLoop, TrainerFiles):
         self._late_hooks.require_none_on_model()
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
-        with self._averages(), self._model_called():
+        with self._averages(), mistakes_reported(self.strategy):
             evaluation = evaluate(self.strategy, loader, self._on_device(task))
         self._notes.check({"": evaluation})
         return evaluation.values
@@ -365,7 +366,7 @@ class Trainer(OwnLoop, TrainerFiles):
             self._calls.begin("called predict")
 
         require_same_form(inputs, self.strategy)
-        with self._averages(), self._model_called():
+        with self._averages(), mistakes_reported(self.strategy):
             self.strategy.train(False)
             num_samples = max(1, samples)
             outputs = self.strategy.predict(pad(inputs, num_samples))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ from ddp_lab.world.runtime import Runtime
 # Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that
 # no gradient-accumulation step used; DDP also waits for those that only earlier ones used.
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+@dataclass
+class Passes:
+    """Passes of a model by its strategy.
+
+    Attributes:
+        under_way: their number.
+    """
+
+    under_way: int = 0
 
 
 class DDP(Strategy):
@@ -57,6 +69,7 @@ class DDP(Strategy):
             allow_unused(self)
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_sizes = (bucket_cap_mb * MiB,)
+        self.passes = Passes()
 
     def replace_wrapper(self, wrapper_class: type[DistributedDataParallel]) -> None:
         self.wrapper_class = wrapper_class
@@ -99,7 +112,8 @@ class DDP(Strategy):
             return
         example = apply(lambda tensor: torch.zeros_like(tensor, device=self.device), self.example)
         self.module.train()
-        with state_kept(self.module, weights=self.written != {}), self.autocast():
+        unchanged = state_kept(self.module, weights=self.written != {})
+        with unchanged, self.pass_context(example, True), self.autocast():
             outputs = call(self.forward, example)
             if isinstance(outputs, torch.Tensor):
                 total = real_view(outputs).sum()
@@ -124,6 +138,7 @@ class DDP(Strategy):
 
     @contextmanager
     def pass_context(self, inputs: Any, has_samples: bool) -> Generator[None]:
+        self.passes.under_way += 1
         try:
             yield
         except Exception as error:
@@ -132,6 +147,8 @@ class DDP(Strategy):
             if inputs is not None and size(inputs) == 0 and self.find_unused_parameters:
                 raise empty_error(self, error) from None
             raise
+        finally:
+            self.passes.under_way -= 1
 
     def reduce_gradients(self) -> None:
         self.frozen.require_same_in_step()
