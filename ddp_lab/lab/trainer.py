@@ -27,7 +27,6 @@ from ddp_lab.models.outputs import map_outputs, require_samples
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
-from ddp_lab.training import trainer as training
 from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
