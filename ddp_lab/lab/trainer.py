@@ -27,6 +27,7 @@ from ddp_lab.models.outputs import map_outputs, require_samples
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
+from ddp_lab.training import trainer as training
 from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
@@ -62,7 +63,7 @@ class LoopOptions:
     number: int
 
 
-class Trainer(OwnLoop, TrainerFiles):
+class Trainer(OwnLoop, training.Trainer):
     """Trains, evaluates and saves a model.
 
     `Lab.trainer` constructs it. Every method is collective: all ranks call it, with their own part
