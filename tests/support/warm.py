@@ -5,8 +5,9 @@ process spends none. The server writes programs named `python`, `torchrun` and `
 PROGRAMS. Whoever runs them gets an ordinary process (ask.py) for which the server forks the
 program, with the same arguments, environment, directory and files. torchrun's agent forks its ranks
 itself, because they find it by getppid and die with it. Three things differ from a new interpreter,
-so some tests start theirs cold: imports, the interpreter's finalization, and the seed of string
-hashes, which all forks share. preload.py leaves out what would only cost time.
+so some tests start theirs cold: imports, the interpreter's finalization (unless FINALIZE is set),
+and the seed of string hashes, which all forks share. preload.py leaves out what would only cost
+time.
 
 `warm.py agent ARGUMENT...` runs torchrun in its own process and forks its ranks, for Slurm's jobs.
 Linux only.
@@ -19,7 +20,6 @@ import importlib
 import json
 import logging
 import os
-import runpy
 import selectors
 import shlex
 import signal
@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 # the folder with the server's socket and programs, for pytest and its subprocesses
 VARIABLE = "DDP_LAB_TESTS_WARM"
+FINALIZE = "DDP_LAB_TESTS_FINALIZE"
 HUGE_PAGE = 2**21
 MADV_COLLAPSE = 25
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
@@ -148,8 +150,8 @@ def become(environment: dict[str, str]) -> None:
 def run(program: list[str]) -> NoReturn:
     """Run a program in a forked process and exit.
 
-    Exit handlers run, but the modules are not torn down, which would first copy all of the server's
-    memory (0.5 s).
+    Exit handlers run, but the modules are torn down only if FINALIZE is in the environment, because
+    that copies all of the server's memory (0.5 s).
     """
     code: Any = 1
     try:
@@ -162,6 +164,8 @@ def run(program: list[str]) -> NoReturn:
             traceback.print_exc()
         if code is not None and not isinstance(code, int):
             code = print(code, file=sys.stderr) or 1
+        if FINALIZE in os.environ:
+            ctypes.pythonapi.Py_Exit(int(code or 0))
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -189,7 +193,10 @@ def execute(program: list[str]) -> None:
     sys.argv = program
     sys.executable = str(programs() / "python")
     if is_script:
-        runpy.run_path(name, run_name="__main__")
+        # not by runpy, which would free what the script has made before the interpreter ends
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = name
+        exec(compile(Path(name).read_text(), name, "exec"), main.__dict__)
         return
     # Not by runpy: torch's agent calls inspect.stack(), which looks at all modules for every frozen
     # frame (0.7 s).
