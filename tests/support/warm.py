@@ -7,7 +7,7 @@ program, with the same arguments, environment, directory and files. torchrun's a
 itself, because they find it by getppid and die with it. Three things differ from a new interpreter,
 so some tests start theirs cold: imports, the interpreter's finalization (unless FINALIZE is set),
 and the seed of string hashes, which all forks share. preload.py leaves out what would only cost
-time.
+time. What multiprocessing spawns in such a program is forked, too.
 
 `warm.py agent ARGUMENT...` runs torchrun in its own process and forks its ranks, for Slurm's jobs.
 Linux only.
@@ -15,10 +15,12 @@ Linux only.
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import selectors
 import shlex
@@ -31,6 +33,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +46,7 @@ VARIABLE = "DDP_LAB_TESTS_WARM"
 FINALIZE = "DDP_LAB_TESTS_FINALIZE"
 HUGE_PAGE = 2**21
 MADV_COLLAPSE = 25
+MOST_FILES = 250  # that a message can pass on
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
 
 
@@ -96,7 +100,7 @@ def serve(listener: socket.socket) -> NoReturn:
 
         def accept() -> None:
             client, _ = listener.accept()
-            request, files, _, _ = socket.recv_fds(client, 2**20, 3)
+            request, files, _, _ = socket.recv_fds(client, 2**20, MOST_FILES)
             if (pid := os.fork()) == 0:
                 run_for(client, files, json.loads(request))
             for file in files:
@@ -129,16 +133,26 @@ def run_for(client: socket.socket, files: list[int], request: dict[str, Any]) ->
     """Run the program of a request in this fork of the server, in its own session."""
     os.setsid()
     client.send(str(os.getpid()).encode())
-    for number, file in enumerate(files):
-        os.dup2(file, number)
+    # none of the files may lie where another one belongs
+    copies = [
+        fcntl.fcntl(file, fcntl.F_DUPFD, MOST_FILES + max(request["files"])) for file in files
+    ]
+    for copy, number in zip(copies, request["files"], strict=True):
+        os.dup2(copy, number)
     os.chdir(request["cwd"])
-    become(request["env"])
+    become(request["env"], request["files"][3:])
     run(request["program"])
 
 
-def become(environment: dict[str, str]) -> None:
-    """Let a forked process have only its standard files, usual signal handlers, an environment."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+def become(environment: dict[str, str], files: Sequence[int] = ()) -> None:
+    """Let a forked process have only its standard files and others, usual signal handlers, an
+    environment.
+    """
+    first = 3
+    for file in sorted(files):
+        os.closerange(first, file)
+        first = file + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
     for number in SIGNALS:
         signal.signal(
             number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -192,6 +206,11 @@ def execute(program: list[str]) -> None:
     ]
     sys.argv = program
     sys.executable = str(programs() / "python")
+    multiprocessing.set_executable(sys.executable)
+    if name == "multiprocessing.spawn":
+        _, command, *sys.argv[1:] = program
+        exec(command)
+        return
     if is_script:
         # not by runpy, which would free what the script has made before the interpreter ends
         main = sys.modules["__main__"] = types.ModuleType("__main__")
