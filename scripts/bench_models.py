@@ -88,7 +88,7 @@ VIT_L16 = partial(
     vit, depth=24, width=1024, heads=16, mlp_ratio=4.0, patch_size=16, pool="mean", drop_path=0.0
 )
 TINY = [
-    "depth=4",
+    "depth=2",
     "width=16",
     "heads=2",
     "mlp_ratio=2.0",
@@ -120,7 +120,7 @@ MODELS = {
             1,
             28,
             10,
-            depth=4,
+            depth=2,
             width=16,
             heads=2,
             mlp_ratio=2.0,

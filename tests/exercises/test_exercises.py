@@ -1,11 +1,15 @@
 """Each exercise: its reference solution, the file to start from, and wrong solutions."""
 
+import atexit
+import gc
 import multiprocessing
+import sys
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm
 
 from ddp_lab.exercises import processes
 from ddp_lab.exercises.catalog import TITLES, load
@@ -23,13 +27,20 @@ LIMITS = (1.5, 0.2), (processes.LIMIT, processes.GRACE)
 def explain(tmp_path_factory):
     """Check solutions in a process of their own.
 
-    After a use of autograd, as in other tests, ranks cannot be forked.
+    After a use of autograd, as in other tests, ranks cannot be forked. They are forked 400 times.
     """
     folder = tmp_path_factory.mktemp("exercises")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=prepare_to_fork) as pool:
         yield lambda name, *given: pool.submit(
             explain_source, folder / f"{name}.py", name, *given
         ).result(timeout=60)
+
+
+def prepare_to_fork() -> None:
+    if sys.platform == "linux":
+        warm.prepare_to_fork()
+        atexit.register(gc.unfreeze)  # libraries complain at exit of objects that nothing frees
 
 
 def explain_source(file: Path, name: str, source: str, expected: str | None) -> str | None:

@@ -190,24 +190,40 @@ def test_single_equals_a_loop_of_torch(accumulate):
         require_equal(found, by_hand(case))
 
 
+def of_both(strategy: str) -> dict[int, dict[str, dict]]:
+    return {accumulate: all_of(strategy, accumulate) for accumulate in (1, 2)}
+
+
+@once
+def world(strategy: str, ranks: int) -> list[dict[int, dict[str, dict]]]:
+    return run_world(ranks, of_both, strategy, timeout=200)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
 def test_unequal_weights_give_the_weights_of_single(strategy, ranks, accumulate):
-    for rank in run_world(ranks, all_of, strategy, accumulate, timeout=120):
-        for case, found in rank.items():
+    for rank in world(strategy, ranks):
+        for case, found in rank[accumulate].items():
             require_equal(found, by_hand(case))
 
 
-def cut(strategy: str, accumulate: int) -> dict[str, Any]:
-    return train(strategy, "positive", accumulate, **CUTTING[strategy])
+def cut(strategy: str) -> dict[int, dict[str, Any]]:
+    return {
+        accumulate: train(strategy, "positive", accumulate, **CUTTING[strategy])
+        for accumulate in (1, 2)
+    }
+
+
+@once
+def cut_world(strategy: str) -> list[dict[int, dict[str, Any]]]:
+    return run_world(1 if strategy == "split" else 2, cut, strategy, timeout=200)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", CUTTING)
 def test_strategies_that_cut_a_model_take_such_a_loss_of_tensors(strategy, accumulate):
-    ranks = 1 if strategy == "split" else 2
-    for found in run_world(ranks, cut, strategy, accumulate, timeout=120):
-        require_equal(found, by_hand("positive"), partly=True)
+    for found in cut_world(strategy):
+        require_equal(found[accumulate], by_hand("positive"), partly=True)
 
 
 def fitted(strategy: str) -> dict[str, float]:

@@ -21,7 +21,6 @@ from launches import (
     start,
     wait_for,
 )
-from mlflow import MlflowClient
 from own_trackers import wandb_records
 from worlds import run_world
 
@@ -42,6 +41,8 @@ def database(tmp_path_factory) -> Path:
 
     Making them takes 10 s, on a busy machine longer than a preempted run waits.
     """
+    from mlflow import MlflowClient  # takes 1 s, which all processes of pytest would spend
+
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     MlflowClient(f"sqlite:///{path}").search_experiments()
     return path
@@ -153,6 +154,8 @@ def test_wandb_has_one_id_in_all_folders_and_every_row_once(tracked):
 
 
 def test_mlflow_has_one_run_with_every_row_once(tracked):
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{tracked / 'mlflow.db'}")
     (run,) = client.search_runs(
         [experiment.experiment_id for experiment in client.search_experiments()]
@@ -242,6 +245,8 @@ def interrupt(*arguments, **options):
     "tracker_options.mlflow.dir",
 )
 def test_options_reach_mlflow(database, tmp_path):
+    from mlflow import MlflowClient
+
     shutil.copy(database, tmp_path / "other.db")
     places = {
         "all/mlflow.db": f"tracker_options.mlflow.dir={tmp_path}/all",
@@ -261,6 +266,8 @@ def test_options_reach_mlflow(database, tmp_path):
 def test_mlflow_run_whose_launch_was_killed_before_it_had_the_config_gets_it(
     database, tmp_path, monkeypatch
 ):
+    from mlflow import MlflowClient
+
     place = f"sqlite:///{shutil.copy(database, tmp_path)}"
     run = TrackedRun(tmp_path, "an id", {"optimizer": {"lr": 0.1}}, {}, (1, 0))
     with monkeypatch.context() as patch:
@@ -279,6 +286,8 @@ def test_mlflow_run_whose_launch_was_killed_before_it_had_the_config_gets_it(
 @pytest.mark.parametrize(("fault", "status"), [("sigterm", "KILLED"), ("raise", "FAILED")])
 def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, database, tmp_path):
     """After a preemption, and after an error that is no TrainingError."""
+    from mlflow import MlflowClient
+
     place = f"sqlite:///{shutil.copy(database, tmp_path)}"
     client = MlflowClient(place)
     given = [

@@ -111,6 +111,7 @@ def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, tor
         return losses, weights
 
 
+@pytest.mark.slow
 def test_efficientnet_equals_single():
     """Of 82 layers 66 are sharded, depthwise and squeeze-and-excitation ones among them."""
     expected, weights = run_world(1, efficientnet, "single", False)[0]

@@ -15,10 +15,29 @@ import sys
 MODULES = {"torchrun": "torch.distributed.run", "ddp-lab": "ddp_lab"}
 
 
+# how multiprocessing starts a process with the method "spawn", which inherits open files
+SPAWN = "from multiprocessing.spawn import spawn_main; "
+
+
+def inherited_files() -> list[int]:
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [file for file in files if file > 2 and is_inheritable(file)]
+
+
+def is_inheritable(file: int) -> bool:
+    try:
+        return os.get_inheritable(file)
+    except OSError:  # the folder that was listed, which is closed
+        return False
+
+
 def program_of(name: str, arguments: list[str]) -> list[str] | None:
     """Return the script or module that a command runs and its arguments; None for others."""
     if name in MODULES:
         return [MODULES[name], *arguments]
+    for number, argument in enumerate(arguments):  # after options of the interpreter, as -B
+        if argument.startswith(SPAWN):
+            return ["multiprocessing.spawn", *arguments[number:]]
     first, *rest = arguments[arguments[:1] == ["-u"] :] or [""]
     if first == "-m" and rest and rest[0] in MODULES.values():
         return rest
@@ -31,10 +50,16 @@ def main() -> None:
     if program is None:
         real = os.path.join(os.path.dirname(sys.executable), name)
         os.execv(real, [real, *arguments])
+    files = inherited_files() if program[0] == "multiprocessing.spawn" else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
-        request = {"program": program, "cwd": os.getcwd(), "env": dict(os.environ)}
-        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        request = {
+            "program": program,
+            "cwd": os.getcwd(),
+            "env": dict(os.environ),
+            "files": [0, 1, 2, *files],
+        }
+        socket.send_fds(server, [json.dumps(request).encode()], request["files"])
         pid = int(server.recv(32))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: os.killpg(pid, number))

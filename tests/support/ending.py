@@ -7,6 +7,7 @@ HOW is one of: fit, break, stuck, open, raise, kill, wait, label. After each
 launch it prints the processes that are still there.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,7 +22,6 @@ from torch.utils.data import TensorDataset
 from ddp_lab import Lab, launch, tasks
 from ddp_lab.lab.launch import RankError
 
-MARK = "DDP_LAB_ENDING"  # in the environment of the script and so of all processes that it starts
 LIMIT = 5.0  # seconds after which no process may be left
 STUCK = 12  # from this sample on, one takes minutes if the dataset is slow
 kept = []  # trainers and iterators to which the user keeps references
@@ -40,23 +40,30 @@ class Numbers:
         return torch.full((4,), float(index)), torch.zeros(1)
 
 
-def others(mark: str) -> list[str]:
-    """Return the processes, but this one, that the marked script has started and that run."""
+def pipe_of(pid: int) -> str:
+    """Return the name of the pipe to which a process writes, as all processes that it starts do."""
+    return os.readlink(f"/proc/{pid}/fd/1")
+
+
+def others(pipe: str) -> list[str]:
+    """Return the processes, but this one and its client (ask.py), that write to a pipe."""
     found = []
     for process in psutil.process_iter():
-        try:
-            runs = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if runs and process.environ().get(MARK) == mark:
-                found.append(f"{process.pid} {' '.join(process.cmdline())}")
-        except psutil.Error:
-            pass
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended
+            command = " ".join(process.cmdline())
+            if (
+                process.pid != os.getpid()
+                and pipe_of(process.pid) == pipe
+                and "ask.py" not in command
+            ):
+                found.append(f"{process.pid} {command}")
     return found
 
 
-def left_over(mark: str) -> list[str]:
+def left_over(pipe: str) -> list[str]:
     """Return the processes that are left LIMIT seconds from now, as soon as none is left."""
     deadline = time.monotonic() + LIMIT
-    while (found := others(mark)) and time.monotonic() < deadline:
+    while (found := others(pipe)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
@@ -102,7 +109,8 @@ def train(how: str) -> str:
             if how in ("break", "stuck"):
                 break
             if how == "wait":
-                os.write(1, b"waiting\n")  # in one piece, unlike the print of two ranks
+                line = f"waiting for {os.getppid()}\n"
+                os.write(1, line.encode())  # in one piece, unlike the print of two ranks
                 time.sleep(600)
             if lab.rank == lab.world_size - 1:
                 if how == "raise":
@@ -117,15 +125,12 @@ def main() -> None:
     if way == "script":
         print(train(given[0]))
         return
-    if len(given) > 1:
-        import preload_rank  # noqa: F401  # else all ranks import it, which takes each 2 s
-
     for how in given:
         try:
             outcome = launch(train, how)
         except RankError as error:
             outcome = str(error).splitlines()[-1]
-        print(f"{how}: {outcome}; left: {left_over(os.environ[MARK])}", flush=True)
+        print(f"{how}: {outcome}; left: {left_over(pipe_of(os.getpid()))}", flush=True)
 
 
 if __name__ == "__main__":

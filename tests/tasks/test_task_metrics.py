@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score, jaccard_score, mean_absolute_error, r2_score
 
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.multi_label import MultiLabel
@@ -28,6 +27,9 @@ def metrics_of(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> dict
 
 
 def test_regression():
+    # takes 1 s, which all processes of pytest would spend
+    from sklearn.metrics import mean_absolute_error, r2_score
+
     outputs, targets = torch.randn(2, 20, 3, generator=GENERATOR)
     found = metrics_of(Regression(), outputs, targets)
     assert found["mae"] == pytest.approx(mean_absolute_error(targets, outputs))
@@ -36,6 +38,8 @@ def test_regression():
 
 
 def test_multi_label():
+    from sklearn.metrics import f1_score
+
     outputs = torch.randn(20, 4, generator=GENERATOR)
     targets = torch.randint(0, 2, (20, 4), generator=GENERATOR)
     found = metrics_of(MultiLabel(), outputs, targets)
@@ -46,6 +50,8 @@ def test_multi_label():
 
 
 def test_segmentation_ignores_pixels():
+    from sklearn.metrics import jaccard_score
+
     outputs = torch.randn(20, 3, 6, 6, generator=GENERATOR)
     targets = torch.randint(0, 3, (20, 6, 6), generator=GENERATOR)
     targets[torch.rand(targets.shape, generator=GENERATOR) < 0.4] = 255
