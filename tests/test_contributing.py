@@ -2,6 +2,7 @@
 
 import re
 
+import case
 import training
 import worlds
 from cases import MATRIX
@@ -11,15 +12,15 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_case_that_contributing_runs_exists():
-    found = re.search(r"test_strategy_equals_single\[(.*) on (\d)\]", TEXT)
-    quick = [(case, int(size)) for case, sizes, _ in MATRIX for size in sizes]
-    assert (found[1], int(found[2])) in quick
+    named = re.search(r"test_strategy_equals_single\[(.*) on (\d)\]", TEXT)
+    quick = [(line, int(size)) for line, sizes, _ in MATRIX for size in sizes]
+    assert (named[1], int(named[2])) in quick
 
 
 def test_helpers_that_contributing_imports_exist():
     code = re.search(r"<<'END'\n(.*?)^END\n", TEXT, re.DOTALL | re.MULTILINE)[1]
     compile(code, "CONTRIBUTING.md", "exec")
-    for module in (training, worlds):
+    for module in (case, training, worlds):
         names = re.search(rf"^from {module.__name__} import (.*)$", code, re.MULTILINE)[1].split(
             ", "
         )
@@ -27,5 +28,5 @@ def test_helpers_that_contributing_imports_exist():
 
 
 def test_config_of_the_case_that_contributing_prints_is_composed():
-    case = re.search(r'^case, ranks = "(.*)", 2$', TEXT, re.MULTILINE)[1]
-    assert training.config_of(case).strategy._target_.endswith("DDP")
+    line = re.search(r'^case, ranks = "(.*)", 2$', TEXT, re.MULTILINE)[1]
+    assert case.config_of(line).strategy._target_.endswith("DDP")

@@ -15,18 +15,11 @@ from typing import NamedTuple
 
 import pytest
 import training
+from case import Case, reference_of
 from cases import MATRIX, assert_equal, tolerance_of
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
-from training import (
-    ONE_PROCESS,
-    Outcome,
-    largest_difference,
-    reference_of,
-    run_case,
-    run_cases,
-    words_of,
-)
+from training import ONE_PROCESS, Outcome, largest_difference, run_case, run_cases
 from worlds import once, run_world
 
 from ddp_lab.speed import fastest
@@ -200,7 +193,7 @@ AUTO_COMPILED = each(f"epochs=1 {AUTO}", "ddp", "scratch algorithm=bucketed")
 
 
 def captured_by_auto(case: str) -> bool:
-    return not {"checkpoint_activations=block", "data.loader=workers"} & {*words_of(case)}
+    return not {"checkpoint_activations=block", "data.loader=workers"} & Case.of(case).parts
 
 
 def run_automatically(cases: list[str], device: str, compiles: bool) -> dict:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from case import Case, config_of
 from omegaconf import DictConfig
 from torch.profiler import ProfilerActivity, profile
-from training import config_of, dtype_of
 from worlds import once, run_world
 
 from ddp_lab.advise.advisor import Advisor
@@ -69,7 +69,7 @@ def receive_buffers() -> dict[int, int]:
 
 
 def measure(runtime: Runtime, case: str) -> Real:
-    with dtype_of(case):
+    with Case.of(case).default_dtype():
         gc.collect()
         others = receive_buffers()
         job = build(config_of(case), runtime)
@@ -136,7 +136,7 @@ def world(cases: tuple[str, ...]) -> list[dict[str, Real]]:
 
 
 def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
-    with dtype_of(case):
+    with Case.of(case).default_dtype():
         runtime = PlannedRuntime(ranks, ranks, "float32", kind="cpu")
         cfg = config_of(case)
         job = build(cfg, runtime.of_rank(rank))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from case import reference_of
 from cases import assert_equal
-from training import Outcome, largest_difference, reference_of, run_cases
+from training import Outcome, largest_difference, run_cases
 from worlds import run_world
 
 from ddp_lab.checkpoints.files import find_damage

@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from case import Case, config_of
 from configs import config
 from launches import OWN, launch, main_in_world, refusal_in_world
 from own_models import ReadsValues, Wrong, finetuned
 from torch import nn
-from training import config_of, dtype_of
 from worlds import run_world
 
 from ddp_lab.config.build import build
@@ -182,7 +182,7 @@ def test_parameters_that_some_steps_may_use_are_not_frozen(strategy, frozen_with
     """The images of the trial go through no expert. On one rank only DDP waits for gradients."""
     for key, frozen in (("", frozen_without), ("find_unused_parameters=true", 0)):
         case = f"{strategy} own=RareExperts unused {key}"
-        with dtype_of(case):
+        with Case.of(case).default_dtype():
             job = build_job(config_of(case), Runtime("cpu"))
         assert sum(not parameter.requires_grad for parameter in job.model.parameters()) == frozen
         assert job.notes[0].startswith("6 parameters are not used ")

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import training
+from case import config_of, reference_of
 from cases import assert_equal, tolerance_of
+from small_networks import make_model
 from stand_in_graphs import replace_graphs
-from training import Outcome, config_of, make_model, reference_of, run_cases
+from training import Outcome, run_cases
 from worlds import run_world
 
 from ddp_lab.config.build import build as construct

@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from case import reference_of
 from cases import assert_equal
 from configs import config
+from small_networks import make_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training import Outcome, make_model, make_step, reference_of, run_cases
+from training import Outcome, make_step, run_cases
 from worlds import once, run_world
 
 from ddp_lab.config.build import build as build_config

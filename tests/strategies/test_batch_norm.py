@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launches import SMALL, launch, refusal_in_world
+from small_networks import BatchNormAct
 from torch import nn
 from torch.utils.data import TensorDataset
-from training import BatchNormAct
 from worlds import run_world
 
 from ddp_lab import Lab, tasks

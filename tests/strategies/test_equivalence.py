@@ -2,18 +2,10 @@
 
 import pytest
 import torch
+from case import Case, config_of, reference_of
 from cases import MATRIX, assert_averages_equal, assert_equal, tolerance_of
-from training import (
-    SEED,
-    Outcome,
-    config_of,
-    held_bytes,
-    largest_difference,
-    make_model,
-    reference_of,
-    run_cases,
-    words_of,
-)
+from small_networks import make_model
+from training import SEED, Outcome, held_bytes, largest_difference, run_cases
 from worlds import once, run_world
 
 from ddp_lab.strategies.base import Strategy
@@ -153,7 +145,7 @@ def test_strategy_equals_single(case, size):
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluations == first.evaluations
-        assert outcome.digest == first.digest or case.split()[0] not in ("scratch", "ddp"), (
+        assert outcome.digest == first.digest or Case.of(case).strategy not in ("scratch", "ddp"), (
             "the replicas drift apart"
         )
     if "partly_frozen" in case:
@@ -171,15 +163,12 @@ def is_cut_or_sharded(case: str) -> bool:
 
     tp alone leaves embedding and head complete.
     """
-    strategy, *words = case.split()
-    cut = strategy in ("fsdp", "pipeline", "ddp_pipeline") or any(
-        word.startswith(("shard=", "pp=")) for word in words
-    )
-    return (
-        cut
-        and not {"pp=1", "float64"} & {*words_of(case)}
-        and bool({"vit", "vit_drop", "short"} & {*words})
-    )
+    described = Case.of(case)
+    divides = described.strategy in ("fsdp", "pipeline", "ddp_pipeline")
+    divides = divides or bool({"shard", "pp"} & described.options.keys())
+    is_alone = described.options.get("pp") == "1"
+    is_vit = bool({"vit", "vit_drop", "short"} & described.parts)
+    return divides and is_vit and not is_alone and not described.in_float64
 
 
 @pytest.mark.parametrize(

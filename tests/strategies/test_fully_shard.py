@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import config
+from small_networks import make_model
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import make_model
 from worlds import run_world
 
 from ddp_lab.config.build import build

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from small_networks import make_model
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
-from training import make_model
 from worlds import run_world
 
 from ddp_lab import Lab, tasks

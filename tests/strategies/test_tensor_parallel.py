@@ -12,9 +12,11 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from case import reference_of
 from cases import assert_equal
+from small_networks import make_model
 from torch import nn
-from training import make_model, reference_of, run_cases
+from training import run_cases
 from worlds import run_world
 
 from ddp_lab.advise.advisor import Advisor, Row

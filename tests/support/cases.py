@@ -260,11 +260,11 @@ def tolerance_of(case: str) -> float:
     Cases with BatchNorm, with parameters that some steps do not use or that are used directly, and
     with `units` are computed in float64.
     """
-    words = {*case.split()}
+    parts = {*case.split()}
     in_float64 = {"normalized", "find_unused_parameters=true", "own=InPlace", "own=DirectWeights"}
-    if in_float64 & words or "units=" in case:
+    if in_float64 & parts or "units=" in case:
         return 1e-12
-    return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & words else 1e-6
+    return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & parts else 1e-6
 
 
 def assert_equal(

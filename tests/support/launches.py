@@ -39,7 +39,11 @@ OWN = [
 ]
 # A model with BatchNorm; ResNet-18's ten million parameters would dominate the time of a short
 # launch.
-NARROW = ["model=lenet", "model._target_=training.narrow_resnet", "data.dataset.image_size=16"]
+NARROW = [
+    "model=lenet",
+    "model._target_=small_networks.narrow_resnet",
+    "data.dataset.image_size=16",
+]
 
 
 def start(

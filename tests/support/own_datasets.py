@@ -137,16 +137,20 @@ def signs(split):
     return torch.utils.data.TensorDataset(inputs, (targets > torch.tensor([0.0, 1.2])).long())
 
 
-class Pairs:
-    """Samples with a dict of two inputs, for models whose forward has their names."""
-
-    classes = ("below", "above")
+class Sized:
+    """A dataset whose number of samples is an argument."""
 
     def __init__(self, size: int = 40):
         self.size = size
 
     def __len__(self):
         return self.size
+
+
+class Pairs(Sized):
+    """Samples with a dict of two inputs, for models whose forward has their names."""
+
+    classes = ("below", "above")
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -154,16 +158,10 @@ class Pairs:
         return {"left": left, "right": right}, int(left.sum() > right.sum())
 
 
-class Texts:
+class Texts(Sized):
     """Samples that are dicts, of different lengths, with a part that is no number."""
 
     classes = ("even", "odd")
-
-    def __init__(self, size: int = 40):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -213,14 +211,8 @@ class Loaded:
         raise NotImplementedError
 
 
-class Points:
+class Points(Sized):
     """Samples of three parts: two inputs with the target between them."""
-
-    def __init__(self, size: int = 40):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case import config_of
+from small_networks import make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import config_of, make_model
 
 from ddp_lab.config.build import build
 from ddp_lab.strategies.base import Strategy

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import config_of
+from case import config_of
 
 from ddp_lab.config.types import Every
 from ddp_lab.data.batch import Batch

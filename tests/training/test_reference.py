@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launches import NARROW, main_in_world, newest, read_metrics
-from training import MODELS, largest_difference
+from small_networks import MODELS
+from training import largest_difference
 from worlds import run_world
 
 from ddp_lab.data.datasets import Synthetic

@@ -1,0 +1,248 @@
+"""A case: a training under a strategy, whose result must be that of one device.
+
+It is written as a line, for example `scratch algorithm=ring accumulate=2 clipped`, which is also
+its name in the id of a test: a strategy of conf/strategy/, then options of it, keys of the config,
+options of config groups, and names of PRESETS. By default the last batch is partial, and its size
+is not divisible by 2, 3 or 4.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import yaml
+from configs import CONF, config
+from omegaconf import DictConfig, OmegaConf
+from small_networks import MODELS
+
+# Most keys that change numbers differ from their defaults.
+BASE = (
+    "data.dataset.train_size=59 data.dataset.test_size=31 data.dataset.channels=1 "
+    "data.num_workers=1 "
+)
+BASE += "data.val_seed=7 data.loader=device epochs=2 batch_size=24 seed=7 lr_scaling=linear "
+BASE += "lr_base_batch_size=24 warmup_epochs=0.6 optimizer.lr=0.05 speed=off"
+GROUPS = ("data", "model", "task", "loss", "optimizer", "scheduler")
+SHORT_NAMES = {"samples": "data.dataset.train_size"}  # of keys, in cases
+# Keys of which the result must not depend.
+INDEPENDENT_OF = {
+    "accumulate",
+    "data.loader",
+    "data.num_workers",
+    "save",
+    "checkpoint.at_steps",
+    "resume",
+    "speed",
+}
+INDEPENDENT_OF |= {"cuda_graph", "compile", "channels_last"}
+PRESETS = {
+    # The last of three batches has one sample. With two or more ranks, some rank has only padding
+    # in it, which must not count. Twelve more are the validation set, which is evaluated under
+    # every strategy, too.
+    "almost-empty": "samples=61 data.val_fraction=0.2",
+    "clipped": "max_grad_norm=0.1 ema=0.8",  # also averages the weights, over about five steps
+    # In float64: in float32, with 97 samples, the input of a ReLU in the seventh step was 2e-8
+    # below zero on one rank and 3e-8 above it on two, so the final weights differed by 3e-5. In
+    # float64 they differ by 6e-17.
+    "augmented": "data.crop_padding=3 data.flip=true float64",
+    "decayed": "optimizer.weight_decay=0.1",
+    "undecayed": "optimizer.weight_decay=0.1 decay_norms_and_biases=false",
+    "recipe": "mixup=0.4 cutmix=1.0 scheduler=multi_step scheduler.milestones=[1.6] "
+    "scheduler.gamma=0.2 smoothed undecayed",
+    "smoothed": "loss.label_smoothing=0.2",
+    "focal": "loss=own loss._target_=own_losses.Focal loss.gamma=1.0",
+    # In float64: where a gradient is mathematically zero, as that of a key's bias, AdamW divides
+    # one rounding error by another.
+    "adamw": "optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.0 float64",
+    "files": "data=folder data.loader=workers data.channels=1 data.image_size=28 "
+    "data.crop_scale=[0.3,1.0] data.flip=false data.randaugment=9 data.erasing=0.5 "
+    "data.mean=[0.5] data.std=[0.2] data.num_workers=1",
+    # Their logits are 0 at first, so smaller steps change too little.
+    "vit": "model=vit model.init=by_block optimizer.lr=0.2",
+    # drops either residual branch of the last block in half of the steps
+    "vit_drop": "vit model.drop_path=0.5",
+    "short": "vit epochs=1 samples=48",  # two complete batches
+    # BatchNorm, in float64: rounding errors grow fast through its layers, more so if the sign of a
+    # ReLU's input changes.
+    **{
+        name: f"model={name}"
+        for name in ("lenet", "partly_frozen", "unbiased", "tied", "resnet18", "book_resnet18")
+    },
+    "narrow": "model=narrow samples=60 epochs=1 ema=0.8 float64",
+    "normalized": "model=normalized samples=50 epochs=1 ema=0.8 float64",
+    "narrow-step": "model=narrow samples=24 epochs=1",
+    "step": "samples=24 epochs=1 float64",
+    "regression": "task=regression data=own data.dataset._target_=own_datasets.numbers model=own "
+    "model._target_=own_models.regressor model.dropout=0.0",
+    # a loss that returns the sum of a batch and its weight
+    "sums": "regression task._target_=ddp_lab.tasks.Task loss=own "
+    "loss._target_=own_losses.of_large",
+    "unused": "optimizer.weight_decay=0.1 float64",
+    "experts": "own=Experts unused",
+    "weights": "optimizer.weight_decay=0.1",
+    "multi_label": "regression task=multi_label data.dataset._target_=own_datasets.signs",
+    "segmentation": "task=segmentation data=own data.loader=workers data.num_workers=0 "
+    "data.num_classes=2 data.flip=true data.crop_padding=2 "
+    "data.dataset._target_=own_datasets.Masks model=own "
+    "model._target_=own_models.segmenter",
+    "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 "
+    "data.dataset.ignored=true model=gpt model.depth=2 model.width=16",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training under a strategy.
+
+    Attributes:
+        line: as it is written. Cases of the same line are equal.
+        strategy: a name of conf/strategy/.
+        options: of the strategy, by name, as YAML.
+        groups: the chosen option of config groups, by name, for example {"task": "tokens"}.
+        network: name of the model in MODELS; None: that of the groups.
+        keys: values of other keys of the config, by name, as YAML.
+        in_float64: whether it is computed in float64.
+        other_start: whether ranks other than 0 begin with other weights, which must not matter.
+        parts: what the line consists of, after the strategy, with that of its presets.
+    """
+
+    line: str
+    strategy: str = field(compare=False)
+    options: dict[str, str] = field(compare=False)
+    groups: dict[str, str] = field(compare=False)
+    network: str | None = field(compare=False)
+    keys: dict[str, str] = field(compare=False)
+    in_float64: bool = field(compare=False)
+    other_start: bool = field(compare=False)
+    parts: frozenset[str] = field(compare=False)
+
+    @classmethod
+    @cache
+    def of(cls, line: str) -> "Case":
+        """Return the case that a line describes. A later part of it overrides an earlier one."""
+        strategy, *written = line.split()
+        parts = expanded(written)
+        known = options_of(strategy)
+        options: dict[str, str] = {}
+        groups: dict[str, str] = {}
+        keys: dict[str, str] = {}
+        network = None
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if not equals:
+                continue
+            if key == "model" and value in MODELS:
+                network = value
+                groups.pop("model", None)
+            elif key in GROUPS:
+                groups[key] = value
+                network = None if key == "model" else network
+            elif key.split(".")[0] in known:
+                options[key] = value
+            else:
+                keys[SHORT_NAMES.get(key, key)] = value
+        return cls(
+            line=line,
+            strategy=strategy,
+            options=options,
+            groups=groups,
+            network=network,
+            keys=keys,
+            in_float64="float64" in parts,
+            other_start="shifted" in parts,
+            parts=frozenset([*written, *parts]),
+        )
+
+    def __str__(self) -> str:
+        return self.line
+
+    def config(self) -> DictConfig:
+        """Return the config with which train.py would train it."""
+        groups = {"data": "synthetic", **self.groups}
+        cfg = with_groups(*(f"{group}={option}" for group, option in groups.items())).copy()
+        cfg.strategy = options_of(self.strategy)
+        if self.network is not None:
+            make, channels, side = MODELS[self.network]
+            cfg.model = {
+                "_target_": f"{make.__module__}.{make.__name__}",
+                "init_std": None,
+                "init": "default",
+                "weights": None,
+            }
+            cfg.data.dataset.update(channels=channels, image_size=side)
+        settings = {f"strategy.{name}": value for name, value in self.options.items()} | self.keys
+        for key, value in settings.items():
+            OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=True)
+        return cfg
+
+    def reference(self) -> "Case":
+        """Return the case of one device, without worker processes, whose results it must equal."""
+        of_strategy = options_of(self.strategy).keys() - {"find_unused_parameters"}  # single's, too
+        kept: list[str] = []
+        for part in self.line.split()[1:]:
+            key = part.partition("=")[0]
+            is_option = key.split(".")[0] in of_strategy
+            if key not in INDEPENDENT_OF and key != "shifted" and not is_option:
+                kept.append(part)
+        return Case.of(" ".join(["single", *kept, "data.num_workers=0"]))
+
+    @contextmanager
+    def default_dtype(self) -> Iterator[None]:
+        """Compute in float64 in the body, if the case says so."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self.in_float64 else before)
+        yield
+        torch.set_default_dtype(before)
+
+
+def expanded(written: list[str]) -> list[str]:
+    """Return the parts of a line with those of its presets in place of their names.
+
+    `own=NAME` is a model of own_models.py, `units=NAME` one of unit_models.py in float64.
+    """
+    parts: list[str] = []
+    for part in written:
+        key, _, name = part.partition("=")
+        if part in PRESETS:
+            parts += expanded(PRESETS[part].split())
+        elif key == "own":
+            parts += ["model=own", f"model._target_=own_models.{name}"]
+        elif key == "units":
+            parts += ["model=own", f"model._target_=unit_models.{name}", "float64"]
+        else:
+            parts.append(part)
+    return parts
+
+
+@cache
+def options_of(strategy: str) -> dict[str, Any]:
+    """Return the options of a strategy: conf/, but four micro-batches and three buckets."""
+    options = OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{strategy}.yaml"))
+    if strategy == "single":
+        options["find_unused_parameters"] = False  # conf/ does not list it
+    changed = {"num_microbatches": 4, "bucket_mb": 1 / 64}
+    return {key: changed.get(key, value) for key, value in options.items()}
+
+
+@cache
+def with_groups(*groups: str) -> DictConfig:
+    """Return the config with these groups, and of BASE what it has keys for."""
+    cfg = config(*groups)
+    for word in BASE.split():
+        key, _, value = word.partition("=")
+        if OmegaConf.select(cfg, key) is not None:
+            OmegaConf.update(cfg, key, yaml.safe_load(value))
+    return cfg
+
+
+def config_of(line: str) -> DictConfig:
+    """Return the config with which train.py would train the case of a line."""
+    return Case.of(line).config()
+
+
+def reference_of(line: str) -> str:
+    """Return the line of the case of one device whose results the case of a line must equal."""
+    return str(Case.of(line).reference())
