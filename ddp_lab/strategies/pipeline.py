@@ -31,8 +31,6 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.strategies.traced_model import TracedModel
 
-OF_TRACES = "the model is no Chain, and its stages are traces, with which it was never tested"
-
 
 class Pipeline(Strategy):
     """One pipeline over all ranks.
@@ -81,6 +79,7 @@ class Pipeline(Strategy):
 
     def _trace(self, model: nn.Module, samples: int) -> None:
         """Cut a model that is no Chain."""
+        from ddp_lab.strategies.traced import OF_TRACES
         from ddp_lab.strategies.traced_model import TracedModel
 
         if self.batch_norm == "sync":

@@ -18,7 +18,7 @@ batch.
 from collections import OrderedDict
 from copy import deepcopy
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ from ddp_lab.strategies.parameters import require_one_place
 from ddp_lab.tasks.base import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.models.cut_points import CutPoints
+    from ddp_lab.strategies.traced_split import TracedSplit
 
 
 class Split(Strategy):
@@ -47,7 +51,7 @@ class Split(Strategy):
         ConfigError: there are more devices than blocks (in `partition`).
     """
 
-    one_process = needs_chain = compiled_by_block = True
+    one_process = cuts_model = compiled_by_block = True
     supported_options = frozenset({"compile", "channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):
@@ -64,14 +68,27 @@ class Split(Strategy):
         self.device = self.devices[0]
         self.num_devices = len(set(self.devices))
         self.num_microbatches = num_microbatches
+        self.traced: TracedSplit | None = None  # of a model that is no Chain
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
+        self.calls_blocks = isinstance(model, Chain)
+        # What a forward pass writes to a parameter is no part of a trace.
+        self.copies_weights = not self.calls_blocks
         super().partition(model, samples)
+        if isinstance(model, Chain):
+            self._cut(model)
+        else:
+            from ddp_lab.strategies.traced_split import TracedSplit
+
+            self.traced = TracedSplit(self, model, self.devices, samples)
+            self.parts = self.traced.parts
+
+    def _cut(self, model: Chain) -> None:
+        """Cut a model that is a Chain."""
         if not self.devices_are_given:
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
-        self.parts = Partition(model, len(self.devices))
+        self.parts: Partition | CutPoints = Partition(model, len(self.devices))
         places = zip(self.parts.parts, self.devices, strict=True)
         device_of = {self.parts.names[i]: device for part, device in places for i in part}
         require_one_place(
@@ -82,8 +99,12 @@ class Split(Strategy):
         self.module = model
         # in training the outputs are there
         self.task_on_last = deepcopy(self.task).to(self.devices[-1])
+        if self.traced is not None:
+            self.module = self.traced.place(model)
+            self.stages: list[nn.Module] = [self.module]
+            return
         blocks = list(model.named_children())
-        self.stages: list[nn.Module] = [
+        self.stages = [
             self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
         ]
@@ -98,8 +119,15 @@ class Split(Strategy):
     @torch.no_grad()
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)
+        if self.traced is not None:
+            return self.traced.predict(inputs)
         assert isinstance(inputs, torch.Tensor)
         return self._through_stages(inputs).to(self.device)
+
+    def require_called_hooks(self, model: nn.Module) -> None:
+        if self.traced is not None:
+            self.traced.require_no_hooks(model)
+        super().require_called_hooks(model)
 
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
         """Return the logits of one micro-batch, on the last device."""
@@ -111,9 +139,13 @@ class Split(Strategy):
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
+        self.require_inputs(inputs)
+        if self.traced is not None:
+            task = self.task_on_last
+            sums = self.traced.add_gradient(inputs, targets, num_valid, divisor, task)
+            return sums.to(self.device, non_blocking=True)
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
-        self.require_inputs(inputs)
         batch: list[tuple[Any, Tree]] = chunk(
             (inputs, to(targets, self.devices[-1])), self.num_microbatches
         )

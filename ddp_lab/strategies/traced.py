@@ -25,6 +25,7 @@ from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.traced_values import TracedStage, stages_of
 
 INNER = "inner"  # the attribute of Flat that is the model
+OF_TRACES = "the model is no Chain, and its stages are traces, with which it was never tested"
 
 
 class Flat(nn.Module):

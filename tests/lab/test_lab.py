@@ -345,7 +345,12 @@ MESSAGES = [
     (
         {"strategy": "split"},
         made(model=nn.Linear(3, 3)),
-        "strategy=split: needs a model made of blocks, but the model is a Linear",
+        "strategy=split: cuts the model by a trace, and needs a sample for it: lab.trainer(...",
+    ),
+    (
+        {"strategy": "mesh"},
+        made(model=nn.Linear(3, 3)),
+        "strategy=mesh: needs a model made of blocks, but the model is a Linear",
     ),
     (
         {"strategy": "pipeline", "num_microbatches": 16},

@@ -202,6 +202,22 @@ def test_traced_model_on_two_pipelines_equals_single():
             assert found["losses"] == pytest.approx(losses, rel=1e-12)
 
 
+SPLIT = {
+    ("language", "three devices"): {"devices": ["cpu"] * 3, "num_microbatches": 2},
+    ("tied", "accumulate"): {"devices": ["cpu", "cpu"], "num_microbatches": 3},
+    ("pictures", "two devices"): {"devices": ["cpu", "cpu"], "num_microbatches": 1},
+}
+
+
+@pytest.mark.parametrize(("name", "case"), SPLIT)
+def test_traced_model_on_several_devices_equals_single(name, case):
+    accumulated = {"accumulate": 2} if case == "accumulate" else {}
+    (found,) = run_world(
+        1, partial(train, "split", name, SPLIT[name, case], **accumulated), timeout=200
+    )
+    assert_same(found, alone(name))
+
+
 class Branching(Language):
     def forward(self, input_ids, attention_mask):
         if input_ids.sum() > 0:
