@@ -41,8 +41,9 @@ class OwnLoop:
         The first call after an `update` begins a step.
 
         Args:
-            arguments, keywords: of the model; their tensors, [b, ...], are those of this rank. A
-                rank may have no sample: b = 0.
+            *arguments: of the model. Tensors are those of this rank, [b, ...]; a rank may have no
+                sample: b = 0.
+            **keywords: of the model, likewise.
 
         Returns:
             The outputs as the model returns them.

@@ -55,7 +55,7 @@ class CutPoints:
             raise ConfigError(
                 f"the model cannot be cut into {stages} stages: only {len(self.names)} of its "
                 f"modules can begin one ({', '.join(self.names)}), because a forward pass must "
-                "call such a module exactly once. Use fewer ranks, or name modules in strategy.cut"
+                "call such a module exactly once. Use fewer ranks or devices, or another strategy"
             )
         bounds = [0, *(begins[name] for name in self.names[1:]), total]
         self.flops = [end - start for start, end in pairwise(bounds)]

@@ -84,7 +84,6 @@ def trial_of_loss() -> Generator[Trial]:
         CALLS.trial = before
 
 
-@torch.compiler.disable
 def gather(rows: torch.Tensor) -> torch.Tensor:
     """Return the rows of the GLOBAL batch for those of this rank, with a gradient. Collective.
 

@@ -311,7 +311,7 @@ def test_run_that_ends_an_epoch_with_one_value_per_channel_gives_advice(tmp_path
     line = "torchrun --standalone --nproc_per_node=2 train.py strategy=ddp strategy.batch_norm=sync"
     model = [
         "model=lenet",
-        "model._target_=training.normalized",
+        "model._target_=small_networks.normalized",
         "data.dataset.image_size=8",
         "data.dataset.train_size=49",
     ]

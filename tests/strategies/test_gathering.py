@@ -16,6 +16,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, gather, own_rows, tasks
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.tasks.base import measure
 
 SIZE = 25
 BATCH = 12
@@ -204,3 +205,23 @@ def short_batch() -> str:
 def test_first_batch_without_a_sample_on_some_ranks_is_refused():
     with pytest.raises(AssertionError, match="the first batch has 2 samples for 3 ranks"):
         run_world(3, short_batch, timeout=60)
+
+
+def losses_of(is_compiled: bool) -> list[float]:
+    dataset = TensorDataset(pairs().tensors[0], pairs().tensors[2])
+    with Lab("ddp", device="cpu", timeout=120) as lab:
+        trainer = lab.trainer(OneTensor(), contrast, SGD, BATCH, example=dataset[0])
+        if is_compiled:
+            trainer.strategy.measure = torch.compile(measure, dynamic=False)
+        return [
+            float(trainer.step(*batch))
+            for epoch in range(2)
+            for batch in trainer.batches(dataset, epoch)
+        ]
+
+
+@pytest.mark.slow
+def test_compiled_loss_gathers():
+    expected_losses, _ = run_world(2, losses_of, False, timeout=60)
+    for losses in run_world(2, losses_of, True, timeout=300):
+        assert losses == pytest.approx(expected_losses, abs=1e-12)
