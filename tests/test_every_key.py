@@ -207,6 +207,11 @@ KEYS: dict[str, Row] = {
         allows("the loss is not a sum over samples: it "),
         TRIPLET,
     ),
+    "checkpoint_activations": Row(
+        "model=own model._target_=own_models.Plain strategy=split strategy.devices=[cpu,cpu] "
+        "checkpoint_activations=block",
+        refused("checkpoint_activations=block: is not supported by strategy=split for a model"),
+    ),
     "max_grad_norm": Row("max_grad_norm=0.001", TRAINED),
     "ema": Row("ema=0.9", TESTED),
     "ema_warmup": Row("ema=0.9 ema_warmup=false", TESTED, "ema=0.9"),

@@ -146,7 +146,7 @@ class Advisor:
         by_block = isinstance(self.model, Chain) and not any(
             map(is_batch_norm, self.model.modules())
         )
-        saving = ["strategy.checkpoint_activations=block"] * by_block
+        saving = ["checkpoint_activations=block"] * by_block
         possible = [
             (True, ["strategy=single"]),
             (number > 1, ["strategy=ddp"]),

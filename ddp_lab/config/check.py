@@ -20,6 +20,7 @@ from ddp_lab.config.build import (
     tracker_nodes,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.moved import MOVED
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
 
@@ -208,6 +209,8 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
         prefix: Dotted key of the group, including the last dot.
         names: The keys that exist in the group.
     """
+    if key in MOVED:
+        return f"{key}={value}: is now a key of every strategy. Use {MOVED[key]}={value}"
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
     advice = "".join(f"did you mean {prefix}{name}? " for name in close)
     allowed = ", ".join(f"{prefix}{name}" for name in names)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ddp_lab.config.types import (
     Allowed,
     Best,
+    Checkpointing,
     Count,
     DeviceName,
     Fraction,
@@ -115,6 +116,7 @@ class RunConfig(Keys):
     warmup_epochs: NonNegative
     accumulate: Count | Literal["auto"]
     loss_over_batch: bool
+    checkpoint_activations: Checkpointing
     memory_limit: Positive | None
     max_grad_norm: Positive | None
     ema: Fraction | None

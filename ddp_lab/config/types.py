@@ -13,6 +13,8 @@ SETS = ("train", "val", "test")
 # kinds of injected faults
 FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
 BatchNorm = Literal["local", "sync"]  # the ranks over which BatchNorm computes its statistics
+# what the backward pass computes again instead of keeping it: nothing, or each block
+Checkpointing = Literal["none", "block"]
 
 TRACKERS = {
     "tensorboard": "ddp_lab.observe.trackers.tensorboard.TensorBoard",

@@ -10,8 +10,10 @@ from torch import nn
 from ddp_lab.config.build import options
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.moved import MOVED
 from ddp_lab.config.schema import Keys
 from ddp_lab.config.types import (
+    Checkpointing,
     Count,
     DeviceName,
     Fraction,
@@ -54,6 +56,7 @@ class TrainerKeys(Keys):
     ema_warmup: bool
     num_workers: NaturalNumber
     loss_over_batch: bool
+    checkpoint_activations: Checkpointing
     targets: str | int | None
 
 
@@ -86,6 +89,11 @@ def find_strategy(strategy: str | type[Strategy], wanted: dict[str, Any]) -> dic
                 "subclass of ddp_lab.strategies.base.Strategy"
             )
         node = yaml.safe_load((CONF / f"{strategy}.yaml").read_text())
+    if moved := [key for key in wanted if f"strategy.{key}" in MOVED]:
+        raise ConfigError(
+            f"Lab(..., {moved[0]}={wanted[moved[0]]!r}): is no option of a strategy, but an "
+            f"argument of lab.trainer(..., {moved[0]}={wanted[moved[0]]!r})"
+        )
     keys = {key: value for key, value in node.items() if key != "_target_"} | wanted
     validate(options("strategy", node), keys, "strategy.")
     return node | wanted

@@ -13,6 +13,7 @@ from ddp_lab.checkpoints.files import is_sharded
 from ddp_lab.config.check import check, validate
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.moved import move_keys
 from ddp_lab.config.schema import RunConfig
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.launchers.recorded_config import CONFIG
@@ -27,6 +28,7 @@ AFTERWARDS = {
         "cuda_graph": False,
         "compile": False,
         "model.weights": None,
+        "checkpoint_activations": "none",
     },
     **{"patience": None, "checkpoint.best": None, "optimize": "auto", "tracker": "none"},
 }
@@ -58,6 +60,7 @@ def read_config(
         cfg = OmegaConf.load(path)
         if not isinstance(cfg, DictConfig):
             raise ConfigError("must be a config, got a list")
+        move_keys(cfg)
         for key, value in AFTERWARDS.items():
             OmegaConf.update(cfg, key, value)
         cfg.tracker_options = {}

@@ -16,10 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
+from ddp_lab.models.blocks import LISTS
 from ddp_lab.models.calls import call
 from ddp_lab.models.partition import cut
-
-LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class CutPoints:

@@ -190,6 +190,7 @@ def assemble(
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     elif not dataset.train.has_fixed_shapes:
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
+    strategy.checkpoint_activations = cfg.checkpoint_activations
     strategy.partition(model, sizes.samples_at_once)
     strategy.initial_weights = built.initial_weights
 

@@ -11,7 +11,7 @@ block's call is compiled: hooks of fully_shard run outside of it, and state dict
 import signal
 import time
 from collections import Counter
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ddp_lab.data.loader import DeviceLoader
+from ddp_lab.models.blocks import kind
 from ddp_lab.models.chain import Chain
 from ddp_lab.observe.log import log
 from ddp_lab.speed.convolution import pad_convolutions
@@ -70,12 +71,6 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
         return f"the model in {count(len(pieces), 'piece')}"
     strategy.forward = compile_fn(model)
     return "the complete model"
-
-
-def kind(block: nn.Module) -> Hashable:
-    """Return a value that is the same for blocks of one class with the same modules and shapes."""
-    modules = tuple((name, type(module)) for name, module in block.named_modules())
-    return modules, tuple(tensor.shape for tensor in block.state_dict().values())
 
 
 def repeats(model: nn.Module) -> bool:

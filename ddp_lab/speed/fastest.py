@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from ddp_lab.data.loader import DeviceLoader, Loader
-from ddp_lab.speed.compile import compiling, kind, repeats
+from ddp_lab.models.blocks import kind
+from ddp_lab.speed.compile import compiling, repeats
 from ddp_lab.speed.cuda_graph import GraphStep, unchanged, warm_up
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import configure_optimizer

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
-from ddp_lab.config.types import BatchNorm
+from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.strategies.dtensor import local, put
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -32,6 +32,7 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
+    from ddp_lab.strategies.checkpointing import Recomputed
     from ddp_lab.strategies.parameter_hooks import Hooked
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -121,7 +122,7 @@ class Strategy(ABC):
     supports_own_steps: ClassVar[bool] = False
     # the supported ones of ALL_PERFORMANCE_OPTIONS
     supported_options: ClassVar[frozenset[str]] = frozenset()
-    compiled_by_block: ClassVar[bool] = False  # every block of the model is compiled alone
+    compiled_by_block: bool = False  # every block of the model is compiled alone
     # bytes that are sent during the backward pass: the arguments of `Chain.pieces`
     bucket_sizes: tuple[float, ...] = ()
     # whether steps may leave parameters unused; None: there is no such key
@@ -136,6 +137,9 @@ class Strategy(ABC):
 
     # inputs of two samples, on the meta device; set before `partition`. None: they are not known
     example: "Tree" = None
+    # what the backward pass computes again; set before `partition`
+    checkpoint_activations: Checkpointing = "none"
+    recomputed: "Recomputed | None" = None  # the blocks; known after `partition`
     # before the forward pass, because the outputs are no tensor from which it could be cut
     cuts_padding: bool = False
     # this rank's part of the model, unwrapped, so that its parameters keep their plain names
@@ -236,6 +240,10 @@ class Strategy(ABC):
         if self.example is not None:
             self.require_inputs(self.example)
         self.require_called_hooks(model)
+        if self.checkpoint_activations != "none":
+            from ddp_lab.strategies.checkpointing import choose_blocks
+
+            self.recomputed = choose_blocks(self, model)
         is_divided = self.runtime.world_size > 1 or self.num_microbatches > 1
         is_like_one_device = self.batch_norm == "local" and self.one_process
         if is_divided or self.copies_weights or not is_like_one_device:

@@ -22,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
-from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard
+from ddp_lab.strategies.fully_shard import FullyShard
 from ddp_lab.strategies.parameters import fill, make_contiguous
 from ddp_lab.strategies.unit_advice import Advice
 from ddp_lab.strategies.unit_hooks import UnitHooks
@@ -63,11 +62,10 @@ class FSDP(FullyShard):
         runtime: Runtime,
         reshard_after_forward: bool,
         batch_norm: BatchNorm,
-        checkpoint_activations: Checkpointing = "none",
         keep_whole: list[ModulePattern] | None = None,
         find_unused_parameters: bool = False,
     ):
-        super().__init__(runtime, batch_norm, checkpoint_activations)
+        super().__init__(runtime, batch_norm)
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
             allow_unused(self)
@@ -77,13 +75,6 @@ class FSDP(FullyShard):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
-        if self.checkpointing != "none" and not isinstance(model, Chain):
-            raise ConfigError(
-                f"strategy.checkpoint_activations={self.checkpointing}: needs a model that is a "
-                f"Chain of blocks, got {type(model).__name__}. Make it one (docs/your-own.md), or "
-                "use strategy.checkpoint_activations=none"
-            )
-
         usage = None
         # a Chain calls all its blocks
         if self.example is not None and not isinstance(model, Chain):
@@ -116,8 +107,6 @@ class FSDP(FullyShard):
         if self.initial_weights is not None:
             # now that it is sharded, a rank allocates only its shards
             fill(model, self.initial_weights, self.device)
-        if isinstance(model, Chain):
-            self.checkpoint_blocks(model)
 
     def shard_unit(
         self,

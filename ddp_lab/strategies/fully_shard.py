@@ -1,20 +1,17 @@
-"""What `fsdp` and `mesh` share: torch's `fully_shard` of parts, and activation checkpointing."""
+"""What `fsdp` and `mesh` share: torch's `fully_shard` of parts."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm
 from ddp_lab.strategies.dtensor import reshard
@@ -22,34 +19,18 @@ from ddp_lab.strategies.later_writes import PartWatch, watch_gathering, watch_pa
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.world.runtime import Runtime
 
-Checkpointing = Literal["none", "block"]
-
 
 class FullyShard(Strategy):
-    """A strategy whose `setup` calls `shard`. Its parameters are DTensors.
-
-    Args:
-        checkpoint_activations: what the backward pass computes again instead of keeping it: nothing
-            (none), or each block's forward pass (block), which costs about a third of a step (Chen
-            et al. 2016, arXiv:1604.06174).
-    """
+    """A strategy whose `setup` calls `shard`. Its parameters are DTensors."""
 
     compiled_by_block = True
     replaces_parameters = True
     copies_weights = True
     supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(
-        self, runtime: Runtime, batch_norm: BatchNorm, checkpoint_activations: Checkpointing
-    ):
+    def __init__(self, runtime: Runtime, batch_norm: BatchNorm):
         super().__init__(runtime, batch_norm=batch_norm)
-        self.checkpointing: Checkpointing = checkpoint_activations
         self.autocast = nullcontext  # fully_shard has its own mixed-precision policy
-        if checkpoint_activations != "none":
-            self.unsupported["cuda_graph"] = (
-                f"strategy.checkpoint_activations={checkpoint_activations} keeps the random "
-                "generators' state on the host"
-            )
 
     @property
     def may_leave_unused(self) -> bool:
@@ -72,13 +53,6 @@ class FullyShard(Strategy):
                     f"{list(parameter.shape)}, which has no elements. Let its first dimension be "
                     "0, remove it, or use another strategy, for example ddp"
                 )
-
-        if self.checkpointing != "none" and any(map(is_batch_norm, model.modules())):
-            raise ConfigError(
-                f"strategy.checkpoint_activations={self.checkpointing}: is not supported by models "
-                "with BatchNorm, whose statistics would count every batch twice. Use "
-                "strategy.checkpoint_activations=none"
-            )
 
     def shard(
         self, parts: Sequence[nn.Module], mesh: DeviceMesh, reshard_after_forward: bool
@@ -136,11 +110,6 @@ class FullyShard(Strategy):
         # without reading them.
         reshard(self.module)
         super().train(mode)
-
-    def checkpoint_blocks(self, chain: Chain) -> None:
-        """Let the backward pass compute the forward pass of each block again, if so chosen."""
-        if self.checkpointing != "none":
-            chain.execute_in([partial(checkpoint, block, use_reentrant=False) for block in chain])
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -98,6 +98,8 @@ class PartWatch:
 
     def begin(self, part: nn.Module, inputs: Any) -> None:
         """Note the parameters, as a hook before the forward pass."""
+        if is_computed_again():
+            return
         self.passes[part.training] += 1
         number = self.passes[part.training]
         is_power_of_two = number & (number - 1) == 0
@@ -110,6 +112,8 @@ class PartWatch:
         Raises:
             TrainingError: a parameter has been changed.
         """
+        if is_computed_again():
+            return
         before = self._before.pop()
         with_values = any(state.total is not None for state in before.values())
         after = self._states(with_values)
@@ -134,6 +138,11 @@ class PartWatch:
             else:
                 states[slot] = state_of(parameter, with_values)
         return states
+
+
+def is_computed_again() -> bool:
+    """Return whether a backward pass is running, which computes a block again to its last need."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def state_of(parameter: nn.Parameter, with_values: bool) -> State:

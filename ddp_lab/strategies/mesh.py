@@ -46,7 +46,7 @@ from ddp_lab.strategies.base import gradients_of, require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local
-from ddp_lab.strategies.fully_shard import Checkpointing, FullyShard, forget_order
+from ddp_lab.strategies.fully_shard import FullyShard, forget_order
 from ddp_lab.strategies.parameters import fill, require_one_place
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
@@ -99,10 +99,9 @@ class Mesh(FullyShard):
         self,
         runtime: Runtime,
         batch_norm: BatchNorm,
-        checkpoint_activations: Checkpointing = "none",
         **keys: Unpack[MeshKeys],
     ):
-        super().__init__(runtime, batch_norm, checkpoint_activations)
+        super().__init__(runtime, batch_norm)
         tp = keys["tp"]
         pp = keys["pp"]
         require_division(runtime.world_size, {"pp": pp, "tp": tp})
@@ -214,7 +213,6 @@ class Mesh(FullyShard):
         self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
-        self.checkpoint_blocks(stage)
 
     def shard_unit(
         self,

@@ -107,6 +107,10 @@ def setup_distributed(
 
         model = to_channels_last(model)
     strategy.setup(model)
+    if strategy.recomputed is not None:
+        from ddp_lab.strategies.checkpointing import recompute_blocks
+
+        recompute_blocks(strategy.module, strategy.recomputed)
     if strategy.idle and not strategy.may_leave_unused:
         from ddp_lab.strategies.idle import watch_idle
 

@@ -31,6 +31,7 @@ VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss 
 ON_FOUR = (
     "scratch ema=0.8",
     f"ddp {VIT}",
+    f"scratch checkpoint_activations=block {VIT}",
     f"fsdp {VIT} adamw ema=0.8",  # shards of unequal size
     f"fsdp checkpoint_activations=block {VIT}",
     f"pipeline {VIT}",
@@ -41,10 +42,12 @@ SECOND = (  # second examples, which are slow tests
     "scratch algorithm=bucketed",
     f"fsdp reshard_after_forward=false {VIT}",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
+    f"pipeline checkpoint_activations=block {VIT}",
+    f"tp tp=2 checkpoint_activations=block {VIT}",
     f"mesh shard=2 short {VIT} adamw",
     f"mesh tp=4 sequence_parallel=true short {VIT}",
 )
-ALONE = ["single", f"single {VIT} adamw ema=0.8"]
+ALONE = ["single", f"single {VIT} adamw ema=0.8", f"single checkpoint_activations=block {VIT}"]
 
 
 class Real(NamedTuple):

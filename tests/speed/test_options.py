@@ -129,8 +129,6 @@ SYNC = (
     "not supported by strategy.batch_norm=sync: capturing collectives inside forward and backward "
     "was never tested"
 )
-MASKS = "strategy.checkpoint_activations=block keeps the random generators' state on the host"
-
 ONE_DEVICE = (
     "the memory of a CUDA graph belongs to one device, and strategy=split has several in one "
     "process; strategy=pipeline has a process for each device"
@@ -151,10 +149,6 @@ ONE_DEVICE = (
             {"channels_last": "not supported by strategy=ddp_pipeline"},
         ),
         ("strategy=split", {"cuda_graph": ONE_DEVICE}),
-        (
-            "strategy=mesh strategy.checkpoint_activations=block",
-            {"channels_last": "not supported by strategy=mesh", "cuda_graph": MASKS},
-        ),
     ],
 )
 def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reasons, monkeypatch):

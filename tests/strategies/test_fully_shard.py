@@ -1,9 +1,7 @@
-"""What fsdp and mesh keep, in which precision, gather and compute again, and refuse."""
+"""What fsdp and mesh keep, in which precision, and gather."""
 
 import collections
-from types import SimpleNamespace
 
-import pytest
 import torch
 from configs import config
 from small_networks import make_model
@@ -12,11 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import run_world
 
 from ddp_lab.config.build import build
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import local
-from ddp_lab.strategies.fully_shard import FullyShard
 from ddp_lab.training.optimizer import configure_optimizer
 from ddp_lab.world.runtime import Runtime
 
@@ -151,52 +146,3 @@ def test_evaluation_does_not_change_what_a_step_gathers():
     """
     for first, before, after in run_world(2, gathers)[0].values():
         assert 0 < first == before == after
-
-
-def backward_of_block(mode: str) -> tuple[list[int], list[torch.Tensor]]:
-    """Return how often the backward pass of a block calls forward operations, and its gradients."""
-    block = make_model("vit", 0).block0
-    chain = Chain((16, 16), block0=block)
-    strategy = SimpleNamespace(checkpointing=mode)
-    FullyShard.checkpoint_blocks(strategy, chain)
-    torch.manual_seed(0)
-    output = chain(torch.randn(2, 16, 16, requires_grad=True))
-    with Counter() as counter:
-        output.sum().backward()
-    kinds = (
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.native_layer_norm.default,
-        torch.ops.aten.gelu.default,
-    )
-    return [counter.calls[kind] for kind in kinds], [
-        parameter.grad for parameter in block.parameters()
-    ]
-
-
-def test_backward_pass_computes_a_checkpointed_block_again():
-    (kept, gradients), (block, block_gradients) = map(backward_of_block, ("none", "block"))
-    assert kept == [0, 0, 0]
-    assert block == [5, 2, 1]  # the result of the sixth layer, fc2, is not needed
-    assert all(map(torch.equal, gradients, block_gradients))
-
-
-@pytest.mark.parametrize(
-    ("options", "model", "message"),
-    [
-        (
-            "strategy=fsdp strategy.checkpoint_activations=block",
-            "narrow",
-            "is not supported by models with BatchNorm, whose",
-        ),
-        (
-            "strategy=fsdp strategy.checkpoint_activations=block",
-            None,
-            "needs a model that is a Chain of blocks, got Linear",
-        ),
-    ],
-)
-def test_models_that_do_not_support_an_option_are_refused(options, model, message):
-    with pytest.raises(ConfigError, match=f"{options.split()[1]}: .*{message}"):
-        strategy_of(
-            options, Runtime("cpu"), make_model(model, 0) if model else torch.nn.Linear(2, 2)
-        )

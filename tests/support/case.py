@@ -37,7 +37,7 @@ INDEPENDENT_OF = {
     "resume",
     "speed",
 }
-INDEPENDENT_OF |= {"cuda_graph", "compile", "channels_last"}
+INDEPENDENT_OF |= {"cuda_graph", "compile", "channels_last", "checkpoint_activations"}
 PRESETS = {
     # The last of three batches has one sample. With two or more ranks, some rank has only padding
     # in it, which must not count. Twelve more are the validation set, which is evaluated under
