@@ -20,7 +20,6 @@ from ddp_lab.config.build import (
     tracker_nodes,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.config.moved import MOVED
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
 
@@ -209,6 +208,8 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
         prefix: Dotted key of the group, including the last dot.
         names: The keys that exist in the group.
     """
+    from ddp_lab.config.moved import MOVED
+
     if key in MOVED:
         return f"{key}={value}: is now a key of every strategy. Use {MOVED[key]}={value}"
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
