@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ddp_lab.exercises.speed import PROJECT, Prepare, by_size, report
-from ddp_lab.strategies.all_reduce import flatten
+from ddp_lab.strategies.contiguous import flatten
 from ddp_lab.world.runtime import Runtime
 
 LIBRARY: dict[str, Prepare] = {

@@ -31,7 +31,9 @@ WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
 BY_SIZE = {
     # Worker processes decode files, which is the same on any device.
     size: [
-        case for case, quick, slow in MATRIX if str(size) in quick + slow and "files" not in case
+        str(case)
+        for case in MATRIX
+        if size in case.ranks + case.slow and "files" not in case.settings
     ]
     for size in (2, 4, 8)
 }

@@ -23,8 +23,9 @@ from ddp_lab.exercises.catalog import Exercise
 from ddp_lab.exercises.explain import Call
 from ddp_lab.exercises.processes import explain_outcomes, run_ranks
 from ddp_lab.observe.plot import Curve, beside, curves
-from ddp_lab.strategies.all_reduce import ALGORITHMS, flatten
+from ddp_lab.strategies.all_reduce import ALGORITHMS
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
+from ddp_lab.strategies.contiguous import flatten
 
 # from the tensors to what is timed, which sums them
 Prepare = Callable[[list[torch.Tensor]], Callable[[], object]]

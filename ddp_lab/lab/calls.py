@@ -44,14 +44,14 @@ class Said(NamedTuple):
     Attributes:
         calls: number of its calls, in which steps do not count.
         steps: steps that it had begun before.
-        what: the call and where it was, for example "called evaluate after step 3 (epoch 1)".
+        message: the call and where it was, for example "called evaluate after step 3 (epoch 1)".
         facts: what must be equal on all ranks, by its name.
         waits: whether it waits for the other ranks to make the same call; False: it has left.
     """
 
     calls: int
     steps: int
-    what: str
+    message: str
     facts: dict[str, Any]
     waits: bool
 
@@ -70,7 +70,7 @@ class Calls:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self._calls = 0
-        self._what = "has entered the `with` block of its Lab"
+        self._message = "has entered the `with` block of its Lab"
         self._steps = 0
         self._steps_before = 0  # the last call
         self._step = 0  # number in the run of the step that was begun last
@@ -104,11 +104,11 @@ class Calls:
         self._step = step
         self._epoch = epoch
 
-    def begin(self, what: str, facts: dict[str, Any] | None = None) -> None:
+    def begin(self, message: str, facts: dict[str, Any] | None = None) -> None:
         """Check that all ranks make the same call now. Collective; it takes about a millisecond.
 
         Args:
-            what: the call, for example "called evaluate".
+            message: the call, for example "called evaluate".
             facts: what must be equal on all ranks, by its description.
 
         Raises:
@@ -116,21 +116,21 @@ class Calls:
                 other facts.
         """
         if self._others:
-            said = self._say(what, facts or {}, waits=True)
+            said = self._say(message, facts or {}, waits=True)
             self.runtime.gather_and_decide("call", said, require_same_calls)
 
-    def leave(self, what: str) -> None:
+    def leave(self, message: str) -> None:
         """Say that this rank makes no more calls, and end the thread.
 
         It does not wait for the others.
 
         Args:
-            what: how it leaves, for example "left the `with` block of its Lab".
+            message: how it leaves, for example "left the `with` block of its Lab".
         """
         self.close()
         if self._others:
             with suppress(RuntimeError):  # the rank that keeps the store has exited
-                self._say(what, {}, waits=False)
+                self._say(message, {}, waits=False)
                 self._keep_store()
 
     def report(self) -> None:
@@ -163,12 +163,12 @@ class Calls:
         """The store, for the main thread."""
         return PrefixStore(KEYS, self.runtime.store)
 
-    def _say(self, what: str, facts: dict[str, Any], waits: bool) -> Said:
+    def _say(self, message: str, facts: dict[str, Any], waits: bool) -> Said:
         self._calls += 1
         self._steps_before = self._steps
         place = f"after {self._place()}" if self._steps else "before its first step"
-        said = Said(self._calls, self._steps, f"{what} {place}", facts, waits)
-        self._what = said.what
+        said = Said(self._calls, self._steps, f"{message} {place}", facts, waits)
+        self._message = said.message
         self._store.set(f"said/{self.runtime.rank}", json.dumps(said))
         return said
 
@@ -217,11 +217,15 @@ class Calls:
         with suppress(RuntimeError):  # the rank that keeps the store has exited
             for rank, said in zip(self._others, self._said(store), strict=True):
                 if self._is_without(said):
-                    ranks_by_reason.setdefault(said.what, []).append(rank)
+                    ranks_by_reason.setdefault(said.message, []).append(rank)
         if not ranks_by_reason:
             return ""
-        theirs = ", ".join(f"{name_ranks(ranks)} {what}" for what, ranks in ranks_by_reason.items())
-        own_call = f"has begun {self._place()}" if self._steps > self._steps_before else self._what
+        theirs = ", ".join(
+            f"{name_ranks(ranks)} {message}" for message, ranks in ranks_by_reason.items()
+        )
+        own_call = (
+            f"has begun {self._place()}" if self._steps > self._steps_before else self._message
+        )
         return f"{theirs}, but rank {self.runtime.rank} {own_call}. {ADVICE}"
 
     def _is_without(self, said: Said) -> bool:
@@ -269,13 +273,13 @@ def require_same_calls(said_by_ranks: list[list[Any]]) -> None:
     """
     first, *others = [Said(*each) for each in said_by_ranks]
     for rank, said in enumerate(others, 1):
-        if (said.what, said.steps) != (first.what, first.steps):
-            raise ConfigError(f"rank {rank} {said.what}, but rank 0 {first.what}. {ADVICE}")
+        if (said.message, said.steps) != (first.message, first.steps):
+            raise ConfigError(f"rank {rank} {said.message}, but rank 0 {first.message}. {ADVICE}")
         for name, value in said.facts.items():
             if value != first.facts[name]:
                 raise ConfigError(
                     f"{name} is {first.facts[name]} on rank 0, but {value} on rank {rank}, which "
-                    f"{said.what}. Pass the same on all ranks: of a complete dataset each rank "
+                    f"{said.message}. Pass the same on all ranks: of a complete dataset each rank "
                     "reads its own part by itself"
                 )
 

@@ -160,12 +160,12 @@ class Watchdog:
             or self._hang(leads)
         )
         if failure:
-            who, kind, what = failure
+            who, kind, problem = failure
             if kind == "lost_rank":
                 from ddp_lab.resilience import flight_recorder
 
-                what += flight_recorder.describe_last(self.rank, who["rank"])
-            self._report(who, kind, describe(who, what, self.table.everyone()))
+                problem += flight_recorder.describe_last(self.rank, who["rank"])
+            self._report(who, kind, describe(who, problem, self.table.everyone()))
             self.leave(GRACE)
         return failure is not None
 
@@ -232,13 +232,13 @@ class Watchdog:
         if suspect["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"
-            what = f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
+            problem = f"hangs: no progress for {still:.0f} s ({limit}), in\n{stack}"
         elif leads and still > self.settled + 4 * BEAT:  # the hanging rank reports first
-            what = (
+            problem = (
                 f"stalls the other ranks, which have waited for {still:.0f} s "
                 f"(timeout={self.timeout:g})"
             )
-            what += (
+            problem += (
                 ". Its own watchdog reports nothing: the process is suspended, or its node is "
                 "down\n"
             )
@@ -247,8 +247,8 @@ class Watchdog:
 
         if self.runtime.world_size > 1:
             folder = flight_recorder.folder_of(self.run_dir, suspect["step"])
-            what += flight_recorder.describe_waits(self.own, everyone, folder)
-        return suspect, "hang", what
+            problem += flight_recorder.describe_waits(self.own, everyone, folder)
+        return suspect, "hang", problem
 
     def failed(self, error: BaseException) -> None:
         """Report an exception of the main thread if it is the first failure.
@@ -269,9 +269,9 @@ class Watchdog:
             first = self._report(self.own, error.kind, f"error: {error}")
         else:
             shown = f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
-            what = str(error) if isinstance(error, SampleError) else shown
+            problem = str(error) if isinstance(error, SampleError) else shown
             first = self._report(
-                self.own, "exception", describe(self.own, what, self.table.everyone())
+                self.own, "exception", describe(self.own, problem, self.table.everyone())
             )
 
         if not first:
@@ -339,7 +339,7 @@ def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:
     )
 
 
-def describe(who: Heartbeat, what: str, everyone: list[Heartbeat]) -> str:
+def describe(who: Heartbeat, problem: str, everyone: list[Heartbeat]) -> str:
     """Return the message about a failure of the rank with the heartbeat `who`.
 
     `everyone`: as `Table.everyone`.
@@ -348,7 +348,7 @@ def describe(who: Heartbeat, what: str, everyone: list[Heartbeat]) -> str:
         f"rank {who['rank']} on {who['host']} (pid {who['pid']}), epoch {who['epoch']}, step "
         f"{who['step']}"
     )
-    message = f"error: {place}, {who['doing']}: {what.rstrip()}"
+    message = f"error: {place}, {who['doing']}: {problem.rstrip()}"
     if listed := others(who["rank"], everyone):
         message += "\nThe other ranks at that time: "
         message += "; ".join(

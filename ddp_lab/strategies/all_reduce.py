@@ -15,16 +15,14 @@ all-reduce algorithms for clusters of workstations").
 """
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-
-CHUNK = 2**16  # elements in each input of torch.cat
+from ddp_lab.strategies.contiguous import flatten, in_memory_order, unflatten
 
 
 def star(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,110 +132,3 @@ def find_algorithm(name: str) -> Algorithm:
             f"strategy.algorithm={name}: {allowed}; it is a {type(function).__name__}"
         )
     return cast("Algorithm", function)
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: Algorithm) -> None:
-    """Replace the gradients of parameters, each of which has one, by their sums over the ranks.
-
-    Collective.
-    """
-    for same_type in by_dtype(trainable(parameters)):
-        set_gradients(same_type, algorithm(all_gradients_of(same_type)))
-
-
-def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors into one, [n], each in the order of `in_memory_order`.
-
-    The tensors are split into chunks first, because torch.cat launches as many thread blocks for
-    every input as for the largest: ResNet-18's 62 gradients took 160 us on an H200 without
-    splitting and 26 us with it (docs/log/benchmarks.md).
-    """
-    return torch.cat(
-        [chunk for tensor in tensors for chunk in in_memory_order(tensor).flatten().split(CHUNK)]
-    )
-
-
-def unflatten(flattened: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Undo `flatten` without a copy.
-
-    Args:
-        flattened: [n].
-        like: tensors whose shapes and strides to restore, n elements in all.
-
-    Returns:
-        One view of `flattened` for each tensor of `like`.
-    """
-    parts = flattened.split([tensor.numel() for tensor in like])
-    views: list[torch.Tensor] = []
-    for part, tensor in zip(parts, like, strict=True):
-        order = memory_order(tensor)
-        view = part.view_as(tensor.permute(order))
-        place_of_dim = sorted(range(len(order)), key=order.__getitem__)
-        views.append(view.permute(place_of_dim))
-    return views
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with the dimensions in `memory_order`, so that flattening it copies nothing.
-
-    It is contiguous if the elements lie side by side: of tensors that are contiguous, channels last
-    or transposed.
-    """
-    return tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor))
-
-
-def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions from the largest steps in memory to the smallest ones."""
-    dims = range(tensor.dim())
-    return [*dims] if tensor.is_contiguous() else sorted(dims, key=lambda dim: -tensor.stride(dim))
-
-
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Give a tensor the values of the first rank of a group, in place. Collective.
-
-    torch sends contiguous memory only. Of a tensor with gaps, for example every second column of a
-    larger one, a copy is sent.
-    """
-    view = in_memory_order(tensor)
-    sent = view.contiguous()
-    dist.broadcast(sent, group=group, group_src=0)
-    if sent is not view:
-        view.copy_(sent)
-
-
-def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that are not frozen, which are those that get a gradient."""
-    return (parameter for parameter in parameters if parameter.requires_grad)
-
-
-def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by their type, in order.
-
-    Flattening would convert the gradients of one group to one type.
-    """
-    groups: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.dtype, []).append(parameter)
-    return list(groups.values())
-
-
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a parameter that took part in the step."""
-    assert parameter.grad is not None, (
-        f"a parameter of shape {list(parameter.shape)} got no gradient in this step"
-    )
-    return parameter.grad
-
-
-def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that are not frozen.
-
-    Each of them has one (`unused.every_gradient`).
-    """
-    return [gradient_of(parameter) for parameter in trainable(parameters)]
-
-
-def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:
-    """Replace the gradient of each parameter by that at the same place of `gradients`."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient

@@ -291,7 +291,7 @@ class Strategy(ABC):
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
-            from ddp_lab.strategies.all_reduce import broadcast
+            from ddp_lab.strategies.contiguous import broadcast
 
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)

@@ -10,14 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ddp_lab.strategies.all_reduce import (
-    all_gradients_of,
-    by_dtype,
-    flatten,
-    set_gradients,
-    trainable,
-    unflatten,
-)
+from ddp_lab.strategies.contiguous import flatten, unflatten
+from ddp_lab.strategies.gradients import all_gradients_of, by_dtype, set_gradients, trainable
 from ddp_lab.strategies.parameter_hooks import OfStrategy
 
 MiB = 2**20

@@ -17,11 +17,11 @@ from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import sum_of
 from ddp_lab.models.real_view import real_view
-from ddp_lab.strategies.all_reduce import trainable
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.frozen import FrozenParameters
+from ddp_lab.strategies.gradients import trainable
 from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
 from ddp_lab.world.runtime import Runtime
 

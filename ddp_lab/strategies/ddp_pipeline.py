@@ -14,8 +14,9 @@ from typing import Unpack
 from torch import nn
 
 from ddp_lab.config.types import Count
-from ddp_lab.strategies.all_reduce import flat, sum_gradients
+from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.gradients import sum_gradients
 from ddp_lab.strategies.pipeline import Pipeline
 from ddp_lab.strategies.schedules import PipelineKeys
 from ddp_lab.strategies.unused import every_gradient

@@ -23,17 +23,13 @@ from torch import nn
 from ddp_lab.config.types import Allowed, Positive
 from ddp_lab.data.trees import Tree, size
 from ddp_lab.models.chain import Chain
-from ddp_lab.strategies.all_reduce import (
-    ALGORITHMS,
-    broadcast,
-    find_algorithm,
-    sum_gradients,
-    trainable,
-)
+from ddp_lab.strategies.all_reduce import ALGORITHMS, find_algorithm
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
+from ddp_lab.strategies.contiguous import broadcast
 from ddp_lab.strategies.frozen import FrozenParameters
+from ddp_lab.strategies.gradients import sum_gradients, trainable
 from ddp_lab.strategies.unused import allow_unused, every_gradient
 from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime

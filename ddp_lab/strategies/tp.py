@@ -36,10 +36,11 @@ from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.activation_sums import make_group
-from ddp_lab.strategies.all_reduce import all_gradients_of, flat
+from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.dtensor import local
+from ddp_lab.strategies.gradients import all_gradients_of
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for

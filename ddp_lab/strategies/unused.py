@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
-from ddp_lab.strategies.all_reduce import in_memory_order, trainable
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.contiguous import in_memory_order
+from ddp_lab.strategies.gradients import trainable
 
 # Why steps that may leave parameters unused exclude performance options (`Strategy.unsupported`).
 SAME_PARAMETERS = {

@@ -38,9 +38,9 @@ def words_of(strategy: str) -> list[str]:
 @cache
 def advised(strategies: tuple[str, ...], *overrides: str, gpus: str = "2xH100") -> Advisor:
     """Return the advice on some strategies only."""
-    found = advisor(*overrides, gpus=gpus)
-    found.candidates = lambda: [words_of(strategy) for strategy in strategies]
-    return found.advise()
+    limited = advisor(*overrides, gpus=gpus)
+    limited.candidates = lambda: [words_of(strategy) for strategy in strategies]
+    return limited.advise()
 
 
 def planned(strategy: str, *overrides: str, gpus: str = "2xH100", nodes: int = 1) -> Row:
@@ -72,11 +72,11 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
     )
     assert "images/s" not in output, "nobody has measured it"
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((tmp_path / "advice.json").read_text())
+    advice = json.loads((tmp_path / "advice.json").read_text())
     assert {"single", "ddp", "fsdp", "pipeline", "scratch", "split", "tp tp=2"} <= {
-        row["name"] for row in found["rows"]
+        row["name"] for row in advice["rows"]
     }
-    row = found["rows"][1]
+    row = advice["rows"][1]
     (rank,) = row["plans"]
     assert rank["held"]["parameters"] == 4 * 129_068
     assert rank["allocated"] == pytest.approx(sum(rank["peak"].values()))
@@ -87,20 +87,20 @@ def test_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, command)
         == row["launch"]
         == "torchrun --standalone --nproc_per_node=2 -m ddp_lab batch_size=256 strategy=ddp"
     )
-    assert found["recommended"] == ["strategy=ddp"]
+    assert advice["recommended"] == ["strategy=ddp"]
     assert row["launch"] in (tmp_path / "advice.html").read_text()
 
 
 @pytest.mark.slow
 def test_page_shows_memory_and_pipelines_in_a_browser_and_loads_nothing(tmp_path):
-    found = replace(
+    advice = replace(
         advised(("single", "pipeline"), *VIT, gpus="4xH100"),
         notes=["<script>document.title='injected'</script>"],
     )
-    (tmp_path / "advice.html").write_text(page(found))
+    (tmp_path / "advice.html").write_text(page(advice))
     shown = open_page((tmp_path / "advice.html").as_uri(), tmp_path, "--dump-dom")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", shown))
-    for row in found.rows:
+    for row in advice.rows:
         assert row.name in text
     assert "pipeline, by rank" in text
     assert all(f"rank {rank}" in text for rank in range(4))
@@ -140,12 +140,12 @@ def test_flops_are_those_of_torch():
 
 
 def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are_known():
-    found = advisor(*VIT, nodes=2)
-    found.rows = [found.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]
-    assert [plan.rank for plan in found.rows[0].plans] == [0, 1]
+    planner = advisor(*VIT, nodes=2)
+    planner.rows = [planner.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]
+    assert [plan.rank for plan in planner.rows[0].plans] == [0, 1]
     crossing = {
         each["name"]: each["crosses_machines"]
-        for each in as_json(found)["rows"][0]["plans"][0]["collectives"]
+        for each in as_json(planner)["rows"][0]["plans"][0]["collectives"]
     }
     assert crossing == {"send": False, "recv": False, "allreduce": True}
 
@@ -161,10 +161,10 @@ def test_thousands_of_ranks_are_planned():
 
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
     """A compiled step warms up once: the optimizer has no state yet that would be copied."""
-    held = planned("ddp", *VIT).fullest.held
+    state = planned("ddp", *VIT).fullest.held
     for keys, expected in {
-        "cuda_graph=true": held["parameters"] + held["optimizer"] + held["buffers"],
-        "compile=true": held["parameters"] + held["buffers"],
+        "cuda_graph=true": state["parameters"] + state["optimizer"] + state["buffers"],
+        "compile=true": state["parameters"] + state["buffers"],
         "speed=off": 0,
     }.items():
         assert planned("ddp", *VIT, keys).fullest.peak["copies"] == expected, keys
@@ -179,9 +179,9 @@ def test_unsharded_gradients_of_accumulation_are_counted():
 
 
 def test_own_strategy_is_planned_with_its_options_as_they_were_given():
-    found = advisor("strategy=fsdp", "strategy.reshard_after_forward=false", *SYNTHETIC)
-    assert found.own in found.candidates()
-    row = found.plan(found.own)
+    planner = advisor("strategy=fsdp", "strategy.reshard_after_forward=false", *SYNTHETIC)
+    assert planner.own in planner.candidates()
+    row = planner.plan(planner.own)
     assert row.name == "fsdp reshard_after_forward=false"
     assert shlex.split(row.launch)[-2:] == ["strategy=fsdp", "strategy.reshard_after_forward=false"]
 
@@ -189,9 +189,9 @@ def test_own_strategy_is_planned_with_its_options_as_they_were_given():
 def test_strategy_of_the_user_is_planned_without_a_method_for_it(tmp_path):
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "mine.yaml").write_text("_target_: own_strategies.Mine\n")
-    found = Advisor.of(["strategy=mine", *VIT], str(tmp_path), find_devices("4xH100"))
-    row = found.plan(found.own)
-    assert sum(row.fullest.calls.values()) == len(list(found.model.parameters())), (
+    planner = Advisor.of(["strategy=mine", *VIT], str(tmp_path), find_devices("4xH100"))
+    row = planner.plan(planner.own)
+    assert sum(row.fullest.calls.values()) == len(list(planner.model.parameters())), (
         "an all-reduce for each parameter"
     )
 
@@ -220,20 +220,20 @@ def test_what_cannot_be_laid_out_is_listed_with_the_reason_and_others_briefly():
 
 
 def test_model_that_fails_is_refused_with_the_message_of_train():
-    given = [*own_model("Wrong"), "+model.how=head"]
-    code, text = run_world(1, refusal_in_world, " ".join([*given, "device=cpu"]))[0]
+    overrides = [*own_model("Wrong"), "+model.how=head"]
+    code, text = run_world(1, refusal_in_world, " ".join([*overrides, "device=cpu"]))[0]
     assert code == 2
     with pytest.raises(ConfigError) as error:
-        advisor(*given)
+        advisor(*overrides)
     assert text.strip() == f"error: {error.value}"
 
 
 def test_nothing_that_does_not_fit_is_recommended():
-    found = advised(("single",), *VIT)
+    advice = advised(("single",), *VIT)
     small = replace(
-        found,
-        rows=[replace(row, fits=False) for row in found.rows],
-        devices=replace(found.devices, memory=GiB / 10),
+        advice,
+        rows=[replace(row, fits=False) for row in advice.rows],
+        devices=replace(advice.devices, memory=GiB / 10),
     )
     assert small.ranked == []
     assert small.conclusion.startswith("Nothing fits: ")

@@ -29,9 +29,9 @@ def run_of(*rates: float, **profile) -> ShortRun:
 @pytest.fixture
 def advisor(monkeypatch, tmp_path) -> Advisor:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = Advisor.of(LENET, None, find_devices("2xcpu"))
-    found.rows = [found.plan(["strategy=single"]), found.plan(["strategy=ddp"])]
-    return found
+    planner = Advisor.of(LENET, None, find_devices("2xcpu"))
+    planner.rows = [planner.plan(["strategy=single"]), planner.plan(["strategy=ddp"])]
+    return planner
 
 
 def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(
@@ -41,16 +41,16 @@ def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(
     monkeypatch.setattr(sys, "executable", str(programs() / "python"))
     measure.measure(advisor, minutes=5)
     assert advisor.notes == []
-    found = [row.measured for row in advisor.rows]
-    assert all(each["images_per_second"] > 100 for each in found)
-    assert all("mfu" not in each and "allocated" not in each for each in found), (
+    measured = [row.measured for row in advisor.rows]
+    assert all(each["images_per_second"] > 100 for each in measured)
+    assert all("mfu" not in each and "allocated" not in each for each in measured), (
         "those of a CPU are not known"
     )
     assert "ddp-0 ..." in capsys.readouterr().out
     advisor.rows = [advisor.plan(["strategy=single"])]
     offer(advisor)
     assert advisor.notes[0].endswith("; --measure measures again")
-    assert advisor.rows[0].measured == found[0]
+    assert advisor.rows[0].measured == measured[0]
 
 
 @pytest.mark.covers("advise --measure", "advise --minutes")
@@ -60,7 +60,7 @@ def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, ca
     monkeypatch.setattr(
         measure,
         "train",
-        lambda given, *others: run_of(900.0 if "strategy=fsdp" in given else 800.0),
+        lambda overrides, *others: run_of(900.0 if "strategy=fsdp" in overrides else 800.0),
     )
     for more, expected in (
         (["--measure", "--minutes", "1"], " 800"),
@@ -76,7 +76,7 @@ def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch)
     rates = {"single": iter([100.0, 120.0, 104.0, 105.0, 104.0]), "ddp": iter([50.0, 50.0])}
     order = []
 
-    def train(given, ranks, out, name, left):
+    def train(overrides, ranks, out, name, left):
         order.append(name.partition("-")[0])
         return run_of(next(rates[order[-1]]))
 
@@ -95,7 +95,7 @@ def test_what_does_not_run_again_or_has_no_time_is_reported_and_results_are_kept
 ):
     failed = ShortRun([], None, "it failed")
     runs = iter([run_of(100.0), failed, failed])
-    monkeypatch.setattr(measure, "train", lambda *given: next(runs))
+    monkeypatch.setattr(measure, "train", lambda *arguments: next(runs))
     measure.measure(advisor, minutes=1)
     assert advisor.notes == [
         "ddp was not measured: it failed",
@@ -112,17 +112,17 @@ def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypa
     advisor = Advisor.of(LENET, None, find_devices("2xH100"))
     slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
     rows = [{"step": 10.0, "communication": 1.0}, {"step": 10.0, "communication": 3.0}]
-    found = summary(
+    measured = summary(
         advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)]
     )
-    assert found["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
-    assert (found["exposed"], found["allocated"]) == (0.2, 2**31)
-    slow.measured = found
-    fast.measured = found | {"images_per_second": 700.0}
+    assert measured["mfu"] == pytest.approx(slow.fullest.flops * 10 / 494e12), "64 images a step"
+    assert (measured["exposed"], measured["allocated"]) == (0.2, 2**31)
+    slow.measured = measured
+    fast.measured = measured | {"images_per_second": 700.0}
     assert advisor.conclusion.startswith("Recommended: fsdp, the fastest that was measured")
     line = next(line for line in table(advisor).splitlines() if line.startswith("ddp "))
     planned = slow.fullest.allocated / 2**30
-    assert line.split()[-5:] == ["640", f"{found['mfu']:.1%}", "20%", f"{planned:.2f}", "2.00"]
+    assert line.split()[-5:] == ["640", f"{measured['mfu']:.1%}", "20%", f"{planned:.2f}", "2.00"]
 
 
 def test_cache_depends_on_the_run_and_the_machine_but_not_on_the_strategy(advisor):

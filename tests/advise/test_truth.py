@@ -63,10 +63,10 @@ def nbytes(tensors: Any) -> int:
 
 def receive_buffers() -> dict[int, int]:
     """Return the bytes of what the stages of torch's pipelines receive into, by storage."""
-    found = [each.buffer for each in gc.get_objects() if type(each).__name__ == "_RecvInfo"]
+    buffers = [each.buffer for each in gc.get_objects() if type(each).__name__ == "_RecvInfo"]
     return {
         buffer.untyped_storage()._cdata: buffer.nbytes
-        for buffer in found
+        for buffer in buffers
         if isinstance(buffer, torch.Tensor)
     }
 
@@ -201,14 +201,14 @@ def test_plan_is_what_a_gpu_allocates(capsys):
     for model, options in ON_GPU.items():
         sizes = "data.dataset.train_size=64 data.dataset.test_size=64"
         cfg = compose_config([*options.split(), *IMAGES.split(), *sizes.split()], None)
-        found = allocated(cfg)
+        measured = allocated(cfg)
         advisor = Advisor.of(
             [*options.split(), *IMAGES.split(), *sizes.split()], None, find_devices("1xH100")
         )
         planned = advisor.plan(["strategy=single"]).fullest.allocated
-        errors[model] = planned / found - 1
+        errors[model] = planned / measured - 1
         lines.append(
-            f"{model:20} {planned / 2**20:11,.0f} {found / 2**20:14,.0f} {errors[model]:+6.1%}"
+            f"{model:20} {planned / 2**20:11,.0f} {measured / 2**20:14,.0f} {errors[model]:+6.1%}"
         )
     worst = sorted(errors, key=lambda name: -abs(errors[name]))[:2]
     lines.append("worst: " + ", ".join(f"{name} {errors[name]:+.1%}" for name in worst))

@@ -52,10 +52,10 @@ def dataset(root: Path, *overrides: str) -> Dataset:
     )
 
 
-def names(found) -> list[str]:
+def names(part) -> list[str]:
     """Return the names of the files of a set."""
-    _, packed, _ = found.read.args
-    return [os.fsdecode(packed[number]) for number in found.numbers.tolist()]
+    _, packed, _ = part.read.args
+    return [os.fsdecode(packed[number]) for number in part.numbers.tolist()]
 
 
 def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
@@ -85,8 +85,8 @@ def test_files_are_found_in_the_order_of_their_code_points(tmp_path):
         shutil.copy(image, tmp_path / name)
     (tmp_path / "train" / "a" / "loop").symlink_to(tmp_path / "train" / "a")
     assert find_images(tmp_path) == wanted
-    found = dataset(tmp_path, "data.val_fraction=0.5")
-    assert sorted(names(found.train) + names(found.val)) == wanted
+    loaded = dataset(tmp_path, "data.val_fraction=0.5")
+    assert sorted(names(loaded.train) + names(loaded.val)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -143,28 +143,28 @@ def same(one: tuple, other: tuple) -> bool:
     ],
 )
 def test_folders_are_the_sets_of_their_names(tmp_path, folders, fraction, sizes):
-    found = dataset(
+    loaded = dataset(
         write_folder(tmp_path, {"train": 24, **folders}), f"data.val_fraction={fraction}"
     )
-    assert {name: each.size for name, each in found.sets.items()} == sizes
-    everything = [name for each in found.sets.values() for name in names(each)]
+    assert {name: each.size for name, each in loaded.sets.items()} == sizes
+    everything = [name for each in loaded.sets.values() for name in names(each)]
     assert sorted(everything) == find_images(tmp_path), "an image is in two sets, or in none"
     assert all(
-        name.startswith(f"{split}/") for split in folders for name in names(found.sets[split])
+        name.startswith(f"{split}/") for split in folders for name in names(loaded.sets[split])
     )
 
 
 @pytest.mark.parametrize("channels", [3, 1])
 def test_images_to_evaluate_with_are_the_centres(root, channels):
-    found = dataset(root, f"data.channels={channels}", "data.mean=[0.5]", "data.std=[0.2]")
-    assert found.classes == ["class 0", "class 1", "class 2"]
+    loaded = dataset(root, f"data.channels={channels}", "data.mean=[0.5]", "data.std=[0.2]")
+    assert loaded.classes == ["class 0", "class 1", "class 2"]
     shape = {"in_channels": channels, "image_size": SIZE, "num_classes": 3}
-    assert found.model_shape() == shape | {"input_shape": [channels, SIZE, SIZE]}
+    assert loaded.model_shape() == shape | {"input_shape": [channels, SIZE, SIZE]}
     centre = v2.Compose([v2.Resize(SHORT, antialias=True), v2.CenterCrop(SIZE)])
-    for index, name in enumerate(names(found.test)):
+    for index, name in enumerate(names(loaded.test)):
         expected = centre(to_tensor(decode(root / name), channels))
         assert same(
-            found.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1]))
+            loaded.test.sample(epoch=4, index=index), (expected, int(name.split("/")[1][-1]))
         )
 
 
@@ -192,35 +192,35 @@ def by_hand(root: Path, name: str, epoch: int, index: int) -> torch.Tensor:
 def expected(root) -> dict[int, list[tuple[torch.Tensor, int]]]:
     """The samples of epochs 3 to 5 in the order of training."""
     files = names(dataset(root).train)
-    found = {}
+    by_epoch = {}
     for epoch in (3, 4, 5):
         order = torch.randperm(53, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
-        found[epoch] = [
+        by_epoch[epoch] = [
             (by_hand(root, files[i], epoch, i), int(files[i].split("/")[1][-1])) for i in order
         ]
-    return found
+    return by_epoch
 
 
 def loader(
-    found, batch_size: int, rank: int = 0, size: int = 1, workers: int = 1, **options
+    images, batch_size: int, rank: int = 0, size: int = 1, workers: int = 1, **options
 ) -> WorkerLoader:
     settings = {"mean": [0.0], "std": [1 / 255], "seed": 5, "num_workers": workers} | options
     return WorkerLoader(
-        found,
+        images,
         LoaderOptions(
             batch_size, dp_rank=rank, dp_size=size, device=torch.device("cpu"), **settings
         ),
     )
 
 
-def read(own: WorkerLoader) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(batch.inputs.round().to(torch.uint8), batch.targets) for batch in own]
+def read(of_rank: WorkerLoader) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(batch.inputs.round().to(torch.uint8), batch.targets) for batch in of_rank]
 
 
 def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) -> None:
     """Read the rest of an epoch on all ranks and compare every pixel of every global batch."""
-    for own in loaders:
-        own.set_epoch(epoch, start)
+    for of_rank in loaders:
+        of_rank.set_epoch(epoch, start)
     wanted = expected[epoch][start:]
     for number, shards in enumerate(zip(*map(read, loaders), strict=True)):
         inputs, targets = (
@@ -237,16 +237,16 @@ def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) 
     [(1, 0), (3, 1), (2, 2)],
 )
 def test_images_are_the_same_for_any_world_workers_and_resume(root, expected, size, workers):
-    found = dataset(root).train
+    images = dataset(root).train
     loaders = [
-        loader(found, 12, rank, size, workers, shuffle=True, flip=True) for rank in range(size)
+        loader(images, 12, rank, size, workers, shuffle=True, flip=True) for rank in range(size)
     ]
     before = torch.get_rng_state()
     assert_epoch(loaders, 3, 24, expected)  # resumed after two steps
     assert_epoch(loaders, 4, 0, expected)
-    for own in loaders:
-        own.set_epoch(5)
-        next(iter(own))  # abandoned after its first batch
+    for of_rank in loaders:
+        of_rank.set_epoch(5)
+        next(iter(of_rank))  # abandoned after its first batch
     assert_epoch(loaders, 5, 0, expected)
     assert_epoch(loaders, 3, 48, expected)
     assert torch.equal(torch.get_rng_state(), before), "loading draws from the global generator"
@@ -260,10 +260,10 @@ from ddp_lab.data.workers import WorkerLoader
 options = LoaderOptions(
     2, 0, 1, torch.device("cpu"), mean=[0.5], std=[0.2], shuffle=True, num_workers=1
 )
-own = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)
-batches = iter(own)
+loader = WorkerLoader(Synthetic(8, 2, 1, 4, 2).load().train, options)
+batches = iter(loader)
 next(batches)
-sys.modules["keeps"] = own  # until the interpreter exits, like the frames of an exception
+sys.modules["keeps"] = loader  # until the interpreter exits, like the frames of an exception
 sys.exit(2)
 """
 
@@ -278,26 +278,26 @@ def test_interpreter_exits_while_workers_run():
 
 def test_what_cannot_be_loaded_is_reported(tmp_path):
     root = write_folder(tmp_path, {"train": 4, "test": 4}, classes=1)
-    found = dataset(root)
+    loaded = dataset(root)
     with pytest.raises(
         ConfigError,
         match=r"data.loader=device: is not supported by samples that are read one by one",
     ):
         DeviceLoader(
-            found.train,
+            loaded.train,
             LoaderOptions(4, 0, 1, torch.device("cpu"), mean=[0.0], std=[1.0], shuffle=True),
         )
-    os.truncate(root / names(found.test)[2], 50)
+    os.truncate(root / names(loaded.test)[2], 50)
     with pytest.raises(
         SampleError,
         match=rf"^{root}/test/class 0/.*: cannot be decoded .*Remove it; `ddp-lab doctor`",
     ):
-        next(iter(loader(found.test, 4, shuffle=False)))
+        next(iter(loader(loaded.test, 4, shuffle=False)))
 
 
 def test_doctor_names_all_files_that_cannot_be_decoded(command, tmp_path):
     root = write_folder(tmp_path / "images", {"train": 4, "test": 4}, classes=1)
-    given = [
+    arguments = [
         "data=folder",
         f"data.root={root}",
         "data.image_size=16",
@@ -305,11 +305,11 @@ def test_doctor_names_all_files_that_cannot_be_decoded(command, tmp_path):
         "device=cpu",
         f"runs_dir={tmp_path}",
     ]
-    code, output, errors = command(doctor.main, *given)
+    code, output, errors = command(doctor.main, *arguments)
     assert (code, "train 4, test 4 images of 3x16x16, 1 classes" in output) == (0, True), errors
     os.truncate(root / "test" / "class 0" / "0002.webp", 50)
     (root / "train" / "class 0" / "a.png").symlink_to("a.png")
-    code, output, errors = command(doctor.main, *given)
+    code, output, errors = command(doctor.main, *arguments)
     assert code == 2
     assert "2 of 9 files cannot be decoded. Remove them: " in errors
     assert all(f"/class 0/{name}: cannot be decoded" in errors for name in ("0002.webp", "a.png"))

@@ -192,8 +192,8 @@ def train(
     make, loss, data, arguments = CASES[case]
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         model = make().double()
-        given = {"example": data[0]} if example else {}
-        trainer = lab.trainer(model, loss(), SGD, BATCH, accumulate, **arguments, **given)
+        with_example = {"example": data[0]} if example else {}
+        trainer = lab.trainer(model, loss(), SGD, BATCH, accumulate, **arguments, **with_example)
         few = Subset(data, range(FEW))
         epochs = enumerate((data, few))
         losses = [
@@ -201,7 +201,7 @@ def train(
             for epoch, each in epochs
             for batch in trainer.batches(each, epoch)
         ]
-        found = trainer.evaluate(data) | {
+        evaluation = trainer.evaluate(data) | {
             f"few {key}": value for key, value in trainer.evaluate(few).items()
         }
         weights = {}
@@ -209,7 +209,7 @@ def train(
             weights[name] = (
                 tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
             )
-    return {"losses": losses, "evaluation": found, "weights": weights}
+    return {"losses": losses, "evaluation": evaluation, "weights": weights}
 
 
 @once
@@ -236,20 +236,20 @@ def found_on(strategy: str) -> list[dict[int, dict[str, dict]]]:
     return run_world(1 if strategy in ALONE else 2, all_of, strategy, timeout=200)
 
 
-def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    assert found["evaluation"] == pytest.approx(expected["evaluation"], abs=1e-12)
-    assert found["weights"].keys() == expected["weights"].keys()
+def require_equal(trained: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert trained["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    assert trained["evaluation"] == pytest.approx(expected["evaluation"], abs=1e-12)
+    assert trained["weights"].keys() == expected["weights"].keys()
     for name, tensor in expected["weights"].items():
-        assert (found["weights"][name] - tensor).abs().max() <= 1e-12, name
+        assert (trained["weights"][name] - tensor).abs().max() <= 1e-12, name
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_batches_that_are_trees_give_the_weights_of_single(strategy, accumulate):
     for rank in found_on(strategy):
-        for case, found in rank[accumulate].items():
-            require_equal(found, alone(case))
+        for case, trained in rank[accumulate].items():
+            require_equal(trained, alone(case))
 
 
 def start(lab: Lab, case: str, data: Any, step: Any, changed: dict) -> None:
@@ -257,8 +257,8 @@ def start(lab: Lab, case: str, data: Any, step: Any, changed: dict) -> None:
 
     The step has the first batch, or another one.
     """
-    make, loss, own, arguments = CASES[case]
-    given = {
+    make, loss, samples, arguments = CASES[case]
+    keywords = {
         "model": make,
         "loss": loss(),
         "optimizer": SGD,
@@ -266,8 +266,8 @@ def start(lab: Lab, case: str, data: Any, step: Any, changed: dict) -> None:
         **arguments,
         **changed,
     }
-    trainer = lab.trainer(given.pop("model")().double(), **given)
-    batch = next(trainer.batches(own if data is None else data, 0)) if step is None else step
+    trainer = lab.trainer(keywords.pop("model")().double(), **keywords)
+    batch = next(trainer.batches(samples if data is None else data, 0)) if step is None else step
     trainer.step(*batch)
 
 
@@ -398,9 +398,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_mistake_in_a_tree_is_one_line(name):
     changed, message = REFUSED[name]
-    found = refused_by(**changed)
-    shapes = message.replace("[3] and [2]", "X"), re.sub(r"\[[23]\] and \[[23]\]", "X", found)
-    assert message in found or shapes[0] in shapes[1], found
+    refusal = refused_by(**changed)
+    shapes = message.replace("[3] and [2]", "X"), re.sub(r"\[[23]\] and \[[23]\]", "X", refusal)
+    assert message in refusal or shapes[0] in shapes[1], refusal
 
 
 CUT = {
@@ -462,8 +462,10 @@ class Views(nn.Module):
         return {"left": self.layer(left), "right": self.layer(right)}
 
 
-def compare_views(lab: Lab, accumulate: int, given: dict, data: Any) -> None:
-    trainer = lab.trainer(Views().double(), info_nce, SGD, BATCH, accumulate, targets=None, **given)
+def compare_views(lab: Lab, accumulate: int, with_example: dict, data: Any) -> None:
+    trainer = lab.trainer(
+        Views().double(), info_nce, SGD, BATCH, accumulate, targets=None, **with_example
+    )
     trainer.step(*next(trainer.batches(data, 0)))
 
 
@@ -471,10 +473,10 @@ def compare_views(lab: Lab, accumulate: int, given: dict, data: Any) -> None:
 def test_loss_that_compares_the_samples_of_a_tree_is_refused_where_the_batch_is_divided(example):
     data = TensorDataset(numbers(4), numbers(4, seed=1))
     with Lab(device="cpu") as lab:
-        given = {"example": data[0]} if example else {}
+        with_example = {"example": data[0]} if example else {}
         with pytest.raises(ConfigError, match=r"^loss: the loss is not a sum over samples: it "):
-            compare_views(lab, 2, given, data)
-        compare_views(lab, 1, given, data)
+            compare_views(lab, 2, with_example, data)
+        compare_views(lab, 1, with_example, data)
 
 
 def test_predict_returns_what_the_model_returns():
@@ -485,9 +487,9 @@ def test_predict_returns_what_the_model_returns():
     with Lab(device="cpu") as lab:
         model = Masked().double()
         trainer = lab.trainer(model, tasks.Classification(), SGD, BATCH)
-        found = trainer.predict(inputs)
-        assert isinstance(found, Output)
-        assert torch.equal(found.logits, model(**inputs).logits)
+        outputs = trainer.predict(inputs)
+        assert isinstance(outputs, Output)
+        assert torch.equal(outputs.logits, model(**inputs).logits)
         assert trainer.predict(
             {key: tensor[:0] for key, tensor in inputs.items()}
         ).logits.shape == (0, 4)
@@ -496,7 +498,7 @@ def test_predict_returns_what_the_model_returns():
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_trees_resume_and_are_read_by_workers(num_workers, tmp_path):
     make, loss, data, arguments = CASES["collated"]
-    found = []
+    losses = []
     with Lab(device="cpu") as lab:
         for stop in (1, 2):
             torch.manual_seed(0)
@@ -506,10 +508,10 @@ def test_trees_resume_and_are_read_by_workers(num_workers, tmp_path):
             if stop == 2:
                 assert trainer.resume(tmp_path) == (0, 1)
             for number, batch in enumerate(trainer.batches(data, 0)):
-                found.append(trainer.step(*batch).item())
+                losses.append(trainer.step(*batch).item())
                 if stop == 1 and number == 0:
                     trainer.checkpoint(tmp_path)
-    assert found[3:] == found[1:3]
+    assert losses[3:] == losses[1:3]
 
 
 class Normalised(nn.Module):

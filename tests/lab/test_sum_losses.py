@@ -49,8 +49,8 @@ class Scenes:
         return SIZE
 
     def __getitem__(self, index):
-        found = (torch.arange(BOXES) < index * index % (BOXES + 1)).double()
-        return numbers(6)[index], {"boxes": numbers(BOXES, 4, seed=1)[index], "found": found}
+        present = (torch.arange(BOXES) < index * index % (BOXES + 1)).double()
+        return numbers(6)[index], {"boxes": numbers(BOXES, 4, seed=1)[index], "present": present}
 
 
 class Detector(nn.Module):
@@ -63,14 +63,14 @@ class Detector(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, inputs):
-        found = self.head(torch.tanh(self.body(inputs))).view(-1, BOXES, 4)
-        return {"boxes": found, "penalty": self.scale.square().sum()}
+        boxes = self.head(torch.tanh(self.body(inputs))).view(-1, BOXES, 4)
+        return {"boxes": boxes, "penalty": self.scale.square().sum()}
 
 
 def of_boxes(outputs, targets):
-    assert len(targets["found"]) > 0
-    errors = (outputs["boxes"] - targets["boxes"]).square().sum(2) * targets["found"]
-    weight = targets["found"].sum()
+    assert len(targets["present"]) > 0
+    errors = (outputs["boxes"] - targets["boxes"]).square().sum(2) * targets["present"]
+    weight = targets["present"].sum()
     return errors.sum() + 0.1 * weight * outputs["penalty"], weight
 
 
@@ -130,9 +130,9 @@ def train(
     """Train an epoch of all samples and one of the first few, and evaluate both."""
     make, loss, data = CASES[case]
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
-        given = {"example": data[0]} if example else {}
+        with_example = {"example": data[0]} if example else {}
         model = make().double()
-        trainer = lab.trainer(model, loss, SGD, BATCH, accumulate, **given)
+        trainer = lab.trainer(model, loss, SGD, BATCH, accumulate, **with_example)
         few = Subset(data, range(FEW))
         losses = [
             trainer.step(*batch).item()
@@ -172,12 +172,12 @@ def by_hand(case: str) -> dict[str, Any]:
         return {"losses": losses, "weights": weights_of(model)}
 
 
-def require_equal(found: dict[str, Any], expected: dict[str, Any], partly: bool = False) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-12)
-    names = found["weights"].keys()
+def require_equal(trained: dict[str, Any], expected: dict[str, Any], partly: bool = False) -> None:
+    assert trained["losses"] == pytest.approx(expected["losses"], abs=1e-12)
+    names = trained["weights"].keys()
     assert partly or names == expected["weights"].keys()
     for name in names:
-        assert (found["weights"][name] - expected["weights"][name]).abs().max() <= 1e-12, name
+        assert (trained["weights"][name] - expected["weights"][name]).abs().max() <= 1e-12, name
 
 
 def all_of(strategy: str, accumulate: int) -> dict[str, dict]:
@@ -186,8 +186,8 @@ def all_of(strategy: str, accumulate: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_single_equals_a_loop_of_torch(accumulate):
-    for case, found in all_of("single", accumulate).items():
-        require_equal(found, by_hand(case))
+    for case, trained in all_of("single", accumulate).items():
+        require_equal(trained, by_hand(case))
 
 
 def of_both(strategy: str) -> dict[int, dict[str, dict]]:
@@ -203,8 +203,8 @@ def world(strategy: str, ranks: int) -> list[dict[int, dict[str, dict]]]:
 @pytest.mark.parametrize(("strategy", "ranks"), WORLDS)
 def test_unequal_weights_give_the_weights_of_single(strategy, ranks, accumulate):
     for rank in world(strategy, ranks):
-        for case, found in rank[accumulate].items():
-            require_equal(found, by_hand(case))
+        for case, trained in rank[accumulate].items():
+            require_equal(trained, by_hand(case))
 
 
 def cut(strategy: str) -> dict[int, dict[str, Any]]:
@@ -222,8 +222,8 @@ def cut_world(strategy: str) -> list[dict[int, dict[str, Any]]]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("strategy", CUTTING)
 def test_strategies_that_cut_a_model_take_such_a_loss_of_tensors(strategy, accumulate):
-    for found in cut_world(strategy):
-        require_equal(found[accumulate], by_hand("positive"), partly=True)
+    for by_accumulate in cut_world(strategy):
+        require_equal(by_accumulate[accumulate], by_hand("positive"), partly=True)
 
 
 def fitted(strategy: str) -> dict[str, float]:
@@ -235,16 +235,16 @@ def fitted(strategy: str) -> dict[str, float]:
 
 def test_fit_divides_the_sums_of_an_epoch_by_its_weight():
     (expected,) = run_world(1, fitted, "single", timeout=60)
-    for found in run_world(3, fitted, "ddp", timeout=60):
-        assert found.keys() >= {"train_loss", "val_loss"}
+    for metrics in run_world(3, fitted, "ddp", timeout=60):
+        assert metrics.keys() >= {"train_loss", "val_loss"}
         for name in ("train_loss", "val_loss"):
-            assert found[name] == pytest.approx(expected[name], abs=1e-12)
+            assert metrics[name] == pytest.approx(expected[name], abs=1e-12)
 
 
-def step_with(loss: Any, accumulate: int = 1, **given: Any) -> None:
+def step_with(loss: Any, accumulate: int = 1, **options: Any) -> None:
     data = CASES["positive"][2]
     with Lab(device="cpu") as lab:
-        trainer = lab.trainer(blocks().double(), loss, SGD, BATCH, accumulate, **given)
+        trainer = lab.trainer(blocks().double(), loss, SGD, BATCH, accumulate, **options)
         trainer.step(*next(trainer.batches(data, 0)))
 
 
@@ -311,11 +311,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_loss_is_one_message(case, example):
     change, message = REFUSED[case]
-    given = {"example": CASES["positive"][2][0]} if example else {}
+    with_example = {"example": CASES["positive"][2][0]} if example else {}
     if example:
         message = message.replace("12 samples", "2 samples").replace(r"\[12", r"\[2")
     with pytest.raises((ConfigError, TrainingError, SampleError)) as error:
-        step_with(returning(change), **given)
+        step_with(returning(change), **with_example)
     assert re.search(message, str(error.value)), error.value
     assert error.value.__cause__ is None
     assert "\n" not in str(error.value)
@@ -361,8 +361,8 @@ def mean_and_weight(outputs, targets):
     ],
 )
 def test_sums_that_do_not_add_up_are_refused_where_the_batch_is_divided(loss, message, example):
-    given = {"example": CASES["positive"][2][0]} if example else {}
+    with_example = {"example": CASES["positive"][2][0]} if example else {}
     with pytest.raises(ConfigError, match=re.escape(message)):
-        step_with(loss, accumulate=2, **given)
-    step_with(loss, **given)
-    step_with(of_positive, accumulate=2, **given)
+        step_with(loss, accumulate=2, **with_example)
+    step_with(loss, **with_example)
+    step_with(of_positive, accumulate=2, **with_example)

@@ -48,8 +48,8 @@ class Outputs(tasks.Task):
 def trainer_of(lab: Lab, criterion=loss, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    given = {"batch_size": 2, "ema": 0.5, "ema_warmup": False} | options
-    return lab.trainer(model, criterion, SGD, **given)
+    arguments = {"batch_size": 2, "ema": 0.5, "ema_warmup": False} | options
+    return lab.trainer(model, criterion, SGD, **arguments)
 
 
 def weight(trainer) -> float:
@@ -107,8 +107,8 @@ def test_evaluate_uses_the_averages_and_the_loss_of_training(lab):
     step(trainer)
     assert trainer.evaluate(SAMPLES) == pytest.approx({"loss": 13 / 4 * FIRST**2})
     # outputs FIRST and 2 FIRST
-    found = trainer.evaluate(SAMPLES, Outputs())
-    assert found == pytest.approx({"loss": 13 / 4 * FIRST**2, "outputs": 3 * FIRST})
+    metrics = trainer.evaluate(SAMPLES, Outputs())
+    assert metrics == pytest.approx({"loss": 13 / 4 * FIRST**2, "outputs": 3 * FIRST})
     assert weight(trainer) == pytest.approx(0.35)
 
 
@@ -126,8 +126,8 @@ def test_save_writes_the_averages_if_there_are_any(lab, tmp_path, ema, expected)
     trainer = trainer_of(lab, ema=ema)
     step(trainer)
     trainer.save(tmp_path / "new" / "weights.safetensors")
-    found = load_file(tmp_path / "new" / "weights.safetensors")
-    assert {name: value.item() for name, value in found.items()} == {
+    weights = load_file(tmp_path / "new" / "weights.safetensors")
+    assert {name: value.item() for name, value in weights.items()} == {
         "weight": pytest.approx(expected)
     }
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights.safetensors"]
@@ -135,11 +135,11 @@ def test_save_writes_the_averages_if_there_are_any(lab, tmp_path, ema, expected)
 
 def test_fit_returns_the_losses_of_training_and_of_the_averages(lab):
     trainer = trainer_of(lab)
-    found = trainer.fit(SAMPLES, SAMPLES, epochs=2, task=Outputs())
-    assert found["train_loss"] == pytest.approx(13 / 4 * 0.35**2)
-    assert found["val_loss"] == pytest.approx(13 / 4 * SECOND**2)
-    assert found["val_outputs"] == pytest.approx(3 * SECOND)
-    assert (found["step"], found["lr"]) == (2, pytest.approx(0.1))
+    metrics = trainer.fit(SAMPLES, SAMPLES, epochs=2, task=Outputs())
+    assert metrics["train_loss"] == pytest.approx(13 / 4 * 0.35**2)
+    assert metrics["val_loss"] == pytest.approx(13 / 4 * SECOND**2)
+    assert metrics["val_outputs"] == pytest.approx(3 * SECOND)
+    assert (metrics["step"], metrics["lr"]) == (2, pytest.approx(0.1))
     assert trainer.fit(SAMPLES, SAMPLES, epochs=2) == {}
 
 
@@ -181,11 +181,11 @@ def test_seed_of_the_lab_determines_initial_weights_and_the_order_of_each_epoch(
         drawn = torch.rand(3)
         trainer = trainer_of(lab, batch_size=6)
         for epoch in (0, 4):
-            found = torch.cat([inputs for inputs, _ in trainer.batches(data, epoch)])
+            order = torch.cat([inputs for inputs, _ in trainer.batches(data, epoch)])
             generator = torch.Generator().manual_seed(seed + epoch)
-            assert found.flatten().tolist() == torch.randperm(20, generator=generator).tolist()
-        found = torch.cat([inputs for inputs, _ in trainer.batches(data, 4, shuffle=False)])
-        assert found.flatten().tolist() == list(range(20))
+            assert order.flatten().tolist() == torch.randperm(20, generator=generator).tolist()
+        order = torch.cat([inputs for inputs, _ in trainer.batches(data, 4, shuffle=False)])
+        assert order.flatten().tolist() == list(range(20))
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -252,14 +252,14 @@ def train_on_two(lr: float, seed: int) -> dict:
 
 
 def check_launch_of_two_ranks() -> None:
-    found = launch(train_on_two, 0.1, 5, nproc=2)
-    assert found["arguments"] == (0.1, 5)
-    assert found["world"] == (0, 2, True)
-    assert found["losses"] == pytest.approx([13 / 4, 13 / 4 * 0.35**2])
-    assert found["weight"] == pytest.approx(0.1225)
+    result = launch(train_on_two, 0.1, 5, nproc=2)
+    assert result["arguments"] == (0.1, 5)
+    assert result["world"] == (0, 2, True)
+    assert result["losses"] == pytest.approx([13 / 4, 13 / 4 * 0.35**2])
+    assert result["weight"] == pytest.approx(0.1225)
     expected = {"loss": 13 / 4 * SECOND**2, "outputs": 3 * SECOND}
-    assert found["evaluated"] == pytest.approx(expected)
-    assert found["outputs"].tolist() == [[pytest.approx(SECOND)]]
+    assert result["evaluated"] == pytest.approx(expected)
+    assert result["outputs"].tolist() == [[pytest.approx(SECOND)]]
 
 
 def test_launch_of_two_ranks_with_unequal_weights_returns_the_numbers_of_one():

@@ -76,8 +76,8 @@ def samples(size: int = 16) -> TensorDataset:
 def train(strategy: str, options: dict, path: str = "", example=True) -> list[float]:
     data = samples()
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
-        given = {"example": data[0]} if example else {}
-        trainer = lab.trainer(Plain(), tasks.Regression(), SGD, batch_size=8, **given)
+        with_example = {"example": data[0]} if example else {}
+        trainer = lab.trainer(Plain(), tasks.Regression(), SGD, batch_size=8, **with_example)
         losses = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
         if path:
             trainer.save(path)
@@ -119,23 +119,23 @@ def different_examples() -> str:
 
 def on_two(path: str) -> dict:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found: dict = {
+        outcomes: dict = {
             strategy: train(strategy, {}, f"{path}/{strategy}")
             for strategy in ("scratch", "ddp", "fsdp")
         }
-        found |= {
+        outcomes |= {
             f"{strategy} with the key": train(strategy, KEY) for strategy in ("scratch", "ddp")
         }
-    found["printed"] = printed.getvalue()
-    found |= {f"{strategy} refuses": refused(strategy) for strategy in ("scratch", "ddp")}
-    found["different"] = different_examples()
+    outcomes["printed"] = printed.getvalue()
+    outcomes |= {f"{strategy} refuses": refused(strategy) for strategy in ("scratch", "ddp")}
+    outcomes["different"] = different_examples()
     data = TensorDataset(
         torch.randint(0, 256, (8, 1, 6, 6), dtype=torch.uint8), torch.arange(8) % 3
     )
     with Lab("ddp", device="cpu", timeout=30) as lab:
         trainer = lab.trainer(Images(), tasks.Classification(), SGD, batch_size=8, example=data[0])
-        found["images"] = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
-    return found
+        outcomes["images"] = [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +192,14 @@ def test_without_a_complete_example_the_error_names_it(strategy, folder):
 @pytest.mark.parametrize("large", [0, 10**9], ids=["meta device", "real inputs"])
 def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
     monkeypatch.setattr(trial, "LARGE", large)
-    found = {}
+    outcomes = {}
 
     def keep(model, *rest):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         modes = {name: module.training for name, module in model.named_modules()}
         state = torch.get_rng_state()
         notes = lab_trial.try_model(model, *rest)
-        found["notes"] = notes
+        outcomes["notes"] = notes
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert modes == {name: module.training for name, module in model.named_modules()}
         assert torch.equal(state, torch.get_rng_state())
@@ -213,7 +213,7 @@ def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
     with Lab("ddp", device="cpu") as lab:
         model = Pooled()
         lab.trainer(model, tasks.Regression(), SGD, batch_size=8, example=samples()[0])
-    assert found["notes"] == [
+    assert outcomes["notes"] == [
         "4 parameters are frozen: frozen.0.weight, frozen.0.bias, frozen.1.weight and 1 more",
         NOTE,
     ]

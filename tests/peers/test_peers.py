@@ -56,10 +56,10 @@ def ours(strategy: str, number: int, weighted: bool, max_norm: float = MAX_NORM)
     return run_world(ranks, peer_training.ours, strategy, number, weighted, max_norm, timeout=60)[0]
 
 
-def difference(found: Weights, other: Weights) -> float:
+def difference(one: Weights, other: Weights) -> float:
     """Return the largest difference of two trainings' weights."""
-    assert found.keys() == other.keys()
-    return max(float((found[name] - other[name]).abs().max()) for name in found)
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def train(
@@ -138,10 +138,10 @@ def test_peer_that_divides_by_the_global_weight_agrees(name):
 
 @pytest.mark.parametrize("name", PEERS)
 def test_peer_with_unequal_weights_takes_the_mean_of_local_means(name):
-    found = peer(name, COMPLETE, True, False)
+    weights = peer(name, COMPLETE, True, False)
     expected = train(COMPLETE, True, complete(name), mean_of_means)
-    assert difference(found, expected) <= TOLERANCE
-    assert difference(found, ours("ddp", COMPLETE, True)) > 0.01
+    assert difference(weights, expected) <= TOLERANCE
+    assert difference(weights, ours("ddp", COMPLETE, True)) > 0.01
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -150,10 +150,10 @@ def test_peer_with_a_partial_batch_counts_repeated_samples(name):
     last = [[16, 18], [17, 19], [20], [0]]
     if name == "accelerate":
         last = [[16, 17], [18, 19], [20, 0], [1, 2]]
-    found = peer(name, REPEATED, False, False)
+    weights = peer(name, REPEATED, False, False)
     expected = train(REPEATED, False, [*complete(name), last], mean_of_means)
-    assert difference(found, expected) <= TOLERANCE
-    assert difference(found, ours("ddp", REPEATED, False)) > 0.001
+    assert difference(weights, expected) <= TOLERANCE
+    assert difference(weights, ours("ddp", REPEATED, False)) > 0.001
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -161,14 +161,14 @@ def test_peer_with_missing_micro_batches_divides_by_all_of_them(name):
     """The gradient of the last step is half as large; Fabric's documented loop never takes it."""
     last = [[16, 17], [18, 19]] if name == "accelerate" else strided(2, 2)
     steps = complete(name) if name == "fabric" else [*complete(name), last]
-    found = peer(name, SHORT, False, False, UNCLIPPED)
+    weights = peer(name, SHORT, False, False, UNCLIPPED)
     expected = train(SHORT, False, steps, mean_of_means, UNCLIPPED)
-    assert difference(found, expected) <= TOLERANCE
-    assert difference(found, ours("ddp", SHORT, False, UNCLIPPED)) > 0.001
+    assert difference(weights, expected) <= TOLERANCE
+    assert difference(weights, ours("ddp", SHORT, False, UNCLIPPED)) > 0.001
 
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "fabric"])
 def test_clipping_hides_a_gradient_that_is_half_as_large(name):
     """Up to the 1e-6 that clip_grad_norm_ adds to the norm by which it divides."""
-    found = peer(name, SHORT, False, False)
-    assert 1e-9 < difference(found, ours("ddp", SHORT, False)) < 1e-6
+    weights = peer(name, SHORT, False, False)
+    assert 1e-9 < difference(weights, ours("ddp", SHORT, False)) < 1e-6

@@ -56,18 +56,18 @@ def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> W
 
 def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypatch):
     runtime = Runtime("cpu")
-    found = []
+    modes = []
 
     def opened(key, value):
         path = Path(created[0])
-        found.append(stat.S_IMODE(path.stat().st_mode))
+        modes.append(stat.S_IMODE(path.stat().st_mode))
 
     created = []
     create = Table._create
     monkeypatch.setattr(Table, "_create", lambda table: created.append(create(table)) or created[0])
     runtime.gather_objects = opened
     table = Table(runtime)
-    assert found == [0o600], "the file has a name until all ranks have opened it"
+    assert modes == [0o600], "the file has a name until all ranks have opened it"
     assert not Path(created[0]).exists()
     table.write(0, beat(0))
     assert table.path.read_bytes(), "status.json names it"
@@ -101,8 +101,8 @@ def test_rank_finds_the_next_rank_dead(local_rank, phases, expected, table, tmp_
             table.write(
                 local, beat(local, **({"pid": dead.pid} if doing == "DEAD" else {"doing": doing}))
             )
-    found = watch(tmp_path, table, local_rank)._dead_neighbour()
-    assert (found and found[0]["rank"]) == expected
+    lost = watch(tmp_path, table, local_rank)._dead_neighbour()
+    assert (lost and lost[0]["rank"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_rank_that_lacks_a_collective_reports_itself(beats, expected, table, tmp
     """Whether it has made more progress than those that wait for it, or less."""
     for local, record in enumerate(beats):
         table.write(local, record)
-    found = {}
+    reports = {}
     for rank in range(4):
         watchdog = watch(tmp_path, table, rank, timeout=2)
         assert not any(watchdog._hang(False) for _ in range(4))
-        found[rank] = [
+        reports[rank] = [
             who["rank"] for _ in range(4) for who, *_ in filter(None, [watchdog._hang(False)])
         ]
-    assert found == {rank: [rank] * 2 if rank == expected else [] for rank in range(4)}
+    assert reports == {rank: [rank] * 2 if rank == expected else [] for rank in range(4)}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def exchange(link: NodeLink) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "last", "turns", "vanished"),
+    ("here", "last", "turns", "vanished"),
     [
         ("training", "training", 7, False),
         ("training", "training", 8, True),
@@ -285,22 +285,22 @@ def exchange(link: NodeLink) -> None:
         ("training", "starting", 8, True),  # it vanished before it told that it had started
     ],
 )
-def test_node_vanishes_after_seven_seconds_without_a_heartbeat(own, last, turns, vanished, nodes):
-    for link, doing in zip(nodes, (own, last), strict=True):
+def test_node_vanishes_after_seven_seconds_without_a_heartbeat(here, last, turns, vanished, nodes):
+    for link, doing in zip(nodes, (here, last), strict=True):
         link.table.write(0, beat(link.runtime.rank, doing=doing))
     exchange(nodes[1])
     for _ in range(turns):
         exchange(nodes[0])
-    found = nodes[0].find_lost(2)
+    lost = nodes[0].find_lost(2)
     assert (
-        found is not None and found[0]["rank"] == 1 and "has sent no heartbeat" in found[2]
+        lost is not None and lost[0]["rank"] == 1 and "has sent no heartbeat" in lost[2]
     ) == vanished
 
 
 def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes):
     """Neither those of node 0 at another node, nor those of another node at node 0's overview."""
     exchange(nodes[1])
-    found = []
+    lost_nodes = []
     for turn in range(20):
         for link in nodes:
             link.table.write(
@@ -309,11 +309,11 @@ def test_looks_while_the_process_group_opens_do_not_count_when_it_is_open(nodes)
         exchange(nodes[0])
         if turn == 0:
             exchange(nodes[1])
-        found.append([nodes[0].find_lost(1), nodes[1].find_lost(1)])
-    assert [lost is not None for lost, _ in found] == [False] * 17 + [True] * 3
-    assert [lost is not None for _, lost in found] == [False] * 17 + [True] * 3
-    assert found[-1][1][0]["rank"] == 0
-    assert "or this node is cut off from the ranks' store at " in found[-1][1][2]
+        lost_nodes.append([nodes[0].find_lost(1), nodes[1].find_lost(1)])
+    assert [lost is not None for lost, _ in lost_nodes] == [False] * 17 + [True] * 3
+    assert [lost is not None for _, lost in lost_nodes] == [False] * 17 + [True] * 3
+    assert lost_nodes[-1][1][0]["rank"] == 0
+    assert "or this node is cut off from the ranks' store at " in lost_nodes[-1][1][2]
 
 
 OUT_OF_MEMORY = (

@@ -101,12 +101,12 @@ def check_config(resumed: Path, straight: Path) -> None:
 def check_config_before(resumed: Path, straight: Path) -> None:
     expected = yaml.safe_load((straight / "config.yaml").read_text())
     changed = {"inject": PREEMPTED.removeprefix("inject="), "runs_dir": str(resumed.parent)}
-    found = yaml.safe_load((resumed / "config.1.yaml").read_text())
-    assert found.keys() == expected.keys()
-    assert {key: found[key] for key in found if key != "inject"} == {
-        key: (expected | changed)[key] for key in found if key != "inject"
+    actual = yaml.safe_load((resumed / "config.1.yaml").read_text())
+    assert actual.keys() == expected.keys()
+    assert {key: actual[key] for key in actual if key != "inject"} == {
+        key: (expected | changed)[key] for key in actual if key != "inject"
     }
-    assert "sigterm" in str(found["inject"])
+    assert "sigterm" in str(actual["inject"])
 
 
 def check_data(resumed: Path, straight: Path) -> None:
@@ -130,15 +130,15 @@ def check_log(resumed: Path, straight: Path) -> None:
 
 
 def check_metrics(resumed: Path, straight: Path) -> None:
-    found, expected = (
+    actual, expected = (
         [
             {key: value for key, value in row.items() if key not in OF_TIME}
             for row in read_rows(folder / "metrics.jsonl")
         ]
         for folder in (resumed, straight)
     )
-    assert [row["step"] for row in found if row["kind"] == "step"] == list(range(2, STEPS + 1, 2))
-    assert found == expected
+    assert [row["step"] for row in actual if row["kind"] == "step"] == list(range(2, STEPS + 1, 2))
+    assert actual == expected
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -149,10 +149,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def check_events(resumed: Path, straight: Path) -> None:
-    found = scalars(resumed)
+    actual = scalars(resumed)
     expected = scalars(straight)
-    assert {"loss/train", "loss/val", "accuracy/test"} <= found.keys()
-    assert found == expected
+    assert {"loss/train", "loss/val", "accuracy/test"} <= actual.keys()
+    assert actual == expected
 
 
 def check_step_events(resumed: Path, straight: Path) -> None:
@@ -170,24 +170,26 @@ def check_checkpoints(resumed: Path, straight: Path) -> None:
     assert all(find_damage(path) is None for path in steps_in(folders[0]))
     assert len({best_in(folder).resolve().name for folder in folders}) == 1
     for name in (path.name for path in steps_in(folders[0])):
-        found, expected = (open_checkpoint(folder / name) for folder in folders)
-        assert found.tensors.keys() == expected.tensors.keys()
-        assert all(torch.equal(found.tensors[key], expected.tensors[key]) for key in found.tensors)
+        actual, expected = (open_checkpoint(folder / name) for folder in folders)
+        assert actual.tensors.keys() == expected.tensors.keys()
+        assert all(
+            torch.equal(actual.tensors[key], expected.tensors[key]) for key in actual.tensors
+        )
         progress = [
             {key: value for key, value in each.state["progress"].items() if key != "seconds"}
-            for each in (found, expected)
+            for each in (actual, expected)
         ]
         assert progress[0] == progress[1]
-        assert found.state["scheduler"] == expected.state["scheduler"]
+        assert actual.state["scheduler"] == expected.state["scheduler"]
 
 
 def check_status(resumed: Path, straight: Path) -> None:
-    found, expected = (
+    actual, expected = (
         json.loads((folder / "status.json").read_text()) for folder in (resumed, straight)
     )
-    assert found.keys() == expected.keys(), "no heartbeats of a launch that has ended"
-    assert (found["status"], found["epoch"], found["step"]) == ("finished", 5, STEPS)
-    assert found["time"] >= (resumed / "train.log").read_text()[:19]
+    assert actual.keys() == expected.keys(), "no heartbeats of a launch that has ended"
+    assert (actual["status"], actual["epoch"], actual["step"]) == ("finished", 5, STEPS)
+    assert actual["time"] >= (resumed / "train.log").read_text()[:19]
 
 
 def check_launch(resumed: Path, straight: Path) -> None:
@@ -209,11 +211,11 @@ def check_profile(resumed: Path, straight: Path) -> None:
         {path.name for path in (folder / "profile").iterdir()} for folder in (resumed, straight)
     ]
     assert names[0] == names[1]
-    found, expected = (
+    actual, expected = (
         json.loads((folder / "profile" / "summary.json").read_text())
         for folder in (resumed, straight)
     )
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     assert (resumed / "profile").stat().st_mtime > (resumed / "config.1.yaml").stat().st_mtime
 
 

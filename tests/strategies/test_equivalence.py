@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from case import Case, config_of, reference_of
+from case import Case
 from cases import MATRIX, assert_averages_equal, assert_equal, tolerance_of
 from small_networks import make_model
 from training import SEED, Outcome, held_bytes, largest_difference, run_cases
@@ -48,28 +48,33 @@ class Decaying(Scratch):
 
 
 WRONG = [
-    f"scratch _target_={__name__}.Decaying find_unused_parameters=true experts",
-    f"scratch _target_={__name__}.Forgetful",
-    f"pipeline schedule=gpipe _target_={__name__}.OwnNorm clipped",
-    f"fsdp _target_={__name__}.OwnShardNorm clipped",
+    Case("scratch", f"_target_={__name__}.Decaying find_unused_parameters=true", model="experts"),
+    Case("scratch", f"_target_={__name__}.Forgetful"),
+    Case("pipeline", f"_target_={__name__}.OwnNorm schedule=gpipe", settings="clipped"),
+    Case("fsdp", f"_target_={__name__}.OwnShardNorm", settings="clipped"),
 ]
-LOCAL = ["scratch narrow", "ddp narrow"]  # BatchNorm normalises by the local batch
-# Each of these presets and keys changes the weights.
+LOCAL = [
+    Case("scratch", model="narrow"),
+    Case("ddp", model="narrow"),
+]  # BatchNorm normalises by the local batch
+SINGLE = Case("single")
+DECAYED = Case("single", settings="optimizer.weight_decay=0.1")
+UNDECAYED = Case("single", settings="undecayed")
+# Each of these changes the weights.
 CHANGES = [
-    "clipped",
-    "augmented",
-    "focal",
-    "files",
-    "mixup=0.4",
-    "cutmix=1.0",
-    "smoothed",
-    "optimizer.weight_decay=0.1",
+    Case("single", settings="clipped"),
+    Case("single", settings="augmented"),
+    Case("single", settings="focal"),
+    Case("single", settings="files"),
+    Case("single", settings="mixup=0.4"),
+    Case("single", settings="cutmix=1.0"),
+    Case("single", settings="smoothed"),
+    Case("single", settings="data.flip=true"),
+    Case("single", settings="scheduler=multi_step scheduler.milestones=[1.6]"),
+    DECAYED,
 ]
-CHANGES += ["data.flip=true", "scheduler=multi_step scheduler.milestones=[1.6]"]
-DECAYED = "single optimizer.weight_decay=0.1"
-UNDECAYED = "single undecayed"
-QUICK = [(case, int(size)) for case, sizes, _ in MATRIX for size in sizes]
-SLOW = [(case, int(size)) for case, _, sizes in MATRIX for size in sizes]
+QUICK = [(case, size) for case in MATRIX for size in case.ranks]
+SLOW = [(case, size) for case in MATRIX for size in case.slow]
 
 
 @once
@@ -78,33 +83,29 @@ def world(size: int, slow: bool) -> list[dict]:
     cases = [case for case, ranks in (SLOW if slow else QUICK) if ranks == size]
     if size == 2 and not slow:
         cases += [*LOCAL, *WRONG]
-    return run_world(size, run_cases, cases, timeout=600)
+    return run_world(size, run_cases, list(map(str, cases)), timeout=600)
 
 
 @once
 def references(slow: bool) -> dict:
     cases = [case for case, _ in (SLOW if slow else QUICK)]
-    others = (
-        []
-        if slow
-        else [*LOCAL, *WRONG, "single", UNDECAYED, *(f"single {change}" for change in CHANGES)]
-    )
-    return run_world(
-        1, run_cases, list(dict.fromkeys(map(reference_of, cases + others))), timeout=300
-    )[0]
+    if not slow:
+        cases += [*LOCAL, *WRONG, SINGLE, UNDECAYED, *CHANGES]
+    lines = dict.fromkeys(str(case.reference()) for case in cases)
+    return run_world(1, run_cases, list(lines), timeout=300)[0]
 
 
-def outcomes(case: str, size: int) -> list[Outcome]:
+def outcomes(case: Case, size: int) -> list[Outcome]:
     """Return the case's outcome on each of `size` ranks."""
-    return [rank[case] for rank in world(size, (case, size) in SLOW)]
+    return [rank[str(case)] for rank in world(size, (case, size) in SLOW)]
 
 
-def alone(case: str, size: int = 1) -> Outcome:
+def alone(case: Case, size: int = 1) -> Outcome:
     """Return what the case must equal, or must not: the outcome of `single`."""
-    return references((case, size) in SLOW)[reference_of(case)]
+    return references((case, size) in SLOW)[str(case.reference())]
 
 
-def params(pairs: list[tuple[str, int]]) -> list:
+def params(pairs: list[tuple[Case, int]]) -> list:
     """Return the parameters (case, size) of a test; slow ones are marked."""
     return [
         pytest.param(
@@ -116,11 +117,12 @@ def params(pairs: list[tuple[str, int]]) -> list:
 
 def test_reference_trains_clips_and_augments():
     """A run in which nothing happens proves nothing."""
-    trained = alone("single").weights
+    trained = alone(SINGLE).weights
     assert largest_difference(trained, make_model("lenet", SEED).state_dict()) > 0.01
     for change in CHANGES:
-        assert largest_difference(alone(f"single {change}").weights, trained) > 1e-3, change
-    vit, dropping = (alone(f"single {model}").weights for model in ("vit", "vit_drop"))
+        assert largest_difference(alone(change).weights, trained) > 1e-3, change
+    vit = alone(Case("single", model="vit")).weights
+    dropping = alone(Case("single", model="vit_drop")).weights
     assert largest_difference(vit, dropping) > 1e-3
     start = make_model("vit", SEED).state_dict()
     assert all(
@@ -139,16 +141,16 @@ def test_strategy_equals_single(case, size):
     """
     reference = alone(case, size)
     (first, *others) = outcomes(case, size)
-    assert_equal(first, reference, tolerance_of(case), relative=tolerance_of(case))
+    tolerance = tolerance_of(str(case))
+    assert_equal(first, reference, tolerance, relative=tolerance)
     assert first.initial == reference.initial
-    assert bool(first.initial) == (config_of(case).model.init == "by_block")
+    assert bool(first.initial) == (case.config().model.init == "by_block")
     for outcome in others:
         assert outcome.sums == first.sums
         assert outcome.evaluations == first.evaluations
-        assert outcome.digest == first.digest or Case.of(case).strategy not in ("scratch", "ddp"), (
-            "the replicas drift apart"
-        )
-    if "partly_frozen" in case:
+        if case.strategy in ("scratch", "ddp"):
+            assert outcome.digest == first.digest, "the replicas drift apart"
+    if case.model == "partly_frozen":
         # a stage, a bias and unused parameters stay as they are, and the optimizer has no state for
         # them
         start = make_model("partly_frozen", SEED).state_dict()
@@ -158,17 +160,17 @@ def test_strategy_equals_single(case, size):
         assert moved == first.momentum.keys() == {"fc1.1.weight", "fc2.weight", "fc2.bias"}
 
 
-def is_cut_or_sharded(case: str) -> bool:
+def is_cut_or_sharded(case: Case) -> bool:
     """Return whether each rank has a part of the blocks or of every parameter.
 
     tp alone leaves embedding and head complete.
     """
-    described = Case.of(case)
-    divides = described.strategy in ("fsdp", "pipeline", "ddp_pipeline")
-    divides = divides or bool({"shard", "pp"} & described.options.keys())
-    is_alone = described.options.get("pp") == "1"
-    is_vit = bool({"vit", "vit_drop", "short"} & described.parts)
-    return divides and is_vit and not is_alone and not described.in_float64
+    options = case.choices.options
+    divides = case.strategy in ("fsdp", "pipeline", "ddp_pipeline")
+    divides = divides or bool({"shard", "pp"} & options.keys())
+    is_alone = options.get("pp") == "1"
+    is_vit = bool({"vit", "vit_drop", "short"} & case.parts)
+    return divides and is_vit and not is_alone and not case.in_float64
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_ranks_allocate_their_own_part_of_the_model_and_one_block(case, size):
     assert max(rank.held for rank in ranks) < 0.6 * full <= 0.6 * sum(rank.held for rank in ranks)
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG, ids=str)
 def test_wrong_strategy_differs_from_single(case):
     assert largest_difference(outcomes(case, 2)[0].weights, alone(case).weights) > 1e-4
 

@@ -67,10 +67,10 @@ class Pictures(nn.Module):
 
     def forward(self, images):
         first = self.stem(images)
-        found = first
+        features = first
         for block in self.blocks:
-            found = block(found.clone())
-        return self.head((found + first).mean((2, 3)))
+            features = block(features.clone())
+        return self.head((features + first).mean((2, 3)))
 
 
 class Sentences(Dataset):
@@ -174,10 +174,10 @@ def alone(name: str) -> dict:
     return run_world(1, train, "single", name, {})[0]
 
 
-def assert_same(found: dict, expected: dict) -> None:
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
-    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
-    for row, other in zip(found["outputs"], expected["outputs"], strict=True):
+def assert_same(trained: dict, expected: dict) -> None:
+    assert trained["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert trained["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+    for row, other in zip(trained["outputs"], expected["outputs"], strict=True):
         assert row == pytest.approx(other, rel=1e-11, abs=1e-13)
 
 
@@ -197,9 +197,9 @@ def test_traced_model_equals_single_in_further_cases(name, case):
 @pytest.mark.slow
 def test_traced_model_on_two_pipelines_equals_single():
     for rank in run_world(4, on_four, timeout=300):
-        for name, found in rank.items():
+        for name, trained in rank.items():
             losses = alone(name)["losses"]
-            assert found["losses"] == pytest.approx(losses, rel=1e-12)
+            assert trained["losses"] == pytest.approx(losses, rel=1e-12)
 
 
 SPLIT = {
@@ -212,10 +212,10 @@ SPLIT = {
 @pytest.mark.parametrize(("name", "case"), SPLIT)
 def test_traced_model_on_several_devices_equals_single(name, case):
     accumulated = {"accumulate": 2} if case == "accumulate" else {}
-    (found,) = run_world(
+    (trained,) = run_world(
         1, partial(train, "split", name, SPLIT[name, case], **accumulated), timeout=200
     )
-    assert_same(found, alone(name))
+    assert_same(trained, alone(name))
 
 
 class Branching(Language):
@@ -265,7 +265,7 @@ MISTAKES = {
 
 
 def refused() -> dict[str, str]:
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     dataset = Sentences()
     for case, (make, options, _) in MISTAKES.items():
         keys = {"schedule": "gpipe", "num_microbatches": 2} | options
@@ -275,10 +275,10 @@ def refused() -> dict[str, str]:
                 lab.trainer(
                     make(), tasks.Classification(), SGD, 8, example=example, targets="label"
                 )
-                found[case] = "trained"
+                outcomes[case] = "trained"
             except ConfigError as error:
-                found[case] = str(error)
-    return found
+                outcomes[case] = str(error)
+    return outcomes
 
 
 @once

@@ -15,17 +15,17 @@ from ddp_lab.world.runtime import Runtime
 def test_scratch_sums_every_gradient_once_in_a_step(algorithm, calls, accumulate, monkeypatch):
     """On CPUs one more number is summed: whether a parameter was not used on some rank."""
     case = f"scratch algorithm={algorithm}"
-    found, _, size = traffic(monkeypatch, case, 4, accumulate=accumulate)
-    assert found.elements == {"all_reduce": size + 1}
-    assert found.calls == {"all_reduce": calls + 1}
+    counted, _, size = traffic(monkeypatch, case, 4, accumulate=accumulate)
+    assert counted.elements == {"all_reduce": size + 1}
+    assert counted.calls == {"all_reduce": calls + 1}
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_ring_sends_a_part_of_the_gradients_in_each_of_2_w_minus_2_rounds(accumulate, monkeypatch):
-    found, _, size = traffic(monkeypatch, "scratch algorithm=ring", 8, accumulate=accumulate)
+    counted, _, size = traffic(monkeypatch, "scratch algorithm=ring", 8, accumulate=accumulate)
     part = -(-size // 8)
-    assert found.calls["send"] == found.calls["receive"] == 2 * 7
-    assert found.elements["send"] == found.elements["receive"] == 2 * 7 * part
+    assert counted.calls["send"] == counted.calls["receive"] == 2 * 7
+    assert counted.elements["send"] == counted.elements["receive"] == 2 * 7 * part
 
 
 def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -33,15 +33,15 @@ def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
 
     A fake group has no DDP.
     """
-    found = []
+    steps = []
     for bucket_cap_mb in (25, 0.01):
         with Runtime("cpu", timeout=30) as runtime:
             runtime.open_group()
             strategy = set_up(f"ddp bucket_cap_mb={bucket_cap_mb}", runtime, "lenet", accumulate)
             counted = second_step(strategy, accumulate)
-            found.append((dict(counted.calls), dict(counted.elements)))
+            steps.append((dict(counted.calls), dict(counted.elements)))
             del strategy
-    return found
+    return steps
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -76,27 +76,27 @@ def test_fsdp_gathers_in_every_part_and_sums_the_gradients_once(
     case, gathers, accumulate, monkeypatch
 ):
     """Without accumulation 3 P, 1.5 times ddp's traffic, as each is half of an all_reduce."""
-    found, _, _ = traffic(monkeypatch, case, 8, accumulate=accumulate, name="vit")
+    counted, _, _ = traffic(monkeypatch, case, 8, accumulate=accumulate, name="vit")
     size = padded_size("vit", 8)
-    assert found.elements == {"all_gather": accumulate * gathers * size, "reduce_scatter": size}
+    assert counted.elements == {"all_gather": accumulate * gathers * size, "reduce_scatter": size}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_mesh_of_replicas_sums_every_gradient_once(accumulate, monkeypatch):
-    found, _, size = traffic(monkeypatch, "mesh shard=1", 8, accumulate=accumulate, name="vit")
-    assert found.elements == {"all_reduce": size}
+    counted, _, size = traffic(monkeypatch, "mesh shard=1", 8, accumulate=accumulate, name="vit")
+    assert counted.elements == {"all_reduce": size}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hsdp_gathers_within_shards_and_sums_shards_over_replicas(accumulate, monkeypatch):
-    found, _, _ = traffic(monkeypatch, "mesh shard=2", 8, accumulate=accumulate, name="vit")
+    counted, _, _ = traffic(monkeypatch, "mesh shard=2", 8, accumulate=accumulate, name="vit")
     size = padded_size("vit", 2)
     expected = {
         "all_gather": 2 * accumulate * size,
         "reduce_scatter": size,
         "all_reduce": size // 2,
     }
-    assert found.elements == expected
+    assert counted.elements == expected
 
 
 @pytest.mark.parametrize(
@@ -106,28 +106,30 @@ def test_hsdp_gathers_within_shards_and_sums_shards_over_replicas(accumulate, mo
 def test_pipeline_sends_the_activations_of_a_batch_at_the_cut(case, ranks, accumulate, monkeypatch):
     """LeNet is cut after its first block, where a sample has 20 x 13 x 13 numbers."""
     replicated = case == "ddp_pipeline"
-    held = 0
+    in_stages = 0
     for rank in (0, ranks - 1):
-        found, strategy, size = traffic(monkeypatch, case, ranks, rank, accumulate)
+        counted, strategy, size = traffic(monkeypatch, case, ranks, rank, accumulate)
         activations = SAMPLES * 20 * 13 * 13
-        assert found.elements["send"] == found.elements["receive"] == activations
-        assert found.calls["send"] == accumulate * strategy.num_microbatches
-        own = sum(parameter.numel() for parameter in strategy.module.parameters())
-        assert found.elements["all_reduce"] == replicated * (own + 1)
-        held += own
-    assert held == size, "the stages do not make up the model"
+        assert counted.elements["send"] == counted.elements["receive"] == activations
+        assert counted.calls["send"] == accumulate * strategy.num_microbatches
+        in_stage = sum(parameter.numel() for parameter in strategy.module.parameters())
+        assert counted.elements["all_reduce"] == replicated * (in_stage + 1)
+        in_stages += in_stage
+    assert in_stages == size, "the stages do not make up the model"
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pipelines_of_mesh_gather_once_and_sum_after_every_part(accumulate, monkeypatch):
     """A block's activations are 16 tokens of 16 numbers."""
-    found, strategy, _ = traffic(monkeypatch, "mesh pp=2 shard=2", 8, 7, accumulate, "vit")
+    counted, strategy, _ = traffic(monkeypatch, "mesh pp=2 shard=2", 8, 7, accumulate, "vit")
     names = dict(strategy.module.named_parameters())
-    held = sum(-(-each.shape[0] // 2) * 2 * math.prod(each.shape[1:]) for each in names.values())
-    assert found.elements == {
-        "all_gather": accumulate * held,
-        "reduce_scatter": accumulate * held,
-        "all_reduce": accumulate * held // 2,
+    gathered = sum(
+        -(-each.shape[0] // 2) * 2 * math.prod(each.shape[1:]) for each in names.values()
+    )
+    assert counted.elements == {
+        "all_gather": accumulate * gathered,
+        "reduce_scatter": accumulate * gathered,
+        "all_reduce": accumulate * gathered // 2,
         "send": SAMPLES * 16 * 16,
         "receive": SAMPLES * 16 * 16,
     }
@@ -156,9 +158,9 @@ def test_dp_group_has_the_replicas_and_shards_of_the_same_stage(axes, ranks, gro
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_star_gathers_and_broadcasts_each_gradient_once_in_a_step(accumulate, monkeypatch):
     """Rank 0 receives the gradients of the other ranks, (W-1) n, and sends them as much."""
-    found, _, size = traffic(monkeypatch, "scratch algorithm=star", 4, accumulate=accumulate)
-    assert found.elements == {"gather": size, "broadcast": size, "all_reduce": 1}
-    assert found.calls == {"gather": 8, "broadcast": 8, "all_reduce": 1}
+    counted, _, size = traffic(monkeypatch, "scratch algorithm=star", 4, accumulate=accumulate)
+    assert counted.elements == {"gather": size, "broadcast": size, "all_reduce": 1}
+    assert counted.calls == {"gather": 8, "broadcast": 8, "all_reduce": 1}
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -167,6 +169,6 @@ def test_scratch_with_unused_parameters_sends_one_number_for_each_in_addition(
 ):
     """LeNet has 8 parameters."""
     case = "scratch algorithm=flat find_unused_parameters=true"
-    found, _, size = traffic(monkeypatch, case, 4, accumulate=accumulate)
-    assert found.elements == {"all_reduce": size + 8}
-    assert found.calls == {"all_reduce": 2}
+    counted, _, size = traffic(monkeypatch, case, 4, accumulate=accumulate)
+    assert counted.elements == {"all_reduce": size + 8}
+    assert counted.calls == {"all_reduce": 2}

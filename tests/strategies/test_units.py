@@ -39,16 +39,16 @@ def units_of(
 
 def test_parameters_that_are_used_elsewhere_stay_with_the_module_around_them():
     """Not in a unit: encoder, never called; table, used directly; first, last, h.*.inner, tied."""
-    found = units_of(Containers(1, 6, 3))
+    units = units_of(Containers(1, 6, 3))
     blocks = ["transformer.h.0.outer", "transformer.h.1.outer"]
-    assert found == [*blocks, "deep.0.a.0", "encoder.layer", "transformer.ln", "head"]
+    assert units == [*blocks, "deep.0.a.0", "encoder.layer", "transformer.ln", "head"]
     inner = [f"model.{name}" for name in [*blocks, "deep.0.a.0", "transformer.ln"]]
     assert units_of(Around(1, 6, 3)) == [*inner, "model"]
 
 
 def test_without_a_trial_only_containers_and_ties_are_known():
-    found = units_of(Containers(1, 6, 3), tried=False)
-    assert {*found} == {*units_of(Containers(1, 6, 3)), "encoder", "table"} - {"encoder.layer"}
+    units = units_of(Containers(1, 6, 3), tried=False)
+    assert {*units} == {*units_of(Containers(1, 6, 3)), "encoder", "table"} - {"encoder.layer"}
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def first_refusal(kind: str) -> list[str]:
 )
 def test_units_that_some_ranks_leave_out_are_refused_by_name_before_the_timeout(kind, message):
     ranks = run_world(2, first_refusal, kind, timeout=60)
-    found = [error for error, _ in ranks if error]
-    assert found
-    for error in found:
+    errors = [error for error, _ in ranks if error]
+    assert errors
+    for error in errors:
         assert re.match(
             rf"strategy=fsdp: {message}\. .*strategy.keep_whole=\[\S+\], in a Lab ", error
         ), error
-    assert "keep_whole=[branches.*]" in found[0]
+    assert "keep_whole=[branches.*]" in errors[0]
     assert all(seconds < TIMEOUT for _, seconds in ranks)
 
 
@@ -208,7 +208,7 @@ def refusal_of_late_sums() -> str:
 
 def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
     """Without the layer before it, `out` has inputs without a gradient: torch sums at the end."""
-    found = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
+    errors = [error for error in run_world(2, refusal_of_late_sums, timeout=60) if error]
     message = (
         "strategy=fsdp: rank 0 comes to the end of the pass, but the others to the sum of the "
         "gradients of out. All ranks must sum the gradients of the units in the same order, so the "
@@ -216,8 +216,8 @@ def test_gradients_that_some_ranks_sum_later_are_refused_by_name():
         "with the module around them: use "
         'strategy.keep_whole=[adapter,out], in a Lab keep_whole=["adapter", "out"]'
     )
-    assert found
-    assert found[0].startswith(message)
+    assert errors
+    assert errors[0].startswith(message)
 
 
 def refusals_of_odd_models() -> dict[str, str]:
@@ -226,12 +226,12 @@ def refusals_of_odd_models() -> dict[str, str]:
         "empty": torch.empty(4, 0),
         "types": torch.ones(2, dtype=torch.float64),
     }
-    found = {kind: refusal(Odd(parameter))[0] for kind, parameter in parameters.items()}
-    return found | {"untried": refusal(Odd(), tried=False)[0], "tried": refusal(Odd())[0]}
+    refusals = {kind: refusal(Odd(parameter))[0] for kind, parameter in parameters.items()}
+    return refusals | {"untried": refusal(Odd(), tried=False)[0], "tried": refusal(Odd())[0]}
 
 
 def test_what_fsdp_cannot_take_is_refused_in_one_message():
-    found = run_world(1, refusals_of_odd_models)[0]
+    refusals = run_world(1, refusals_of_odd_models)[0]
     expected = {
         "scalar": r"strategy=fsdp: cannot shard the parameter odd, which has no dimensions\. Give "
         r"it the shape \[1\], or .*",
@@ -246,7 +246,7 @@ def test_what_fsdp_cannot_take_is_refused_in_one_message():
         "tried": "",
     }
     for kind, message in expected.items():
-        assert re.fullmatch(message, found[kind]), found[kind]
+        assert re.fullmatch(message, refusals[kind]), refusals[kind]
 
 
 def trained_on(strategy: str, folder: str, steps: int | None = None) -> list[float]:
@@ -301,7 +301,7 @@ def test_model_of_containers_resumes_under_another_strategy(ranks, tmp_path):
 
 def keys_after_each_question() -> list[int]:
     """Ask for 20 events that no path knows. Return the number of keys in the store after each."""
-    found: list[int] = []
+    key_counts: list[int] = []
     with Runtime("cpu", timeout=TIMEOUT) as runtime:
         runtime.open_group()
         order = UnitOrder(runtime, "fsdp", [])
@@ -309,8 +309,8 @@ def keys_after_each_question() -> list[int]:
             order.begin(number)
             order.event("unit")
             runtime.all_reduce(torch.zeros(1))  # the other rank has got its answer, too
-            found.append(runtime.store.num_keys())
-    return found
+            key_counts.append(runtime.store.num_keys())
+    return key_counts
 
 
 def test_store_does_not_grow_with_the_questions_about_the_order_of_units():

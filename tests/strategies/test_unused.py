@@ -15,7 +15,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.all_reduce import broadcast, flatten, unflatten
+from ddp_lab.strategies.contiguous import broadcast, flatten, unflatten
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.scratch import Scratch
 from ddp_lab.strategies.unused import SAME_PARAMETERS, zeros_like_gradient

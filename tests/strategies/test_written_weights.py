@@ -172,13 +172,13 @@ def train(strategy: str, make, example: bool = True, **options) -> list[float]:
             if strategy in ("mesh", "pipeline", "split"):
                 model = Chain((4,), first=model, last=nn.Linear(4, 4))
             samples = TensorDataset(*(tensor.double() for tensor in data().tensors))
-            given = {"example": samples[0]} if example else {}
-            trainer = lab.trainer(model, tasks.Regression(), SGD, batch_size=8, **given)
-            found: list[float] = []
+            with_example = {"example": samples[0]} if example else {}
+            trainer = lab.trainer(model, tasks.Regression(), SGD, batch_size=8, **with_example)
+            losses: list[float] = []
             for epoch in range(2):
-                found += [trainer.step(*batch).item() for batch in trainer.batches(samples, epoch)]
-                found.append(trainer.evaluate(samples)["loss"])
-            return found
+                losses += [trainer.step(*batch).item() for batch in trainer.batches(samples, epoch)]
+                losses.append(trainer.evaluate(samples)["loss"])
+            return losses
     finally:
         torch.set_default_dtype(before)
 
@@ -191,30 +191,30 @@ def outcome(*arguments, **options) -> list[float] | str:
 
 
 def on_two() -> dict:
-    found: dict = {}
+    outcomes: dict = {}
     for case, (make, *_) in OF_WEIGHTS.items():
-        found |= {
+        outcomes |= {
             (strategy, case): outcome(strategy, make, **options)
             for strategy, options in (COPYING | REPLICAS).items()
         }
-        found["tp", case] = outcome("tp", make, tp=None)
-        found["fsdp without", case] = outcome("fsdp", make, example=False)
-        found["ddp without", case] = outcome("ddp", make, example=False)
+        outcomes["tp", case] = outcome("tp", make, tp=None)
+        outcomes["fsdp without", case] = outcome("fsdp", make, example=False)
+        outcomes["ddp without", case] = outcome("ddp", make, example=False)
     for case, make in OF_BATCH.items():
-        found |= {(strategy, case): outcome(strategy, make) for strategy in REPLICAS}
-        found["tp", case] = outcome("tp", make, tp=None)
-    found |= {
+        outcomes |= {(strategy, case): outcome(strategy, make) for strategy in REPLICAS}
+        outcomes["tp", case] = outcome("tp", make, tp=None)
+    outcomes |= {
         ("replaced", strategy): outcome(strategy, ReplacedInTraining, **options)
         for strategy, options in HOLDING.items()
     }
-    found["key"] = outcome("scratch", Average, find_unused_parameters=True)
-    found["pipeline"] = outcome("pipeline", Clamped, num_microbatches=2, schedule="gpipe")
-    found["pipeline 1"] = outcome("pipeline", Average, num_microbatches=1, schedule="gpipe")
-    found |= {
+    outcomes["key"] = outcome("scratch", Average, find_unused_parameters=True)
+    outcomes["pipeline"] = outcome("pipeline", Clamped, num_microbatches=2, schedule="gpipe")
+    outcomes["pipeline 1"] = outcome("pipeline", Average, num_microbatches=1, schedule="gpipe")
+    outcomes |= {
         ("buffers", strategy): outcome(strategy, Buffers, **options)
         for strategy, options in COPYING.items()
     }
-    return found
+    return outcomes
 
 
 @once
@@ -256,11 +256,11 @@ def test_change_that_depends_on_weights_alone_is_that_of_one_device(strategy, ca
 @pytest.mark.parametrize("case", OF_WEIGHTS)
 def test_tp_computes_the_same_or_refuses_a_sharded_layer(case):
     for rank in two():
-        found = rank["tp", case]
-        if isinstance(found, str):
-            assert "The strategy shards this parameter" in found
+        result = rank["tp", case]
+        if isinstance(result, str):
+            assert "The strategy shards this parameter" in result
         else:
-            assert found == pytest.approx(alone(case), rel=1e-12)
+            assert result == pytest.approx(alone(case), rel=1e-12)
 
 
 @pytest.mark.parametrize("case", OF_WEIGHTS)
@@ -288,8 +288,8 @@ def test_change_that_depends_on_the_samples_is_refused_by_replicas(strategy, cas
 
 def test_change_that_depends_on_the_samples_is_kept_where_all_ranks_have_the_same():
     for rank in two():
-        found = rank["tp", "samples"]
-        assert found == pytest.approx(alone("samples"), rel=1e-12)
+        losses = rank["tp", "samples"]
+        assert losses == pytest.approx(alone("samples"), rel=1e-12)
 
 
 def test_ranks_that_may_have_no_sample_refuse_a_change():

@@ -1,15 +1,12 @@
 """A case: a training under a strategy, whose result must be that of one device.
 
-It is written as a line, for example `scratch algorithm=ring accumulate=2 clipped`, which is also
-its name in the id of a test: a strategy of conf/strategy/, then options of it, keys of the config,
-options of config groups, and names of PRESETS. By default the last batch is partial, and its size
-is not divisible by 2, 3 or 4.
+By default the last batch is partial, and its size is not divisible by 2, 3 or 4.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -95,77 +92,83 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A training under a strategy.
+    """A training under a strategy, and the numbers of ranks on which the matrix has it.
+
+    Each text has overrides as on the command line, and names of PRESETS, separated by spaces. A
+    later one overrides an earlier one.
+
+        Case("scratch", "algorithm=ring", model="vit", settings="accumulate=2 clipped", ranks=(2,))
 
     Attributes:
-        line: as it is written. Cases of the same line are equal.
         strategy: a name of conf/strategy/.
-        options: of the strategy, by name, as YAML.
-        groups: the chosen option of config groups, by name, for example {"task": "tokens"}.
-        network: name of the model in MODELS; None: that of the groups.
-        keys: values of other keys of the config, by name, as YAML.
-        in_float64: whether it is computed in float64.
-        other_start: whether ranks other than 0 begin with other weights, which must not matter.
-        parts: what the line consists of, after the strategy, with that of its presets.
+        options: of the strategy, without `strategy.`.
+        model: a preset of a model, or `own=NAME` or `units=NAME` (`expanded`).
+        task: a preset of a task.
+        settings: other keys of the config, and other presets.
+        ranks: numbers of ranks in `make test`.
+        slow: numbers of ranks in `make test-slow`.
     """
 
-    line: str
-    strategy: str = field(compare=False)
-    options: dict[str, str] = field(compare=False)
-    groups: dict[str, str] = field(compare=False)
-    network: str | None = field(compare=False)
-    keys: dict[str, str] = field(compare=False)
-    in_float64: bool = field(compare=False)
-    other_start: bool = field(compare=False)
-    parts: frozenset[str] = field(compare=False)
+    strategy: str
+    options: str = ""
+    model: str = ""
+    task: str = ""
+    settings: str = ""
+    ranks: tuple[int, ...] = ()
+    slow: tuple[int, ...] = ()
 
     @classmethod
     @cache
     def of(cls, line: str) -> "Case":
-        """Return the case that a line describes. A later part of it overrides an earlier one."""
-        strategy, *written = line.split()
-        parts = expanded(written)
-        known = options_of(strategy)
-        options: dict[str, str] = {}
-        groups: dict[str, str] = {}
-        keys: dict[str, str] = {}
-        network = None
-        for part in parts:
-            key, equals, value = part.partition("=")
-            if not equals:
-                continue
-            if key == "model" and value in MODELS:
-                network = value
-                groups.pop("model", None)
-            elif key in GROUPS:
-                groups[key] = value
-                network = None if key == "model" else network
-            elif key.split(".")[0] in known:
-                options[key] = value
-            else:
-                keys[SHORT_NAMES.get(key, key)] = value
-        return cls(
-            line=line,
-            strategy=strategy,
-            options=options,
-            groups=groups,
-            network=network,
-            keys=keys,
-            in_float64="float64" in parts,
-            other_start="shifted" in parts,
-            parts=frozenset([*written, *parts]),
-        )
+        """Return the case of a line: a strategy, then what the texts of a case have, in any order.
+
+        `str(case)` is such a line.
+        """
+        strategy, _, settings = line.partition(" ")
+        return cls(strategy, settings=settings)
 
     def __str__(self) -> str:
-        return self.line
+        texts = (self.strategy, self.options, self.model, self.task, self.settings)
+        return " ".join(text for text in texts if text)
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        filled = [f"{name}={value!r}" for name, value in values.items() if value]
+        return f"Case({', '.join(filled)})"
+
+    @cached_property
+    def written(self) -> list[str]:
+        """The overrides and presets after the strategy, as they are written."""
+        return str(self).split()[1:]
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """The overrides and presets after the strategy, with the overrides of the presets."""
+        return frozenset([*self.written, *expanded(self.written)])
+
+    @cached_property
+    def choices(self) -> "Choices":
+        """What the overrides choose, sorted by kind."""
+        return choices_of(self.strategy, expanded(self.written))
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether it is computed in float64."""
+        return "float64" in self.parts
+
+    @property
+    def other_start(self) -> bool:
+        """Whether ranks other than 0 begin with other weights, which must not matter."""
+        return "shifted" in self.parts
 
     def config(self) -> DictConfig:
         """Return the config with which train.py would train it."""
-        groups = {"data": "synthetic", **self.groups}
+        choices = self.choices
+        groups = {"data": "synthetic", **choices.groups}
         cfg = with_groups(*(f"{group}={option}" for group, option in groups.items())).copy()
         cfg.strategy = options_of(self.strategy)
-        if self.network is not None:
-            make, channels, side = MODELS[self.network]
+        if choices.network is not None:
+            make, channels, side = MODELS[choices.network]
             cfg.model = {
                 "_target_": f"{make.__module__}.{make.__name__}",
                 "init_std": None,
@@ -173,8 +176,8 @@ class Case:
                 "weights": None,
             }
             cfg.data.dataset.update(channels=channels, image_size=side)
-        settings = {f"strategy.{name}": value for name, value in self.options.items()} | self.keys
-        for key, value in settings.items():
+        options = {f"strategy.{name}": value for name, value in choices.options.items()}
+        for key, value in (options | choices.keys).items():
             OmegaConf.update(cfg, key, yaml.safe_load(value), force_add=True)
         return cfg
 
@@ -182,12 +185,12 @@ class Case:
         """Return the case of one device, without worker processes, whose results it must equal."""
         of_strategy = options_of(self.strategy).keys() - {"find_unused_parameters"}  # single's, too
         kept: list[str] = []
-        for part in self.line.split()[1:]:
+        for part in self.written:
             key = part.partition("=")[0]
             is_option = key.split(".")[0] in of_strategy
             if key not in INDEPENDENT_OF and key != "shifted" and not is_option:
                 kept.append(part)
-        return Case.of(" ".join(["single", *kept, "data.num_workers=0"]))
+        return Case("single", settings=" ".join([*kept, "data.num_workers=0"]))
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:
@@ -198,8 +201,52 @@ class Case:
         torch.set_default_dtype(before)
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What the overrides of a case choose.
+
+    Attributes:
+        options: of the strategy, by name, as YAML.
+        groups: the chosen option of config groups, by name, for example {"task": "tokens"}.
+        network: name of the model in MODELS; None: that of the groups.
+        keys: values of other keys of the config, by name, as YAML.
+    """
+
+    options: dict[str, str]
+    groups: dict[str, str]
+    network: str | None
+    keys: dict[str, str]
+
+
+def choices_of(strategy: str, overrides: list[str]) -> Choices:
+    """Return what overrides choose. A later one overrides an earlier one.
+
+    What is no `key=value`, for example `float64`, chooses nothing in the config.
+    """
+    known = options_of(strategy)
+    options: dict[str, str] = {}
+    groups: dict[str, str] = {}
+    keys: dict[str, str] = {}
+    network = None
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            continue
+        if key == "model" and value in MODELS:
+            network = value
+            groups.pop("model", None)
+        elif key in GROUPS:
+            groups[key] = value
+            network = None if key == "model" else network
+        elif key.split(".")[0] in known:
+            options[key] = value
+        else:
+            keys[SHORT_NAMES.get(key, key)] = value
+    return Choices(options, groups, network, keys)
+
+
 def expanded(written: list[str]) -> list[str]:
-    """Return the parts of a line with those of its presets in place of their names.
+    """Return overrides and presets with those of its presets in place of their names.
 
     `own=NAME` is a model of own_models.py, `units=NAME` one of unit_models.py in float64.
     """

@@ -98,9 +98,9 @@ def second_step(strategy: Strategy, accumulate: int) -> Traffic:
     step(strategy, accumulate)
     for parameter in strategy.module.parameters():
         parameter.grad = None
-    with Traffic() as found:
+    with Traffic() as counted:
         step(strategy, accumulate)
-    return found
+    return counted
 
 
 def traffic(

@@ -53,8 +53,8 @@ CLASSES = torch.tensor([0, 1, 0])
 
 def test_classification():
     # (ln 4 + 2 ln(4/3)) / 3; 2 of 3 are right
-    found = trained(Classification(), CLASS_LOGITS, CLASSES)
-    assert found == approx(loss=(LN4 + 2 * RIGHT) / 3, accuracy=2 / 3)
+    metrics = trained(Classification(), CLASS_LOGITS, CLASSES)
+    assert metrics == approx(loss=(LN4 + 2 * RIGHT) / 3, accuracy=2 / 3)
     assert evaluated(Classification(), CLASS_LOGITS, CLASSES) == approx(accuracy=2 / 3)
 
 
@@ -74,8 +74,8 @@ def test_classification_with_a_weighted_loss_weighs_losses_and_accuracy():
         return F.cross_entropy(outputs, targets, reduction="none"), class_weights[targets]
 
     # weights 3, 1, 3: (3 ln 4 + 1 ln(4/3) + 3 ln(4/3)) / 7; right are those of weight 1 and 3
-    found = trained(Classification(weighted), CLASS_LOGITS, CLASSES)
-    assert found == approx(loss=(3 * LN4 + 4 * RIGHT) / 7, accuracy=4 / 7)
+    metrics = trained(Classification(weighted), CLASS_LOGITS, CLASSES)
+    assert metrics == approx(loss=(3 * LN4 + 4 * RIGHT) / 7, accuracy=4 / 7)
 
 
 def test_classification_with_label_smoothing():
@@ -92,8 +92,8 @@ def test_classification_of_mixed_samples():
     # The first: 3/4 ln 4 + 1/4 ln(4/3), and class 0 is the most probable one, which is wrong. The
     # second: 1/4 ln 4 + 3/4 ln(4/3), right. In sum ln 4 + ln(4/3).
     mixed = torch.tensor([[0.75, 0.25], [0.25, 0.75]])
-    found = trained(Classification(), CLASS_LOGITS[:2], mixed)
-    assert found == approx(loss=(LN4 + RIGHT) / 2, accuracy=1 / 2)
+    metrics = trained(Classification(), CLASS_LOGITS[:2], mixed)
+    assert metrics == approx(loss=(LN4 + RIGHT) / 2, accuracy=1 / 2)
 
 
 # Regression: errors -1, 0, 3.
@@ -105,8 +105,8 @@ def test_regression():
     # squares 1 + 0 + 9 = 10; absolute values 1 + 0 + 3 = 4; variation of the targets 2, 2, 1:
     # 4 + 4 + 1 - 5**2 / 3 = 2/3, so that r2 = 1 - 10 / (2/3) = -14
     assert trained(Regression(), NUMBERS, WANTED) == approx(loss=10 / 3)
-    found = evaluated(Regression(), NUMBERS, WANTED)
-    assert found == approx(mae=4 / 3, rmse=math.sqrt(10 / 3), r2=-14)
+    metrics = evaluated(Regression(), NUMBERS, WANTED)
+    assert metrics == approx(mae=4 / 3, rmse=math.sqrt(10 / 3), r2=-14)
 
 
 def test_regression_with_a_weighted_loss():
@@ -124,18 +124,18 @@ LABEL_LOGITS = (2.0 * DECIDED - 1) * LN3
 
 
 def test_multi_label():
-    found = trained(MultiLabel(), LABEL_LOGITS, LABELS)
-    assert found == approx(loss=(7 * RIGHT + 2 * LN4) / 9, accuracy=7 / 9)
+    metrics = trained(MultiLabel(), LABEL_LOGITS, LABELS)
+    assert metrics == approx(loss=(7 * RIGHT + 2 * LN4) / 9, accuracy=7 / 9)
     # true positives by label 2, 0, 3; positives 3, 1, 3; decided 2, 0, 3. Micro: 2 * 5 / 12;
     # macro: (4/5 + 0/1 + 6/6) / 3
-    found = evaluated(MultiLabel(), LABEL_LOGITS, LABELS)
-    assert found == approx(accuracy=7 / 9, f1_micro=5 / 6, f1_macro=3 / 5)
+    metrics = evaluated(MultiLabel(), LABEL_LOGITS, LABELS)
+    assert metrics == approx(accuracy=7 / 9, f1_micro=5 / 6, f1_macro=3 / 5)
 
 
 def test_multi_label_does_not_count_a_label_without_positives():
     # without the last sample: true positives 1, 0, 2; positives 2, 0, 2; decided 1, 0, 2
-    found = evaluated(MultiLabel(), LABEL_LOGITS[:2], LABELS[:2])
-    assert found == approx(accuracy=5 / 6, f1_micro=6 / 7, f1_macro=(2 / 3 + 1) / 2)
+    metrics = evaluated(MultiLabel(), LABEL_LOGITS[:2], LABELS[:2])
+    assert metrics == approx(accuracy=5 / 6, f1_micro=6 / 7, f1_macro=(2 / 3 + 1) / 2)
 
 
 def binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -148,15 +148,15 @@ def test_multi_label_with_a_weighted_loss_weighs_losses_and_accuracy():
 
     # A label has the weight 3, none has 1. There are 7 and 2: 23 in all. Both wrong decisions are
     # about labels, 6; the right ones weigh 17.
-    found = trained(MultiLabel(weighted), LABEL_LOGITS, LABELS)
-    assert found == approx(loss=(17 * RIGHT + 6 * LN4) / 23, accuracy=17 / 23)
+    metrics = trained(MultiLabel(weighted), LABEL_LOGITS, LABELS)
+    assert metrics == approx(loss=(17 * RIGHT + 6 * LN4) / 23, accuracy=17 / 23)
 
 
 def test_multi_label_with_one_loss_for_each_sample_has_the_accuracy_of_the_decisions():
     # losses 3 ln(4/3), 2 ln(4/3) + ln 4, 2 ln(4/3) + ln 4; a sample has the weight 1
     task = MultiLabel(lambda outputs, targets: binary(outputs, targets).sum(1))
-    found = trained(task, LABEL_LOGITS, LABELS)
-    assert found == approx(loss=(7 * RIGHT + 2 * LN4) / 3, accuracy=7 / 9)
+    metrics = trained(task, LABEL_LOGITS, LABELS)
+    assert metrics == approx(loss=(7 * RIGHT + 2 * LN4) / 3, accuracy=7 / 9)
 
 
 def test_multi_label_with_weighted_samples_weighs_the_share_of_right_decisions():
@@ -164,8 +164,8 @@ def test_multi_label_with_weighted_samples_weighs_the_share_of_right_decisions()
         return binary(outputs, targets).sum(1), 1.0 + targets[:, 1]
 
     # weights 1, 1, 2; of the decisions 3/3, 2/3 and 2/3 are right: (1 + 2/3 + 2 * 2/3) / 4
-    found = trained(MultiLabel(weighted), LABEL_LOGITS, LABELS)
-    assert found == approx(loss=(9 * RIGHT + 3 * LN4) / 4, accuracy=3 / 4)
+    metrics = trained(MultiLabel(weighted), LABEL_LOGITS, LABELS)
+    assert metrics == approx(loss=(9 * RIGHT + 3 * LN4) / 4, accuracy=3 / 4)
 
 
 def pixels(targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,8 +203,8 @@ def sentences() -> tuple[torch.Tensor, torch.Tensor]:
 def test_tokens():
     # losses ln 4, ln 2, ln 2, ln 2 of four tokens: 5 ln 2 / 4, which is 5/4 bits; 3 of 4 are right
     assert trained(Tokens(), *sentences()) == approx(loss=5 * LN2 / 4)
-    found = evaluated(Tokens(), *sentences())
-    assert found == approx(accuracy=3 / 4, perplexity=2**1.25, bits_per_byte=5 / 4)
+    metrics = evaluated(Tokens(), *sentences())
+    assert metrics == approx(accuracy=3 / 4, perplexity=2**1.25, bits_per_byte=5 / 4)
 
 
 def test_tokens_with_a_weighted_loss():

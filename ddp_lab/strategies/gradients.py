@@ -1,0 +1,57 @@
+"""Gradients of parameters: which parameters have one, and how their sums replace them."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.all_reduce import Algorithm
+
+
+def trainable(parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are not frozen, which are those that get a gradient."""
+    return (parameter for parameter in parameters if parameter.requires_grad)
+
+
+def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by their type, in order.
+
+    Flattening would convert the gradients of one group to one type.
+    """
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return list(groups.values())
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a parameter that took part in the step."""
+    assert parameter.grad is not None, (
+        f"a parameter of shape {list(parameter.shape)} got no gradient in this step"
+    )
+    return parameter.grad
+
+
+def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of the parameters that are not frozen.
+
+    Each of them has one (`unused.every_gradient`).
+    """
+    return [gradient_of(parameter) for parameter in trainable(parameters)]
+
+
+def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    """Replace the gradient of each parameter by that at the same place of `gradients`."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], algorithm: "Algorithm") -> None:
+    """Replace the gradients of parameters, each of which has one, by their sums over the ranks.
+
+    Collective.
+    """
+    for same_type in by_dtype(trainable(parameters)):
+        set_gradients(same_type, algorithm(all_gradients_of(same_type)))
