@@ -10,18 +10,25 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import NamedTuple
 
 import pytest
+import torch
 import training
 from case import Case, reference_of
 from cases import MATRIX, assert_equal, tolerance_of
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
+from torch import nn
+from torch.nn import MSELoss
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.utils.data import TensorDataset
 from training import ONE_PROCESS, Outcome, largest_difference, run_case, run_cases
 from worlds import once, run_world
 
+from ddp_lab import Lab, gather, own_rows
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.scratch import NAMES
@@ -72,6 +79,9 @@ ALONE += each(GRAPH, f"single {MOVED}", "single recipe")
 ALONE += each(GRAPH, "single ema=0.999 epochs=17", "single ema=0.999 ema_warmup=false epochs=17")
 ALONE += each(BOTH, "single augmented", "single accumulate=3 recipe", "single resnet18 step")
 ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
+RECOMPUTED = "checkpoint_activations=block"
+ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vit float64")
+ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
 ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
     *each(
@@ -83,6 +93,7 @@ TOGETHER = [
         "ddp recipe",
         "tp tp=2 clipped",
     ),
+    *each(f"{GRAPH} {RECOMPUTED}", "ddp accumulate=2 vit float64", "fsdp vit float64 clipped"),
     *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
     # A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
     *each(
@@ -365,6 +376,34 @@ def test_captured_pipeline_drops_what_the_eager_one_does():
     found = run_world(2, run_cases, [eager, captured, f"{eager} seed=8"], "cuda", timeout=120)[0]
     assert largest_difference(found[captured].weights, found[eager].weights) < 1e-6
     assert largest_difference(found[f"{eager} seed=8"].weights, found[eager].weights) > 1e-3
+
+
+def own_steps(strategy: str) -> list[float]:
+    """Return the losses of steps that a loop makes of parts, with a loss over the GLOBAL batch."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.rand(25, 6, generator=generator, dtype=torch.float64)
+    dataset = TensorDataset(samples, torch.zeros(25))
+    losses = []
+    with Lab(strategy, device="cuda", timeout=60) as lab:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        trainer = lab.trainer(model, MSELoss(), partial(SGD, lr=0.5), batch_size=12)
+        for epoch in range(2):
+            for inputs, _ in trainer.batches(dataset, epoch):
+                noise = 0.1 * trainer.randn(len(inputs), 6, name="noise").double()
+                first, second = trainer.forward(inputs + noise).chunk(2, 1)
+                similarity = first @ gather(second).T
+                of_rows = cross_entropy(similarity, own_rows(), reduction="none")
+                trainer.backward(of_rows.sum(), len(of_rows))
+                losses.append(float(trainer.update()))
+    return losses
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["scratch", "ddp", "fsdp"])
+def test_own_steps_gather_the_batch_of_all_gpus(strategy):
+    (expected,) = run_world(1, own_steps, "single", timeout=120)
+    for losses in run_world(2, own_steps, strategy, timeout=120):
+        assert losses == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.gpu(2)
