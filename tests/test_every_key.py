@@ -421,7 +421,7 @@ def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | No
 
     It runs in this process.
     """
-    found = []
+    outcomes = []
     returned = []
     train_rank = train.train_rank
 
@@ -445,8 +445,8 @@ def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | No
             except TrainingError as error:
                 code = f"{error}"
             printed.seek(0)
-            found.append((code, printed.read(), *(returned or [None])))
-    return found
+            outcomes.append((code, printed.read(), *(returned or [None])))
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -479,11 +479,13 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
         "TEXT": text,
         "HF": folder / "hf",
     }
-    given = [line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)]
-    (ended,) = run_world(1, run_all, str(folder), given)
+    filled = [
+        line.format(NEW=folder / f"new{number}", **names) for number, line in enumerate(lines)
+    ]
+    (ended,) = run_world(1, run_all, str(folder), filled)
     return {
-        line: Ended(*found, folder / f"run{number}")
-        for number, (line, found) in enumerate(zip(lines, ended, strict=True))
+        line: Ended(*outcome, folder / f"run{number}")
+        for number, (line, outcome) in enumerate(zip(lines, ended, strict=True))
     }
 
 
@@ -498,7 +500,7 @@ def test_key_has_its_effect(key, kind, runs):
 @functools.cache
 def covered() -> set[str]:
     """Return the keys and flags that tests elsewhere have in a marker `covers`."""
-    found: set[str] = set()
+    marked: set[str] = set()
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text()
         if "mark.covers(" not in text:
@@ -506,8 +508,8 @@ def covered() -> set[str]:
         for node in ast.walk(ast.parse(text)):
             for decorator in getattr(node, "decorator_list", ()):
                 if ast.unparse(decorator).startswith("pytest.mark.covers("):
-                    found |= {argument.value for argument in decorator.args}
-    return found
+                    marked |= {argument.value for argument in decorator.args}
+    return marked
 
 
 def keys() -> set[str]:
@@ -518,31 +520,33 @@ def keys() -> set[str]:
         "model": ModelConfig,
         "optimizer": OptimizerConfig,
     }
-    found = {f"{group}.{name}" for group, schema in nested.items() for name in schema.model_fields}
-    found |= {
+    in_groups = {
+        f"{group}.{name}" for group, schema in nested.items() for name in schema.model_fields
+    }
+    in_groups |= {
         f"tracker_options.{name}.{key}"
         for name, node in config().tracker_options.items()
         for key in node
     }
     groups = {*nested, *GROUPS, "tracker_options", "data.collate_fn"}
-    return (found | RunConfig.model_fields.keys()) - groups
+    return (in_groups | RunConfig.model_fields.keys()) - groups
 
 
 def flags(capsys: pytest.CaptureFixture) -> set[str]:
     """Return the flags of all commands."""
-    found = {f"train --{name}" for name in ("nproc", "config-dir")}
+    names = {f"train --{name}" for name in ("nproc", "config-dir")}
     for name in COMMANDS:
         module = importlib.import_module(f"ddp_lab.commands.{name}")
         if hasattr(module, "parse"):
             with pytest.raises(SystemExit):
                 module.parse(["--help"])
             options = re.findall(r"^  (?:-h, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
-            found |= {f"{name} {option}" for option in options if option != "--help"}
-    return found
+            names |= {f"{name} {option}" for option in options if option != "--help"}
+    return names
 
 
 def test_every_key_and_flag_has_a_row(capsys):
-    of_flags = {what for what in covered() if " " in what}
+    of_flags = {name for name in covered() if " " in name}
     assert keys() == KEYS.keys() | (covered() - of_flags)
     assert flags(capsys) == of_flags
     assert not KEYS.keys() & covered(), "a key needs one of both"
@@ -562,17 +566,17 @@ def test_constructor_gets_every_option_of_its_group(group, path):
     """What it does with them is tested where it is."""
     node = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     options = node["dataset"] if group == "data.dataset" else node
-    given = {
+    values = {
         name: f"given {name}"
         for name in options
         if not name.startswith("_") and name != "defaults"  # Hydra's list
     }
     cfg = config(
         f"{group.partition('.')[0]}={path.stem}",
-        *(f"{group}.{name}='{value}'" for name, value in given.items()),
+        *(f"{group}.{name}='{value}'" for name, value in values.items()),
     )
     made = build(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
-    assert given.items() <= (made.keywords if isinstance(made, partial) else made).items()
+    assert values.items() <= (made.keywords if isinstance(made, partial) else made).items()
 
 
 def evaluated(command, run: Path, *arguments: str) -> dict[str, Any]:
@@ -603,11 +607,11 @@ def test_evaluate_reads_yaml_of_the_users_own(runs, command, tmp_path):
 
 @pytest.mark.covers("train --nproc")
 def test_options_of_a_launch_reach_torchrun():
-    given = (
+    arguments = (
         "--nproc=3 --nnodes 1:2 --rdzv-endpoint=localhost:1 --max_restarts 1 --rdzv-conf=timeout=9 "
         "--local-addr there"
     )
-    options, overrides = read_options(["strategy=ddp", *given.split(), "device=cpu"])
+    options, overrides = read_options(["strategy=ddp", *arguments.split(), "device=cpu"])
     expected = {
         "nproc_per_node": "3",
         "nnodes": "1:2",
@@ -630,7 +634,7 @@ def test_options_of_a_launch_reach_torchrun():
 def test_advise_plans_what_its_flags_say(command, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: own_models.sequential")
-    given = (
+    arguments = (
         "--gpus",
         "1xH100",
         "--nodes",
@@ -642,12 +646,14 @@ def test_advise_plans_what_its_flags_say(command, tmp_path):
         "--json",
         tmp_path / "plans",
     )
-    code, _, errors = command(advise.main, *given, "model=mine", "data=digits", "batch_size=8")
+    code, _, errors = command(advise.main, *arguments, "model=mine", "data=digits", "batch_size=8")
     assert code == 0, errors
     plans = json.loads((tmp_path / "plans").read_text())
     assert plans["head"][0].startswith("1 x H100 (79.1 GiB) on each of 2 machines; 658 parameters")
     rows = {row["overrides"][0]: row for row in plans["rows"]}
-    (sent,) = (found["bytes_sent"] for found in rows["strategy=ddp"]["plans"][0]["collectives"])
+    (sent,) = (
+        collective["bytes_sent"] for collective in rows["strategy=ddp"]["plans"][0]["collectives"]
+    )
     assert rows["strategy=ddp"]["bound"] == pytest.approx(sent / 25e9)
 
 
@@ -731,5 +737,7 @@ def test_ranks_share_a_weakly_scaled_batch_and_its_statistics(runs, four):
 
 def test_averages_of_shared_and_of_sharded_weights_are_saved(runs, four, command):
     for path in (runs[SHARED].path, four):
-        found = evaluated(command, path, "strategy=single")
-        assert found["test_loss"] == pytest.approx(read_metrics(path)[-1]["test_loss"], rel=1e-5)
+        evaluation = evaluated(command, path, "strategy=single")
+        assert evaluation["test_loss"] == pytest.approx(
+            read_metrics(path)[-1]["test_loss"], rel=1e-5
+        )
