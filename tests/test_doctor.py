@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import ROOT, SMALL, launch, only_run, read_metrics, refusal_in_world
+from namespaces import launch_where_mounted
 from omegaconf import OmegaConf
 from worlds import once, run_world
 
@@ -268,26 +267,8 @@ def test_run_trains_in_the_shared_memory_that_the_check_asks_for(tmp_path):
     needed = shared_bytes(3 * 128 * 128)
     # 64 KiB for the ranks' heartbeats
     for size, code in ((needed - 2**20, 2), (needed + 2**16, 0)):
-        mounted = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
-        namespace = ["unshare", "--mount", "sh", "-c", mounted, "sh"]
-        if (
-            not shutil.which("unshare")
-            or subprocess.run([*namespace, "true"], capture_output=True).returncode
-        ):
-            pytest.skip("needs the right to mount in a namespace of its own")
-        command = [
-            *namespace,
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            "train.py",
-        ]
-        given = [*line, "strategy=ddp", f"runs_dir={tmp_path}"]
-        ended = subprocess.run(
-            [*command, *given], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
+        mounted = f"-t tmpfs -o size={size} none /dev/shm"
+        ended = launch_where_mounted(mounted, *line, "strategy=ddp", f"runs_dir={tmp_path}")
         assert bool(ended.returncode) == bool(code), ended.stderr
         assert ("of shared memory, and /dev/shm has" in ended.stderr) == bool(code)
     assert [record["epoch"] for record in read_metrics(only_run(tmp_path))] == [1, 2]

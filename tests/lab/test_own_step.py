@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from replicating import REPLICATING
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import once, run_world
@@ -24,17 +25,7 @@ BATCH = 12
 NOISE = 3
 FIRST = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 SECOND = partial(torch.optim.SGD, lr=0.1)
-WORLDS: list[tuple[str, int, dict[str, Any]]] = [("single", 1, {}), ("dp", 1, {})]
-WORLDS += [
-    (strategy, ranks, options)
-    for strategy, options in (
-        ("scratch", {}),
-        ("scratch", {"algorithm": "bucketed"}),
-        ("ddp", {}),
-        ("fsdp", {}),
-    )
-    for ranks in (2, 3)
-]
+WORLDS = [("single", 1, {}), ("dp", 1, {}), *REPLICATING]
 each_world = pytest.mark.parametrize(
     ("strategy", "ranks", "options"), WORLDS, ids=lambda value: str(value).strip("{}")
 )

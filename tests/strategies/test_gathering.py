@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from replicating import REPLICATING
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import once, run_world
@@ -21,17 +22,7 @@ from ddp_lab.tasks.base import measure
 SIZE = 25
 BATCH = 12
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
-WORLDS = [("dp", 1, {}), ("tp", 2, {"tp": 2})]
-WORLDS += [
-    (strategy, ranks, options)
-    for strategy, options in (
-        ("scratch", {}),
-        ("scratch", {"algorithm": "bucketed"}),
-        ("ddp", {}),
-        ("fsdp", {}),
-    )
-    for ranks in (2, 3)
-]
+WORLDS = [("dp", 1, {}), ("tp", 2, {"tp": 2}), *REPLICATING]
 
 
 def pairs() -> TensorDataset:

@@ -5,7 +5,6 @@ No Mac was available: /proc is hidden on Linux, and mps is simulated.
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from functools import cache
@@ -14,7 +13,8 @@ import psutil
 import pytest
 import torch
 from configs import config
-from launches import ROOT, read_metrics
+from launches import read_metrics
+from namespaces import launch_where_mounted
 
 from ddp_lab.config.build import build
 from ddp_lab.config.errors import ConfigError
@@ -26,8 +26,6 @@ from ddp_lab.training.profiler import check_profile
 from ddp_lab.world.device import find_device, list_devices
 from ddp_lab.world.process import is_alive, start_time
 from ddp_lab.world.runtime import Runtime
-
-HIDE_PROC = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
 
 
 @contextlib.contextmanager
@@ -68,19 +66,6 @@ def test_start_time_distinguishes_processes(platform, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks_train_where_proc_is_hidden(tmp_path):
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*HIDE_PROC, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "train.py",
-    ]
     overrides = [
         "strategy=ddp",
         "device=cpu",
@@ -89,9 +74,7 @@ def test_two_ranks_train_where_proc_is_hidden(tmp_path):
         "name=run",
         "inject='slow@rank=1,step=3'",
     ]
-    ended = subprocess.run(
-        [*HIDE_PROC, *launch, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    ended = launch_where_mounted("-t tmpfs none /proc", *overrides)
     # during the slow step of 3 s, rank 0 checks the other rank six times
     assert ended.returncode == 0, ended.stderr
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2]

@@ -35,7 +35,11 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
 
 def explain(sums: list[float]) -> None:
-    """Raise an error if a rank does not hold the sum. `found` is what each rank holds."""
+    """Raise an error if a rank does not hold the sum.
+
+    Args:
+        sums: what each rank holds.
+    """
     ranks = len(sums)
     total = float(sum(10**rank for rank in range(ranks)))
     wrong = [rank for rank, value in enumerate(sums) if value != total]
