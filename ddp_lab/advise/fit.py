@@ -60,7 +60,7 @@ def memory_of(cfg: Config, runtime: Runtime) -> list[int]:
     else:
         local_bytes = [0, psutil.virtual_memory().available // runtime.local_world_size]
     return runtime.gather_and_decide(
-        "memory", local_bytes, lambda found: [min(each) for each in zip(*found, strict=True)]
+        "memory", local_bytes, lambda by_rank: [min(each) for each in zip(*by_rank, strict=True)]
     )
 
 
@@ -322,7 +322,7 @@ def take_real_step(cfg: Config, runtime: Runtime) -> tuple[int, str]:
     taken, problem = runtime.gather_and_decide(
         "real step",
         [taken, problem],
-        lambda found: [max(each) for each in zip(*found, strict=True)],
+        lambda by_rank: [max(each) for each in zip(*by_rank, strict=True)],
     )
     return taken, problem
 

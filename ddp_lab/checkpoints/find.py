@@ -83,7 +83,9 @@ def damage_of(path: Path, runtime: Runtime) -> str | None:
     """
     own_damage = find_damage(path, slice(runtime.rank, None, runtime.world_size))
     return runtime.gather_and_decide(
-        "damage", own_damage, lambda found: "; ".join(dict.fromkeys(filter(None, found))) or None
+        "damage",
+        own_damage,
+        lambda damages: "; ".join(dict.fromkeys(filter(None, damages))) or None,
     )
 
 

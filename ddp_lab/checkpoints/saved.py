@@ -186,19 +186,19 @@ class SavedCheckpoint(ABC):
 
         new: dict[str, torch.Tensor] = {}
         for key, tensor in self.tensors.items():
-            name, _, what = key.rpartition(".")
+            name, _, entry = key.rpartition(".")
             if name in parameters:
                 # In the layout of the parameter, which fused kernels require: channels_last is an
                 # option of a launch.
                 same = tensor.shape == parameters[name].shape
                 like = parameters[name].detach() if same else torch.empty(tensor.shape)
-                state_by_parameter[name][what] = new[key] = torch.empty_like(
+                state_by_parameter[name][entry] = new[key] = torch.empty_like(
                     like, dtype=tensor.dtype
                 )
 
         self.read(new)
         for name, values in self.state["optimizer"]["state"].items():
-            plain = {what: value for what, value in values.items() if not torch.is_tensor(value)}
+            plain = {entry: value for entry, value in values.items() if not torch.is_tensor(value)}
             state_by_parameter.get(f"optimizer.{name}", {}).update(plain)
         states = {
             place: values for place, values in enumerate(state_by_parameter.values()) if values

@@ -173,7 +173,7 @@ def explain(
         values: The values that were validated.
         prefix: Dotted key of `values`, including the last dot.
     """
-    first = min(error.errors(), key=lambda found: found["type"] != "missing")
+    first = min(error.errors(), key=lambda problem: problem["type"] != "missing")
     name, *rest = map(str, first["loc"])
     while rest:
         nested = model.model_fields[name].annotation

@@ -122,11 +122,11 @@ def form_of(tree: Tree) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     return [(name, tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in leaves(tree)]
 
 
-def require_one_size(what: str, **trees: Tree) -> int:
+def require_one_size(subject: str, **trees: Tree) -> int:
     """Return the number of samples, which all tensors must have.
 
     Args:
-        what: begins the message.
+        subject: whose batch it is; begins the message.
         trees: by name, of which at least one has a tensor.
 
     Raises:
@@ -137,25 +137,25 @@ def require_one_size(what: str, **trees: Tree) -> int:
         for place, tensor in leaves(tree, name):
             if not tensor.dim():
                 raise ConfigError(
-                    f"{what}: {place} has no dimension, but must be [b, ...], with a row for each "
-                    "sample"
+                    f"{subject}: {place} has no dimension, but must be [b, ...], with a row for "
+                    "each sample"
                 )
             sizes[place] = len(tensor)
 
     if len(set(sizes.values())) > 1:
         sizes_text = ", ".join(f"{place} has {number}" for place, number in sizes.items())
         raise ConfigError(
-            f"{what}: all parts of a batch must have the same number of samples, but {sizes_text}. "
-            "Let each be [b, ...], with a row for each sample"
+            f"{subject}: all parts of a batch must have the same number of samples, but "
+            f"{sizes_text}. Let each be [b, ...], with a row for each sample"
         )
     return next(iter(sizes.values()), 0)
 
 
-def require_tensors(what: str, tree: Any) -> None:
+def require_tensors(subject: str, tree: Any) -> None:
     """Check that a batch consists of tensors.
 
     Args:
-        what: begins the message: what it is.
+        subject: what the batch is; begins the message.
         tree: what a user has passed.
 
     Raises:
@@ -166,13 +166,13 @@ def require_tensors(what: str, tree: Any) -> None:
     if not isinstance(tree, (tuple, dict)):
         hint = advice_on(tree)
         raise ConfigError(
-            f"{what}: must be a tensor, or a tuple or dict of tensors, got {type(tree).__name__}. "
-            f"{hint}"
+            f"{subject}: must be a tensor, or a tuple or dict of tensors, got "
+            f"{type(tree).__name__}. {hint}"
         )
     parts: Any = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, part in parts:
         place = f'"{key}"' if isinstance(key, str) else key
-        require_tensors(f"{what}[{place}]", part)
+        require_tensors(f"{subject}[{place}]", part)
 
 
 def advice_on(value: object) -> str:

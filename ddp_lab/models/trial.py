@@ -122,15 +122,15 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
     if trial.freezes:
-        what = "not used in training, so they stay as they are"
+        how_unused = "not used in training, so they stay as they are"
     else:
-        what = "not used by two samples"
+        how_unused = "not used by two samples"
 
-    notes = {"frozen": frozen, what: unused}
-    names_by_note = {what: names for what, names in notes.items() if names}
+    notes = {"frozen": frozen, how_unused: unused}
+    names_by_note = {note: names for note, names in notes.items() if names}
     lines = [
-        f"{len(names)} parameters are {what}: {some(names)}"
-        for what, names in names_by_note.items()
+        f"{len(names)} parameters are {note}: {some(names)}"
+        for note, names in names_by_note.items()
     ]
     return Tried(frozenset(unused), lines)
 

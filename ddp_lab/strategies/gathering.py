@@ -122,11 +122,11 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
     # Every rank sends as many rows.
     sent = math.ceil(strategy.global_size / strategy.dp_size)
     missing = sent - num_valid
-    own = rows[:num_valid]
+    local_rows = rows[:num_valid]
     if missing:
-        own = torch.cat([own, own.new_zeros(missing, *own.shape[1:])])
+        local_rows = torch.cat([local_rows, local_rows.new_zeros(missing, *local_rows.shape[1:])])
     group = strategy.dp_group or dist.group.WORLD
-    by_rank: Any = AllGather.apply(own.contiguous(), group)
+    by_rank: Any = AllGather.apply(local_rows.contiguous(), group)
     in_order = by_rank.transpose(0, 1).flatten(0, 1)
     return in_order[: strategy.global_size]
 

@@ -70,9 +70,9 @@ def plans_for(model: nn.Module, tp: int) -> tuple[dict[str, nn.Module], str]:
     for name, block in blocks.items():
         plan = plan_of(block) or {}
         check_names(name, block, plan)
-        for size, what in sizes_of(name, block, plan):
+        for size, counted in sizes_of(name, block, plan):
             if size % tp:
-                return {}, f"strategy.tp={tp} does not divide the {size} {what}"
+                return {}, f"strategy.tp={tp} does not divide the {size} {counted}"
         for path, word in plan.items():
             if word in ("column", "heads", "row") and f"{name}.{path}.weight" in tied:
                 return {}, f"{name}.{path} shares its weight with another layer"
@@ -307,10 +307,10 @@ def check_plans(
     for (name, block), shape in zip(blocks.items(), shapes, strict=False):
         if plan := plan_of(block):
             check_names(name, block, plan)
-            for size, what in sizes_of(name, block, plan):
+            for size, counted in sizes_of(name, block, plan):
                 if size % tp:
                     raise ConfigError(
-                        f"strategy.tp={tp}: must divide the {size} {what}; use one of their "
+                        f"strategy.tp={tp}: must divide the {size} {counted}; use one of their "
                         "divisors"
                     )
             if sequence_parallel and shape[0] % tp:

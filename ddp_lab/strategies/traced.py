@@ -47,9 +47,9 @@ class Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         arguments, keywords = tree_unflatten([*tensors], self._inputs)
-        found, form = tree_flatten(self.inner(*arguments, **keywords))
+        output_tensors, form = tree_flatten(self.inner(*arguments, **keywords))
         self._add((form, python_state(self.inner)))  # torch restores it after the trace
-        return tuple(found)
+        return tuple(output_tensors)
 
 
 class Traced(NamedTuple):
@@ -203,10 +203,10 @@ class Blueprint:
         for output in outputs:
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (samples,):
                 kind = type(output).__name__
-                what = list(output.shape) if isinstance(output, torch.Tensor) else kind
+                got = list(output.shape) if isinstance(output, torch.Tensor) else kind
                 raise ConfigError(
                     f"strategy={self.strategy}: divides a batch into micro-batches, so all outputs "
-                    f"of the model must be [b, ...], with a row for each sample; got {what} for "
+                    f"of the model must be [b, ...], with a row for each sample; got {got} for "
                     f"{samples} samples. Let forward return others (for example use_cache=False), "
                     "or use a strategy without a pipeline, for example ddp"
                 )

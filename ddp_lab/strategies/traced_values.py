@@ -91,8 +91,8 @@ class Values:
                 call, place = node.args
                 self._add(node.name, self.calls.index(call), place, results[call][place])
             elif node.op == "output":
-                given = node.args[0]
-                values = given if isinstance(given, (tuple, list)) else [given]
+                returned = node.args[0]
+                values = returned if isinstance(returned, (tuple, list)) else [returned]
                 self.outputs = [value.name for value in values]
         for name in self.outputs:
             self.needed_by[name] = len(self.calls)
@@ -132,7 +132,7 @@ def stages_of(pipe: Any) -> list[TracedStage]:
 def results_of(stage: Any) -> Any:
     """Return what a stage of torch's Pipe returns, without data: a tensor, or a tuple of some."""
     (output,) = [node for node in stage.graph.nodes if node.op == "output"]
-    given = output.args[0]
-    if isinstance(given, (tuple, list)):
-        return tuple(node.meta["val"] for node in given)
-    return given.meta["val"]
+    returned = output.args[0]
+    if isinstance(returned, (tuple, list)):
+        return tuple(node.meta["val"] for node in returned)
+    return returned.meta["val"]

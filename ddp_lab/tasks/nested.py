@@ -50,19 +50,19 @@ def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> TaskInp
     return TaskInputs(taken, rows(targets, slice(num_valid)), True)
 
 
-def outputs_for(task: Task, outputs: Any, what: str = "the model") -> Any:
+def outputs_for(task: Task, outputs: Any, source: str = "the model") -> Any:
     """Return outputs as a task takes them: one tensor or all of them, in float32 in place of bf16.
 
     Args:
         task: with its loss.
         outputs: of the model.
-        what: returns them; begins the message.
+        source: what returns them; begins the message.
 
     Raises:
         ConfigError: the task needs one tensor, and there is none.
     """
     if task.takes_logits:
-        outputs = logits_of(outputs, type(task).__name__, what)
+        outputs = logits_of(outputs, type(task).__name__, source)
     return map_outputs(in_float32, outputs)
 
 
@@ -82,13 +82,13 @@ def device_of(outputs: Any) -> torch.device:
     return next((tensor.device for tensor in tensors_of(outputs)), torch.device("cpu"))
 
 
-def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
+def logits_of(outputs: Any, task: str, source: str = "the model") -> torch.Tensor:
     """Return the one tensor of outputs that a task needs: themselves, or their part `logits`.
 
     Args:
         outputs: of the model.
         task: name of the task, for the message.
-        what: begins the message.
+        source: what returns them; begins the message.
 
     Raises:
         ConfigError: there is no such tensor.
@@ -103,8 +103,8 @@ def logits_of(outputs: Any, task: str, what: str = "the model") -> torch.Tensor:
         return logits
     content, place = describe_content(outputs)
     raise ConfigError(
-        f"{what} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a part "
-        f"named {LOGITS}. Wrap it in a module of a few lines, whose forward ends with `return "
+        f"{source} returns {content}, but {task} needs one tensor [b, ...] for b samples, or a "
+        f"part named {LOGITS}. Wrap it in a module of a few lines, whose forward ends with `return "
         f"self.model(inputs){place}`; or use a loss function, which gets the outputs as they are"
     )
 
@@ -115,10 +115,10 @@ def require_tensor_targets(targets: Tree, task: str) -> None:
         return
     parts = f" with {', '.join(map(str, targets))}" if isinstance(targets, dict) else ""
     if targets is None:
-        what = "no targets"
+        description = "no targets"
     else:
-        what = f"targets that are a {type(targets).__name__}{parts}"
+        description = f"targets that are a {type(targets).__name__}{parts}"
     raise ConfigError(
-        f"{task}: needs targets that are one tensor [b, ...], got {what}. Choose one by `targets`, "
-        "or use a loss function, which gets them as they are"
+        f"{task}: needs targets that are one tensor [b, ...], got {description}. Choose one by "
+        "`targets`, or use a loss function, which gets them as they are"
     )

@@ -20,26 +20,26 @@ UNREDUCED = (
 )
 
 
-def as_pair(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def as_pair(returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a loss has returned in place of one tensor, which must be a pair of them.
 
     Raises:
         TrainingError: it is something else.
     """
-    is_tuple = isinstance(found, tuple)
-    if is_tuple and len(found) == 2 and all(isinstance(part, torch.Tensor) for part in found):
-        return found
-    kind = type(found).__name__
-    what = f"a tuple of {len(found)}: {names_of(found)}" if is_tuple else kind
+    is_tuple = isinstance(returned, tuple)
+    if is_tuple and len(returned) == 2 and all(isinstance(part, torch.Tensor) for part in returned):
+        return returned
+    kind = type(returned).__name__
+    got = f"a tuple of {len(returned)}: {names_of(returned)}" if is_tuple else kind
     advice = "Return one of these"
-    if isinstance(found, (int, float)):
+    if isinstance(returned, (int, float)):
         advice = "Return the tensor, without .item()"
-    elif isinstance(found, dict):
+    elif isinstance(returned, dict):
         advice = "Add its parts to one loss"
-    elif is_tuple and len(found) == 2 and isinstance(found[1], (int, float)):
+    elif is_tuple and len(returned) == 2 and isinstance(returned[1], (int, float)):
         advice = "A number as the weight is torch.tensor(number)"
     raise TrainingError(
-        f"the loss must return a tensor, (losses, weights) or (sum, weight), got {what}. {advice}"
+        f"the loss must return a tensor, (losses, weights) or (sum, weight), got {got}. {advice}"
     )
 
 

@@ -27,7 +27,7 @@ ELEMENTWISE = (SGD, Adam, AdamW)
 def param_groups(
     parameters: Iterable[nn.Parameter],
     decay_norms_and_biases: bool,
-    held: Iterable[nn.Parameter] | None = None,
+    kept: Iterable[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
     """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
@@ -37,10 +37,10 @@ def param_groups(
         decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with
             fewer than two dimensions, which are biases and the weights of normalization layers,
             form a second group, as in timm. Every rank has both groups, which may be empty.
-        held: those of them that the optimizer will keep; None: all.
+        kept: those of them that the optimizer will keep; None: all.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    kinds = {hasattr(parameter, "to_local") for parameter in (held or parameters)}
+    kinds = {hasattr(parameter, "to_local") for parameter in (kept or parameters)}
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:
         return [{"params": parameters, **options}]
@@ -304,8 +304,8 @@ def require_plain_step(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Pa
     problem = None
     with state_kept(make_optimizer, weights=False), suppress(Exception):
         optimizer = for_cpu(make_optimizer(probes))
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if not held <= {*map(id, probes)}:  # those of the model, which must not be changed
+        in_groups = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if not in_groups <= {*map(id, probes)}:  # those of the model, which must not be changed
             return
         try:
             optimizer.step()

@@ -82,7 +82,7 @@ class PartOptimizer(NamedTuple):
 
     def _of_all(self) -> torch.optim.Optimizer:
         with all_trained(self.all):
-            groups = param_groups(self.all, self.decays_all, held=self.own)
+            groups = param_groups(self.all, self.decays_all, kept=self.own)
             return construct_optimizer(self.make, groups)
 
     def _needs_all(self) -> bool:

@@ -104,12 +104,16 @@ class Step:
         if self.options.skip_not_finite or self.options.max_grad_norm is not None:
             self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        in_optimizer = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         self._known = {id(parameter) for parameter in strategy.module.parameters()}
         self._num_groups = len(optimizer.param_groups)
         # frozen ones, too, which a loop may unfreeze
         self._left_out = [
-            parameter for parameter in strategy.module.parameters() if id(parameter) not in held
+            parameter
+            for parameter in strategy.module.parameters()
+            if id(parameter) not in in_optimizer
         ]
         self.lr = 0.0
 
