@@ -12,14 +12,12 @@ shard (Rajbhandari et al. 2019, ZeRO stage 3, arXiv:1910.02054). As under ddp, e
 its own local batch; only the memory is sharded.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.types import ModulePattern
@@ -108,15 +106,9 @@ class FSDP(FullyShard):
             # now that it is sharded, a rank allocates only its shards
             fill(model, self.initial_weights, self.device)
 
-    def shard_unit(
-        self,
-        unit: nn.Module,
-        mesh: DeviceMesh,
-        reshard_after_forward: bool,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
+    def shard_unit(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         self.hooks.before_sharding(unit)
-        super().shard_unit(unit, mesh, reshard_after_forward, policy)
+        super().shard_unit(unit, shard)
         self.hooks.after_sharding(unit)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -65,6 +66,7 @@ class FullyShard(Strategy):
             reshard_after_forward: whether to free a part's gathered parameters between its forward
                 and its backward pass.
         """
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         policy = MixedPrecisionPolicy()
         # in which the parts compute, with float32 shards and sums of gradients
         if self.runtime.precision == "bf16":
@@ -73,7 +75,7 @@ class FullyShard(Strategy):
             # be in bf16.
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
-                self.shard_unit(layer, mesh, reshard_after_forward, keep)
+                self.shard_unit(layer, partial(shard, mp_policy=keep))
 
         # not at the top: it loads torch.compile in 1 s
         copy = cast("Callable[..., Any]", torch.compiler.disable(copy_views))
@@ -84,7 +86,7 @@ class FullyShard(Strategy):
         for part in parts:
             # before torch's own hook, which is not compiled, either
             part.register_forward_hook(copy)
-            self.shard_unit(part, mesh, reshard_after_forward, policy)
+            self.shard_unit(part, partial(shard, mp_policy=policy))
         watch_gathering(watches)
         for part in sharded_in(parts[-1]):
             # the gradients of the ranks are summed, not averaged
@@ -92,18 +94,9 @@ class FullyShard(Strategy):
             # gloo has no other reduction with a factor
             part.set_force_sum_reduction_for_comms(True)
 
-    def shard_unit(
-        self,
-        unit: nn.Module,
-        mesh: DeviceMesh,
-        reshard_after_forward: bool,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        """Shard the parameters of a module that are not sharded yet, in place.
-
-        The arguments are as above.
-        """
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    def shard_unit(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
+        """Shard the parameters of a module that are not sharded yet, in place, by `shard`."""
+        shard(unit)
 
     def train(self, mode: bool = True) -> None:
         # An evaluation may leave the blocks gathered, and a captured step changes the shards

@@ -23,15 +23,13 @@ optimizers, clipping, averages and checkpoints treat alike.
 """
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, divisors
@@ -214,19 +212,13 @@ class Mesh(FullyShard):
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
 
-    def shard_unit(
-        self,
-        unit: nn.Module,
-        mesh: DeviceMesh,
-        reshard_after_forward: bool,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
+    def shard_unit(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
         if not isinstance(unit, Stage) and any(
             parameter.requires_grad for parameter in unit.parameters()
         ):
             unit.register_forward_hook(eager(need_gradient))
         self.gradients[-1].before_sharding(unit)
-        super().shard_unit(unit, mesh, reshard_after_forward, policy)
+        super().shard_unit(unit, shard)
         self.gradients[-1].after_sharding(unit)
 
     def _peers(self) -> list[int]:
