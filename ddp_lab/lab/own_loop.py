@@ -20,7 +20,6 @@ class OwnLoop:
     strategy: Strategy
     eager_step: Step
     position: Progress
-    seed: int
     batch_size: int
     _batches: LocalBatches
     _calls: Calls
@@ -31,14 +30,13 @@ class OwnLoop:
         Args:
             number: of the trainer in its Lab.
         """
-        self._own_step = OwnStep(self.eager_step, self.batch_size)
+        self._own_step = OwnStep(self.eager_step, self.batch_size, number)
         watch_bare_calls(self.strategy)
-        self._number = number
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the outputs of the model in training mode, with a gradient. Collective.
 
-        The first call after an `update` begins a step.
+        The first call after an `update` begins a step, unless it is within torch.no_grad().
 
         Args:
             *arguments: of the model. Tensors are those of this rank, [b, ...]; a rank may have no
@@ -56,7 +54,7 @@ class OwnLoop:
         step.require_supported("forward")
         current = self._batches.current
         self._begin_own_step(current)
-        spare = current.size if current else 1
+        spare, _ = current.spare if current else (None, None)
         with mistakes_reported(self.strategy):
             return step.forward(arguments, keywords, spare)
 
@@ -130,13 +128,13 @@ class OwnLoop:
                 in this step before.
         """
         self._own_step.require_supported("randn")
-        return self._own_step.randn(shape, name, self.seed, self._number)
+        return self._own_step.randn(shape, name)
 
     def _begin_own_step(self, current: CurrentBatch | None) -> None:
-        if self._own_step.is_frozen:
-            self._set_training()
-            return
         if self._own_step.is_begun:
+            return
+        if self._own_step.is_frozen or not torch.is_grad_enabled():
+            self._set_training()
             return
         self._begin_step(current)
         global_size = current.global_size if current else self.batch_size

@@ -8,22 +8,27 @@ What is divided by is known only at the end: the sum of the weights over all par
 mean of the means of parts or ranks would be another value.
 """
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.data.seeds import seed_of
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.outputs import map_outputs
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.ddp import DDP, Passes
 from ddp_lab.strategies.frozen import without_gradients
 from ddp_lab.strategies.micro_batches import surroundings
+from ddp_lab.tasks.base import sum_dtype
 from ddp_lab.training.step import Step
+
+T = TypeVar("T")
 
 WAY_OUT = (
     "Use trainer.step with a loss function, or strategy=single, scratch, ddp or fsdp, which call "
@@ -37,14 +42,16 @@ class OwnStep:
     Args:
         step: of the trainer.
         batch_size: samples in the GLOBAL batch.
+        number: of the trainer in its Lab.
 
     Attributes:
-        is_begun: whether `forward` was called since the last update.
+        is_begun: whether `forward` was called with gradients since the last update.
         is_frozen: whether gradients pass through the model, which takes no step then.
     """
 
-    def __init__(self, step: Step, batch_size: int):
+    def __init__(self, step: Step, batch_size: int, number: int):
         self.step = step
+        self.number = number
         self.strategy = step.strategy
         self.batch_size = batch_size
         self.is_begun = False
@@ -52,7 +59,12 @@ class OwnStep:
         self._has_sent = False  # the backward pass that sends the gradients is done
         self.is_frozen = False
         self._sums = torch.zeros(0)  # [loss_sum, weight] of this rank's parts
-        self._drawn: set[str] = set()  # names of the random numbers of this step
+        self._has_gradients = False  # `backward` was called in this step
+        # a sample of the inputs of each form, with which the rank is padded when it has none
+        self._rows: dict[Hashable, list[torch.Tensor]] = {}
+        self._passes = 0  # forward passes of this step
+        # the step for which the random numbers of a name were drawn last
+        self._drawn: dict[str, int] = {}
 
     def require_supported(self, method: str) -> None:
         """Check that the strategy lets a loop call the model and the backward pass.
@@ -69,39 +81,117 @@ class OwnStep:
                 f"forward and backward passes of a batch by itself. {WAY_OUT}"
             )
 
+    def require_ended(self, method: str) -> None:
+        """Check that no step is under way, of which the gradients would be lost or mixed.
+
+        Args:
+            method: called by the user, for the message.
+
+        Raises:
+            ConfigError: `forward` was called, and `update` was not.
+        """
+        if self.is_begun:
+            raise ConfigError(
+                f"{method}: a step of this trainer is under way, which trainer.forward has begun. "
+                "Call trainer.update() first; outputs that need no gradient are computed by "
+                "trainer.forward within torch.no_grad(), which begins no step"
+            )
+
     def begin(self, global_size: int) -> None:
         """Begin a step, in training mode.
 
         Args:
             global_size: samples of the GLOBAL batch.
+
+        Raises:
+            ConfigError: the model has gradients that no step of this trainer has computed.
         """
+        self._require_no_gradients("forward")
         self.step.prepare()
         self.strategy.prepare_step()
-        self.strategy.begin_batch(global_size)
+        self.strategy.begin_batch(global_size, in_loop=True)
         device = self.strategy.device
-        self._sums = torch.zeros(2, dtype=torch.get_default_dtype(), device=device).double()
+        self._sums = torch.zeros(2, dtype=sum_dtype(device), device=device)
         self.is_begun = True
 
-    def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any], spare: int) -> Any:
+    def _require_no_gradients(self, method: str) -> None:
+        for name, parameter in self.strategy.module.named_parameters():
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"{method}: the parameter {name} has a gradient that no step of this trainer "
+                    "has computed: a backward pass of another trainer has passed through the "
+                    "model. Use `with trainer.frozen():` around its forward and that backward pass"
+                )
+
+    def _seed_pass(self) -> None:
+        """Seed what a forward pass draws, such as dropout masks: others on each replica."""
+        strategy = self.strategy
+        key = seed_of(
+            "masks of a pass",
+            seed=self.step.options.seed,
+            trainer=self.number,
+            step=self.step.scheduler.last_epoch,
+            number=self._passes,
+            replica=strategy.dp_rank,
+        )
+        self._passes += 1
+        self.step.seed(key)
+
+    def forward(self, arguments: tuple[Any, ...], keywords: dict[str, Any], spare: Tree) -> Any:
         """Return the outputs of the model, with a gradient.
 
         Args:
             arguments, keywords: of the model, whose tensors are [b, ...].
-            spare: number of samples with which a rank is padded that has none.
+            spare: inputs of a sample, with which a rank is padded that never had one; None: there
+                are none.
+
+        Raises:
+            ConfigError: the rank has no sample, and padding would count.
         """
-        tensors = [leaf for leaf in tree_leaves((arguments, keywords)) if is_tensor(leaf)]
+        tensors = tensors_of((arguments, keywords))
         has_samples = all(len(tensor) for tensor in tensors if tensor.dim())
         if self._accumulates:
             self.strategy.accumulate = 2  # of which `gather` must not compare the parts
-        arguments, keywords = tree_map_only(
-            torch.Tensor, partial(placed, self.strategy.device, spare), (arguments, keywords)
-        )
         strategy = self.strategy
-        inputs = arguments, keywords
+        if not has_samples and strategy.find_unused_parameters:
+            raise ConfigError(
+                f"forward: rank {strategy.runtime.rank} has no sample, and with "
+                "find_unused_parameters=True the parameters that padding uses would count as used. "
+                "Leave out such batches on all ranks, or use trainer.step"
+            )
+        form = form_of(tensors)
+        if has_samples and form not in self._rows:
+            self._rows[form] = [row_of(tensor) for tensor in tensors]
+        row = self._rows.get(form) or tensors_of(spare)
+        inputs = placed((arguments, keywords), row, strategy.device)
+        self._seed_pass()
         passing = strategy.pass_context(inputs, has_samples)
         with passing, surroundings(strategy, None, has_samples), strategy.autocast():
+            arguments, keywords = inputs
             outputs = self._module()(*arguments, **keywords)
-        return outputs if has_samples else map_outputs(lambda tensor: tensor[:0], outputs)
+        if strategy.sharded:
+            map_outputs(self._watch_backward, outputs)
+        return outputs if has_samples else map_outputs(without_rows, outputs)
+
+    def _watch_backward(self, output: torch.Tensor) -> torch.Tensor:
+        """Refuse backward passes in which sharded parameters would get wrong gradients."""
+        if output.requires_grad:
+            output.register_hook(partial(self._check_backward, self.is_frozen))
+        return output
+
+    def _check_backward(self, was_frozen: bool, gradient: torch.Tensor) -> None:
+        name = self.strategy.name
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"strategy={name}: gradients of gradients (create_graph=True), as of a gradient "
+                "penalty, are not supported: the parameters are freed before they are needed "
+                "again. Use strategy=ddp or scratch"
+            )
+        if was_frozen and not self.is_frozen:
+            raise ConfigError(
+                f"strategy={name}: a backward pass goes through a model after its `with "
+                "trainer.frozen():` has ended. Put forward and backward into the same context"
+            )
 
     def _module(self) -> torch.nn.Module:
         """Return what a forward pass calls."""
@@ -145,11 +235,22 @@ class OwnStep:
             )
         if not self.is_begun:
             raise ConfigError("backward: call trainer.forward first, which begins a step")
+        self._require_not_frozen("backward")
+        if not self._has_gradients:
+            self._require_no_gradients("backward")
+        self._has_gradients = True
         with self.strategy.pass_context(None, True), surroundings(self.strategy, None, 1):
             loss_sum.backward()
-        parts = [loss_sum.detach(), torch.as_tensor(weight, device=loss_sum.device)]
+        parts = [loss_sum.detach(), torch.as_tensor(weight, device=loss_sum.device).detach()]
         self._sums += torch.stack([part.to(self._sums) for part in parts])
         self._has_sent = not self._accumulates
+
+    def _require_not_frozen(self, method: str) -> None:
+        if self.is_frozen:
+            raise ConfigError(
+                f"{method}: is called within `with trainer.frozen():` of the same trainer, in "
+                "which its model gets no gradients. Call the methods of the other trainer there"
+            )
 
     @contextmanager
     def accumulating(self) -> Generator[None]:
@@ -168,7 +269,13 @@ class OwnStep:
 
     @contextmanager
     def frozen(self) -> Generator[None]:
-        """Let gradients pass through the model in the body without changing those of its own."""
+        """Let gradients pass through the model in the body without changing those of its own.
+
+        Raises:
+            ConfigError: a step of the model is under way, or it is frozen already.
+        """
+        self.require_ended("frozen")
+        self._require_not_frozen("frozen")
         self.is_frozen = True
         try:
             with without_gradients(self.strategy):
@@ -189,6 +296,7 @@ class OwnStep:
                 "update: the gradients have not been sent to the other ranks. Call backward for "
                 "the last part of a batch outside of `with trainer.accumulating():`"
             )
+        self._require_not_frozen("update")
         strategy = self.strategy
         strategy.reduce_gradients()
         loss, weight = total(strategy, self._sums)
@@ -199,17 +307,16 @@ class OwnStep:
         self.step.seed_alike()
         self.is_begun = False
         self._has_sent = False
-        self._drawn.clear()
+        self._has_gradients = False
+        self._passes = 0
         return torch.where(weight == 0, 0, loss / weight)
 
-    def randn(self, shape: tuple[int, ...], name: str, seed: int, trainer: int) -> torch.Tensor:
+    def randn(self, shape: tuple[int, ...], name: str) -> torch.Tensor:
         """Return rows of numbers that are drawn for the GLOBAL batch.
 
         Args:
             shape: [b, ...] of this rank.
             name: of what is drawn, once in a step.
-            seed: of the run.
-            trainer: its number in the Lab.
 
         Raises:
             ConfigError: there are more rows than samples, or the name was drawn before.
@@ -221,14 +328,15 @@ class OwnStep:
                 f"randn: got the shape {list(shape)}, expected [b, ...] with a row for each sample "
                 f"of this rank, at most {most}"
             )
-        if name in self._drawn:
+        step = self.step.scheduler.last_epoch
+        if self._drawn.get(name) == step:
             raise ConfigError(
                 f"randn: name={name} was drawn in this step before, and would be the same numbers. "
                 "Use another name"
             )
-        self._drawn.add(name)
-        step = self.step.scheduler.last_epoch
-        key = seed_of(f"randn {name}", seed=seed, trainer=trainer, step=step)
+        self._drawn[name] = step
+        seed = self.step.options.seed
+        key = seed_of(f"randn {name}", seed=seed, trainer=self.number, step=step)
         generator = torch.Generator().manual_seed(key)
         drawn = torch.randn(self.batch_size, *shape[1:], generator=generator)
         return drawn[strategy.dp_rank :: strategy.dp_size][: shape[0]].to(strategy.device)
@@ -273,18 +381,58 @@ def watch_bare_calls(strategy: Strategy) -> None:
         strategy.module.register_forward_pre_hook(BareCalls(strategy.name, strategy.passes))
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor."""
-    return isinstance(value, torch.Tensor)
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, in their order."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def placed(device: torch.device, spare: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on a device, with `spare` rows of zeros if it has none."""
-    tensor = tensor.to(device)
-    if tensor.dim() and not len(tensor):
+def form_of(tensors: list[torch.Tensor]) -> Hashable:
+    """Return what the rows of tensors have in common with other ones: shapes and dtypes."""
+    return tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
+
+
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first row of a tensor; of a scalar the scalar."""
+    return (tensor[:1] if tensor.dim() else tensor).detach().clone()
+
+
+def placed(inputs: T, rows: list[torch.Tensor], device: torch.device) -> T:
+    """Return inputs on a device; those of a rank that has no sample with one of padding.
+
+    Args:
+        inputs: arguments and keywords of the model.
+        rows: a sample, used if it has the form of `inputs`: of zeros, as of a mask of nothing, a
+            model may make NaN.
+        device: of the rank.
+    """
+    fits = form_of(rows) == form_of(tensors_of(inputs))
+    padding = iter(rows if fits else itertools.repeat(None))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        row = next(padding)
+        tensor = tensor.to(device)
+        if not tensor.dim() or len(tensor):
+            return tensor
+        if row is None:
+            row = tensor.new_zeros(1, *tensor.shape[1:])
         # concatenated, because gradients of other models may pass through the empty tensor
-        return torch.cat([tensor, tensor.new_zeros(spare, *tensor.shape[1:])])
-    return tensor
+        return torch.cat([tensor, row.to(device)])
+
+    return tree_map_only(torch.Tensor, place, inputs)
+
+
+def without_rows(output: torch.Tensor) -> torch.Tensor:
+    """Return an output of padding alone without its row.
+
+    Raises:
+        ConfigError: it has no rows.
+    """
+    if not output.dim():
+        raise ConfigError(
+            "forward: a rank that has no sample got an output of shape [], from which padding "
+            "cannot be left out. Let the model return outputs with a row for each sample"
+        )
+    return output[:0]
 
 
 def describe(value: Any) -> str:

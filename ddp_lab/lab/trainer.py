@@ -187,6 +187,7 @@ class Trainer(OwnLoop, training.Trainer):
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the targets of this rank are not what the task needs.
         """
+        self._own_step.require_ended("step")
         batch, current = self._batches.padded(inputs, targets)
         strategy = self.strategy
         if strategy.task.labels is not None:
@@ -263,6 +264,7 @@ class Trainer(OwnLoop, training.Trainer):
                 or the shapes of outputs, targets and losses do not fit together.
             SampleError: a dataset cannot return a sample; on the rank that reads it.
         """
+        self._own_step.require_ended("fit")
         validate(FitKeys, {"epochs": epochs, "log_every": log_every})
         settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
         loaders = {"train": self._batches.loader(train, "shuffled", "train")}
@@ -332,6 +334,7 @@ class Trainer(OwnLoop, training.Trainer):
             TrainingError: the shapes of outputs, targets and losses do not fit together.
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
+        self._own_step.require_ended("evaluate")
         self._training = None
         self._late_hooks.require_none_on_model()
         loader = self._batches.loader(dataset, "evaluation")
@@ -356,6 +359,7 @@ class Trainer(OwnLoop, training.Trainer):
             ConfigError: ranks that share a model got inputs of different shapes, or the model does
                 not support them.
         """
+        self._own_step.require_ended("predict")
         require_tensors("predict: inputs", inputs)
         samples = require_one_size("predict", inputs=inputs)
         self.strategy.require_inputs(inputs)
@@ -402,6 +406,7 @@ class Trainer(OwnLoop, training.Trainer):
         Raises:
             ConfigError: the file cannot be written.
         """
+        self._own_step.require_ended("checkpoint")
         self._calls.begin("called checkpoint")
         self._files.save_checkpoint(Path(folder), self.position)
 
@@ -420,6 +425,7 @@ class Trainer(OwnLoop, training.Trainer):
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
+        self._own_step.require_ended("resume")
         self._calls.begin("called resume")
         progress = self._files.load_newest(Path(folder))
         self.position = progress if progress.step else Progress(first_order=0)

@@ -10,8 +10,8 @@ from ddp_lab.lab.example import Example
 from ddp_lab.models.outputs import tensors_of
 from ddp_lab.models.trial import LossError, Trial, freeze_unused, random_like
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.gathering import trial_of_loss
 from ddp_lab.tasks.base import Task
+from ddp_lab.tasks.loss_trial import trial_of_loss
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
 

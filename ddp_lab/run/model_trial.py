@@ -6,9 +6,9 @@ import torch
 
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.trial import Trial, check_logits, random_like
-from ddp_lab.strategies.gathering import trial_of_loss
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
+from ddp_lab.tasks.loss_trial import trial_of_loss
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
 

@@ -170,6 +170,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
         # GPU meanwhile.
         inputs, targets, global_size = step.mixed(batch())
         accumulate = step.options.accumulate
+        step.strategy.begin_batch(global_size, accumulate)
         with step.strategy.no_sync():
             first = chunk((inputs, targets), accumulate)[0]
             num_valid = min(step.strategy.valid_samples(global_size), size(first))

@@ -105,6 +105,7 @@ class Strategy(ABC):
         active: the strategy whose batch was begun last in this process; None: there is none.
         global_size: number of samples in the GLOBAL batch that was begun last, without padding.
         accumulate: number of gradient-accumulation steps of that batch.
+        in_loop: whether a loop of the user calls the model with that batch.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
@@ -134,6 +135,7 @@ class Strategy(ABC):
     active: ClassVar["Strategy | None"] = None
     global_size: int = 0
     accumulate: int = 1
+    in_loop: bool = False
 
     # inputs of two samples, on the meta device; set before `partition`. None: they are not known
     example: "Tree" = None
@@ -306,14 +308,16 @@ class Strategy(ABC):
     def prepare_step(self) -> None:  # noqa: B027, a single device has nothing to prepare
         """Prepare for the forward passes of a training step. Collective."""
 
-    def begin_batch(self, global_size: int, accumulate: int = 1) -> None:
+    def begin_batch(self, global_size: int, accumulate: int = 1, in_loop: bool = False) -> None:
         """Begin a batch, in training or in an evaluation.
 
         Args:
             global_size: number of samples in the GLOBAL batch, without padding.
             accumulate: number of gradient-accumulation steps.
+            in_loop: whether a loop of the user calls the model, on all ranks.
         """
         Strategy.active = self
+        self.in_loop = in_loop
         self.global_size = global_size
         self.accumulate = accumulate
 

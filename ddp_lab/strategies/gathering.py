@@ -11,9 +11,6 @@ The gradient of an output is summed over the losses of all ranks, as on one devi
 """
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,42 +18,14 @@ import torch.distributed as dist
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
-
-
-@dataclass
-class Trial:
-    """A call of a loss whose batch is not divided.
-
-    Attributes:
-        gathers: whether the loss has called `gather`.
-    """
-
-    gathers: bool = False
-
-
-@dataclass
-class Calls:
-    """What the calls of `gather` and `own_rows` have to know of each other.
-
-    Attributes:
-        rows: number of rows that `gather` got last, with which `own_rows` must agree.
-        device: that they were on.
-        trial: the trial that is under way; None: there is none.
-    """
-
-    rows: int = 0
-    device: torch.device | None = None
-    trial: Trial | None = field(default=None)
-
-
-CALLS = Calls()
+from ddp_lab.tasks.loss_trial import CALLS
 
 
 class AllGather(torch.autograd.Function):
     """The rows of all ranks, [W, b, ...], for those of this rank, [b, ...].
 
-    The backward pass sums the gradients of all rows over the ranks, of which a rank needs its own.
-    An all_reduce sends twice as much as a reduce_scatter, but all backends have it.
+    The backward pass sums the gradients of all rows over the ranks, and keeps those of its own. An
+    all_reduce sends twice as much as a reduce_scatter, but all backends have it.
     """
 
     @staticmethod
@@ -68,20 +37,27 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed[ctx.group.rank()], None
+        return SumOfOwn.apply(gradients[0], ctx.group), None
 
 
-@contextmanager
-def trial_of_loss() -> Generator[Trial]:
-    """Let `gather` return its argument in the body, a trial of a loss with some samples."""
-    before = CALLS.trial
-    CALLS.trial = Trial()
-    try:
-        yield CALLS.trial
-    finally:
-        CALLS.trial = before
+class SumOfOwn(torch.autograd.Function):
+    """The rows of this rank, [b, ...], summed over the ranks, of those of all ranks, [W, b, ...].
+
+    It is the derivative of AllGather, and AllGather is its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gathered: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        dtype = gathered.dtype
+        is_coarse = dtype in (torch.bfloat16, torch.float16)  # in which a sum would be rounded
+        summed = gathered.float() if is_coarse else gathered.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed[group.rank()].to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return AllGather.apply(gradients[0].contiguous(), ctx.group), None
 
 
 def gather(rows: torch.Tensor) -> torch.Tensor:
@@ -119,6 +95,8 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
     if strategy.dp_size == 1:
         return rows
 
+    if not (strategy.task.gathers or strategy.in_loop):
+        require_samples_everywhere(strategy)
     # Every rank sends as many rows.
     sent = math.ceil(strategy.global_size / strategy.dp_size)
     missing = sent - num_valid

@@ -8,6 +8,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.kept_state import state_kept
+from ddp_lab.tasks.loss_trial import trial_of_loss
 
 
 def default() -> None:
@@ -59,7 +60,7 @@ def check_loss_function(built: Any, key: str, num_classes: int | None, mixed: bo
 def describe_losses(function: Any, targets: torch.Tensor, num_classes: int) -> str | None:
     """Return what is wrong with a loss for `targets`, as the end of "it ...", or None."""
     try:
-        with state_kept(function):
+        with state_kept(function), trial_of_loss():
             losses = function(torch.zeros(len(targets), num_classes, requires_grad=True), targets)
     except Exception as error:
         return f"failed: {describe_error(error)}"

@@ -88,7 +88,7 @@ def check_loss(
         from ddp_lab.tasks.nested import outputs_for as taken_by
 
         outputs = taken_by(task, outputs)
-    from ddp_lab.strategies.gathering import trial_of_loss
+    from ddp_lab.tasks.loss_trial import trial_of_loss
 
     with trial_of_loss() as trial:
         how = describe_coupling(task, outputs, targets, division.batch_size)

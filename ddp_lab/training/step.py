@@ -163,7 +163,7 @@ class Step:
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
-        self._seed(seed_of("masks", seed=self.options.seed, step=step, replica=place))
+        self.seed(seed_of("masks", seed=self.options.seed, step=step, replica=place))
         if self.mix is not None:
             self.mix.prepare(step)
         for branch in self.drop_paths:
@@ -174,9 +174,10 @@ class Step:
 
         A model constructed there is then the same on each.
         """
-        self._seed(seed_of("between", seed=self.options.seed, step=self.scheduler.last_epoch))
+        self.seed(seed_of("between", seed=self.options.seed, step=self.scheduler.last_epoch))
 
-    def _seed(self, key: int) -> None:
+    def seed(self, key: int) -> None:
+        """Seed what the device of this rank draws."""
         torch.default_generator.manual_seed(key)  # torch.manual_seed would take ten times as long
         device = self.strategy.device
         if device.type == "cuda":  # a CUDA graph reads the seed at every replay

@@ -271,7 +271,53 @@ def draw_twice(trainer):
     trainer.randn(2, 3, name="z")
 
 
+def freeze_in_step(trainer):
+    trainer.forward(samples().tensors[0][:BATCH])
+    with trainer.frozen():
+        pass
+
+
+def freeze_twice(trainer):
+    with trainer.frozen(), trainer.frozen():
+        pass
+
+
+def update_frozen(trainer):
+    with trainer.frozen():
+        backward(trainer)
+
+
+def step_in_step(trainer):
+    trainer.forward(samples().tensors[0][:BATCH])
+    trainer.step(samples().tensors[0][:BATCH], samples().tensors[1][:BATCH, None])
+
+
+def stray_gradient(trainer):
+    inputs = samples().tensors[0][:BATCH]
+    trainer.strategy.module(inputs).sum().backward()
+    trainer.forward(inputs)
+
+
+def late_stray_gradient(trainer):
+    inputs = samples().tensors[0][:BATCH]
+    outputs = trainer.forward(inputs)
+    trainer.strategy.module(inputs).sum().backward()
+    trainer.backward(outputs.sum(), 1)
+
+
 MISTAKES = {
+    "gradient of another trainer in a step": (
+        late_stray_gradient,
+        "backward: the parameter 0.weight has a gradient that no step of this trainer has computed",
+    ),
+    "frozen in a step": (freeze_in_step, "frozen: a step of this trainer is under way"),
+    "frozen twice": (freeze_twice, "frozen: is called within `with trainer.frozen():`"),
+    "own backward while frozen": (update_frozen, "backward: the loss has no gradient"),
+    "step within a step": (step_in_step, "step: a step of this trainer is under way"),
+    "gradient of another trainer": (
+        stray_gradient,
+        "forward: the parameter 0.weight has a gradient that no step of this trainer has computed",
+    ),
     "not a sum": (
         lambda trainer: trainer.backward(trainer.forward(samples().tensors[0][:BATCH]), 1),
         "backward: the loss must be the sum over this rank's samples, a tensor of shape [], got "
@@ -346,6 +392,66 @@ def call_bare() -> str:
 
 def test_bare_call_of_the_model_under_ddp_is_refused():
     assert run_world(2, call_bare, timeout=60) == ["refused", "refused"]
+
+
+def call_in_evaluation_mode() -> str:
+    """Call the model in evaluation mode, which is no training, and use its gradients for it."""
+    model = network(4, 1, 0)
+    inputs = samples().tensors[0][:BATCH]
+    with Lab("ddp", device="cpu", timeout=20) as lab:
+        trainer = lab.trainer(model, hinge, FIRST, BATCH)
+        with torch.no_grad():
+            trainer.forward(inputs)
+        outputs = model.eval()(inputs)
+        with pytest.raises(ConfigError, match=r"backward: call trainer\.forward first"):
+            trainer.backward(outputs.sum(), 1)
+    return "refused"
+
+
+def test_backward_pass_without_a_forward_pass_of_the_trainer_is_refused():
+    assert run_world(2, call_in_evaluation_mode, timeout=60) == ["refused", "refused"]
+
+
+class Penalized(nn.Module):
+    """Two layers, of which the gradient's gradient needs the weights of the first again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network(4, 1, 0)
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def penalize(strategy: str, options: dict[str, Any]):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Lab(strategy, device="cpu", timeout=30, **options) as lab:
+            trainer = lab.trainer(Penalized(), hinge, FIRST, BATCH)
+            for inputs, _ in trainer.batches(samples(), 0):
+                inputs = inputs.requires_grad_()
+                outputs = trainer.forward(inputs)
+                (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+                penalty = (slope.norm(dim=1) - 1).square().sum()
+                trainer.backward(outputs.sum() + penalty, len(inputs))
+                trainer.update()
+            return full_weights(trainer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("strategy", ["scratch", "ddp"])
+def test_gradient_penalty_equals_single(strategy):
+    (expected,) = run_world(1, penalize, "single", {}, timeout=60)
+    models, *_ = run_world(2, penalize, strategy, {}, timeout=60)
+    for weights, parameters in zip(models, expected, strict=True):
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(weights[name], parameter, rtol=0, atol=1e-12)
+
+
+def test_gradient_penalty_under_fsdp_is_refused():
+    with pytest.raises(AssertionError, match="strategy=fsdp: gradients of gradients"):
+        run_world(1, penalize, "fsdp", {}, timeout=60)
 
 
 def draw(strategy: str) -> list[list[list[float]]]:
