@@ -22,6 +22,8 @@ SCRIPTS = {
     "detector.py": ([], " loss", 0.01, 0.08),
 }
 
+FURTHER = ("bert.py", "detector.py", "gan.py")  # take the longest
+
 
 def run_example(name: str, *arguments: str) -> str:
     """Run an example in this process, and return what it prints."""
@@ -31,7 +33,10 @@ def run_example(name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in FURTHER else ()) for name in SCRIPTS],
+)
 def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
     arguments, metric, low, high = SCRIPTS[name]
     found = []

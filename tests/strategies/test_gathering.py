@@ -117,8 +117,11 @@ def expected(nested: bool):
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options", "nested"),
-    [(*world, nested) for world in WORLDS for nested in (False, True)]
-    + [("mesh", 2, {"shard": 1}, False)],
+    [
+        pytest.param(*world, nested, marks=pytest.mark.slow if world[1] == 2 else ())
+        for world in [*WORLDS, ("mesh", 2, {"shard": 1})]
+        for nested in (False, True)[: 1 if world[0] == "mesh" else 2]
+    ],
     ids=lambda value: str(value).strip("{}"),
 )
 def test_loss_over_the_global_batch_equals_single(strategy, ranks, options, nested):
