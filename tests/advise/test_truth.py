@@ -42,8 +42,6 @@ SECOND = (  # second examples, which are slow tests
     "scratch algorithm=bucketed",
     f"fsdp reshard_after_forward=false {VIT}",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
-    f"pipeline checkpoint_activations=block {VIT}",
-    f"tp tp=2 checkpoint_activations=block {VIT}",
     f"mesh shard=2 short {VIT} adamw",
     f"mesh tp=4 sequence_parallel=true short {VIT}",
 )
