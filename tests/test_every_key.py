@@ -359,6 +359,7 @@ MORE: dict[str, dict[str, Row]] = {
         "model.depth": Row("{TEXT} model.depth=2", VALIDATED, "{TEXT}"),
         "model.width": Row("{TEXT} model.width=8", VALIDATED, "{TEXT}"),
         "model.heads": Row("{TEXT} model.heads=4", VALIDATED, "{TEXT}"),
+        "model.tied": Row("{TEXT} model.tied=true", VALIDATED, "{TEXT}"),
         "strategy.find_unused_parameters": Row(
             f"strategy=ddp {SOME_STEPS} strategy.find_unused_parameters=true", TRAINED
         ),

@@ -62,6 +62,7 @@ def one_process(size: int) -> list[str]:
         f"split {devices} num_microbatches={m}"
         for m in ("1", "4", "5 samples=97 data.loader=workers focal")
     ]
+    splits.append(f"split {devices} num_microbatches=2 tied_head accumulate=2")
     # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s,
     # 2026-11-25).
     return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers float64", *splits]
@@ -143,6 +144,7 @@ PIPELINES = [
         "pipeline num_microbatches=5 vit_drop",
         "pipeline ema=0.999 epochs=17 float64",
         "pipeline accumulate=2 tokens",
+        "pipeline accumulate=2 tied_head",
     ),
     *each(
         GRAPH,
@@ -157,6 +159,7 @@ PIPELINES = [
         "mesh pp=2 num_microbatches=5 vit recipe almost-empty",
     ),
     *each(GRAPH, "mesh pp=2 schedule=interleaved1f1b vit adamw optimizer.fused=true"),
+    *each(GRAPH, "mesh pp=2 tied_head"),
     *each(
         f"float64 {BOTH}",
         "pipeline vit clipped",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.models.chain import tied_parameters
+from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.initial_weights import Weights
 from ddp_lab.strategies.buckets import Bucket, MiB, fill_buckets
 
@@ -41,10 +41,7 @@ class FakeWeights(Weights):
         tied = tied_parameters(blocks)
         with self.fake:
             blocks.to_empty(device=device)
-        for first, *others in tied:
-            for path in others:
-                module, _, name = path.rpartition(".")
-                setattr(blocks.get_submodule(module), name, blocks.get_parameter(first))
+        tie(blocks, tied)
 
 
 class FakeDDP(DistributedDataParallel):

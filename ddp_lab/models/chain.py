@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,12 +106,33 @@ def without_repetitions(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+def block_of(name: str) -> str:
+    """Return the block of a chain to which a parameter belongs, by the parameter's name."""
+    return name.partition(".")[0]
+
+
 def tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return [each for each in names.values() if len(each) > 1]
+
+
+def tie(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
+    """Let the names of each group have one parameter, that of the first name, in place."""
+    for names in groups:
+        for name in names[1:]:
+            path, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(path), own_name, model.get_parameter(names[0]))
+
+
+def untie(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
+    """Remove the parameter of the other names of each group, in place, until `tie` is called."""
+    for _, *others in groups:
+        for name in others:
+            path, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(path), own_name, None)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -4,7 +4,8 @@
                   -> head: logits [b, n, vocabulary]
 
 The blocks are those of the Vision Transformer (vit.py) with a mask, and have its plan for tensor
-parallelism. The head is not tied to the embedding: strategies that cut the model would train two.
+parallelism. The head may be tied to the embedding of the tokens, as in GPT-2: both are then the
+same parameter (Press and Wolf 2017, arXiv:1608.05859).
 """
 
 import math
@@ -99,10 +100,13 @@ class TokenHead(nn.Module):
         return self.linear(self.norm(tokens))
 
 
-def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count) -> Chain:
+def gpt(
+    vocabulary: int, context: int, depth: Count, width: Count, heads: Count, tied: bool = False
+) -> Chain:
     """Return the network, without dropout.
 
-    With 12 blocks of width 768 and GPT-2's vocabulary it has 163 million parameters.
+    With 12 blocks of width 768, GPT-2's vocabulary of 50,257 tokens and 1,024 positions it has
+    163,037,184 parameters, and 124,439,808 with a tied head.
 
     Args:
         vocabulary: number of tokens.
@@ -110,6 +114,8 @@ def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count)
         depth: number of blocks.
         width: size of a token.
         heads: number of attention heads; divides `width`.
+        tied: whether the head's linear layer and the embedding of the tokens share one weight, as
+            in GPT-2.
 
     Raises:
         ConfigError: `heads` does not divide `width`.
@@ -120,6 +126,8 @@ def gpt(vocabulary: int, context: int, depth: Count, width: Count, heads: Count)
     }
     embed = TokenEmbed(vocabulary, context, width)
     head = TokenHead(width, vocabulary)
+    if tied:
+        head.linear.weight = embed.tokens.weight
     model = Chain((context,), embed=embed, **blocks, head=head)
     model.input_dtype = torch.int64
     return model

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models.chain import Chain, tied_parameters
+from ddp_lab.models.chain import Chain, block_of, tie, tied_parameters
 
 KEY = "model.init=by_block"
 
@@ -78,11 +78,8 @@ class InitialWeights(Weights):
         for name, block in self.blocks.items():
             list(resettable(block, name))
 
-        for first, other, *_ in tied_parameters(chain):
-            raise ConfigError(
-                f"{KEY}: {first} and {other} are the same parameter, but would be allocated "
-                "separately. Use model.init=default"
-            )
+        self.ties = tied_parameters(chain)
+        self._first_names = {name: first for first, *others in self.ties for name in others}
 
     def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""
@@ -96,14 +93,20 @@ class InitialWeights(Weights):
         put: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         """Allocate blocks, of which only one complete block at a time is in host memory."""
-        for name, block in blocks.named_children():
+        here = dict(blocks.named_children())
+        for block in here.values():
             block.to_empty(device=device)
+        # each block has been allocated separately
+        tie(blocks, ([name for name in names if block_of(name) in here] for names in self.ties))
+        for name, block in here.items():
             full = self.of(name)
             for key, tensor in tensors_of(block).items():
                 put(full.pop(key), tensor)
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a block, on the CPU, by name within it.
+
+        A parameter that is also one of another block before it has the weights of that block.
 
         Raises:
             ConfigError: `reset_parameters` of one of its modules does not set all of them.
@@ -118,7 +121,12 @@ class InitialWeights(Weights):
         with torch.random.fork_rng(devices=[]):  # torch's random state is restored
             # it uses 32 bits
             torch.default_generator.manual_seed(int.from_bytes(digest[:4], "big"))
-            return self._draw(name) | from_file
+            drawn = self._draw(name) | from_file
+        for key in names - from_file.keys():
+            first = self._first_names.get(f"{name}.{key}", f"{name}.{key}")
+            if block_of(first) != name:
+                drawn[key] = self.of(block_of(first))[first.partition(".")[2]]
+        return drawn
 
     def _draw(self, name: str) -> dict[str, torch.Tensor]:
         """Return newly drawn parameters and buffers of a block, from torch's CPU generator."""

@@ -23,7 +23,7 @@ optimizers, clipping, averages and checkpoints treat alike.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, cast
@@ -36,7 +36,7 @@ from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, tie, tied_parameters
 from ddp_lab.models.partition import Partition
 from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.activation_sums import make_group
@@ -45,14 +45,16 @@ from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_no
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order
-from ddp_lab.strategies.parameters import fill, require_one_place
+from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
+from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
 from ddp_lab.strategies.unit_gradients import eager
 from ddp_lab.strategies.unit_order import UnitOrder
+from ddp_lab.strategies.units import is_self_contained
 from ddp_lab.world.runtime import Runtime
 
 
@@ -123,15 +125,12 @@ class Mesh(FullyShard):
     def partition(self, model: nn.Module, samples: int) -> None:
         assert isinstance(model, Chain)  # `needs_chain`
         super().partition(model, samples)
-        require_one_place(
-            model, self.name, str, "torch does not always update if it is sharded (pytorch#176076)"
-        )
         tp = self.axes["tp"]
         pp = self.axes["pp"]
         tokens_too = self.keys["sequence_parallel"]
 
         if pp > 1:
-            self.plan = PipelinePlan.make(self.keys, model, pp, samples, self.name)
+            self.plan = PipelinePlan.make(self.keys, model, pp, samples)
             self.bubble = self.plan.bubble
         elif self.keys["cut"]:
             raise ConfigError(
@@ -142,6 +141,8 @@ class Mesh(FullyShard):
                 "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules()))
             )
         assert isinstance(self.plan.parts, Partition)  # of a Chain
+        self.weights = StageWeights.of_chain(model, self.plan, self.name)
+        self.weights.require_one_stage_a_rank(self.plan, self.name)
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
         self.peer_sums: PeerSums | None = None
@@ -159,7 +160,7 @@ class Mesh(FullyShard):
         for stage in stages.values():
             self._place(stage)
 
-        self.module = blocks_of(stages)
+        self.module = self.weights.with_first_names(blocks_of(stages), self.pp_rank)
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
         self.executor = None
         if self.pp_group is not None and self.axes["pp"] > 1:
@@ -197,8 +198,10 @@ class Mesh(FullyShard):
                     strict=True,
                 )
             )
+            tied = tied_parameters(stage)
             for name, block in stage.named_children():
                 parallelize(block, along_tp, group, *tokens[name])
+            tie(stage, tied)  # each block has got parameters of its own
 
         self.gradients.append(
             BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers()))
@@ -208,7 +211,9 @@ class Mesh(FullyShard):
         else:
             along_dp = self.mesh["shard"]
 
-        self.shard([*stage.children(), stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
+        # Blocks with the same parameter are gathered together, with the stage.
+        units = [block for block in stage.children() if is_self_contained(block, stage)]
+        self.shard([*units, stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
         if self.initial_weights is not None:
             fill(stage, self.initial_weights, self.device)
 
@@ -294,12 +299,17 @@ class Mesh(FullyShard):
         assert self.dp_group is not None
         for gradients in self.gradients:
             gradients.drop_unused(self.dp_group, self.device)
+        assert self.pp_group is not None
+        self.weights.sum_copies(self.module, self.pp_rank, self.pp_group)
+
+    def counted_parameters(self) -> Iterable[nn.Parameter]:
+        return self.weights.counted_once(self.module, self.pp_rank)
 
     def gradient_norm(self) -> torch.Tensor:
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same
         # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in cast("list[DTensor]", gradients_of(self.module.parameters())):
+        for gradient in cast("list[DTensor]", gradients_of(self.counted_parameters())):
             places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             shards = math.prod(size for place, size in places if not place.is_replicate())
             copies = self.dp_size * self.axes["tp"] / shards

@@ -25,6 +25,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
+from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.stages import PipelineExecutor, blocks_of, make_stages
 from ddp_lab.world.runtime import Runtime
 
@@ -71,7 +72,8 @@ class Pipeline(Strategy):
         self.calls_blocks = isinstance(model, Chain)
         super().partition(model, samples)
         if isinstance(model, Chain):
-            self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples, self.name)
+            self.plan = PipelinePlan.make(self.keys, model, self.axes["pp"], samples)
+            self.weights = StageWeights.of_chain(model, self.plan, self.name)
             self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
         else:
             self._trace(model, samples)
@@ -91,6 +93,7 @@ class Pipeline(Strategy):
         self.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
         self.traced = TracedModel(self, model, samples)
         self.plan = self.traced.plan
+        self.weights = self.traced.weights
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)
@@ -106,7 +109,7 @@ class Pipeline(Strategy):
             )
             for stage in stages.values():
                 self.to_device(stage)
-            self.module = blocks_of(stages)
+            self.module = self.weights.with_first_names(blocks_of(stages), self.pp_rank)
             self.executor = PipelineExecutor(
                 self.plan, stages, self.forms, self.pp_group, self.task, self.device
             )
@@ -125,9 +128,8 @@ class Pipeline(Strategy):
         return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def reduce_gradients(self) -> None:
-        if self.traced is not None:
-            assert self.pp_group is not None
-            self.traced.sum_copies(self.module, self.pp_group)
+        assert self.pp_group is not None
+        self.weights.sum_copies(self.module, self.pp_rank, self.pp_group)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)
@@ -141,9 +143,7 @@ class Pipeline(Strategy):
         super().require_called_hooks(model)
 
     def counted_parameters(self) -> Iterable[nn.Parameter]:
-        if self.traced is not None:
-            return self.traced.counted_once(self.module)
-        return super().counted_parameters()
+        return self.weights.counted_once(self.module, self.pp_rank)
 
     def gradient_norm(self) -> torch.Tensor:
         squares = super().gradient_norm().square()

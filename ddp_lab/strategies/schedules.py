@@ -25,7 +25,6 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
-from ddp_lab.strategies.parameters import require_one_place
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to
 # 2.15) cannot evaluate with them: "can't steal_bwd_input if this stage doesn't have backward".
@@ -70,7 +69,6 @@ class PipelinePlan:
         model: nn.Module,
         ranks: int,
         samples: int,
-        strategy: str,
         cut_model: Callable[[int | list[str]], CutPoints] | None = None,
     ) -> "PipelinePlan":
         """Cut a model into the stages of a pipeline.
@@ -80,7 +78,6 @@ class PipelinePlan:
             model: the complete model.
             ranks: number of ranks of the pipeline.
             samples: number of samples that the pipeline gets at once.
-            strategy: name of the strategy, for messages.
             cut_model: cuts a model that is no Chain into a number of stages, or before modules.
 
         Raises:
@@ -107,11 +104,6 @@ class PipelinePlan:
         else:
             assert isinstance(model, Chain)
             parts = Partition(model, cut_at)
-            stages = enumerate(parts.parts)
-            stage_of = {parts.names[i]: stage for stage, part in stages for i in part}
-            require_one_place(
-                model, strategy, lambda name: stage_of[name.split(".")[0]], "is in another stage"
-            )
         return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))
 
     @property

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.data.trees import Tree, chunk, to
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, tie, tied_parameters, untie
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.parameters import require_one_place
 from ddp_lab.tasks.base import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
@@ -89,11 +89,7 @@ class Split(Strategy):
             self.devices = self.devices[: len(model)]
             self.num_devices = len(set(self.devices))
         self.parts: Partition | CutPoints = Partition(model, len(self.devices))
-        places = zip(self.parts.parts, self.devices, strict=True)
-        device_of = {self.parts.names[i]: device for part, device in places for i in part}
-        require_one_place(
-            model, self.name, lambda name: device_of[name.split(".")[0]], "is on another device"
-        )
+        self.ties = tied_parameters(model)
 
     def setup(self, model: nn.Module) -> None:
         self.module = model
@@ -103,10 +99,21 @@ class Split(Strategy):
             self.module = self.traced.place(model)
             self.stages: list[nn.Module] = [self.module]
             return
+        # A parameter of several stages stays on the device of the first one that has it.
+        untie(model, self.ties)
         blocks = list(model.named_children())
         self.stages = [
             self.to_device(nn.Sequential(OrderedDict(blocks[i] for i in indices)), device)
             for indices, device in zip(self.parts.parts, self.devices, strict=True)
+        ]
+        tie(model, self.ties)
+        self.elsewhere = [
+            {
+                name: parameter
+                for name, parameter in stage.named_parameters(remove_duplicate=False)
+                if parameter.device != device
+            }
+            for stage, device in zip(self.stages, self.devices, strict=True)
         ]
 
     @property
@@ -132,8 +139,19 @@ class Split(Strategy):
     def _through_stages(self, activation: torch.Tensor) -> torch.Tensor:
         """Return the logits of one micro-batch, on the last device."""
         with self.autocast():
-            for stage, device in zip(self.stages, self.devices, strict=True):
-                activation = stage(activation.to(device, non_blocking=True))
+            for stage, device, elsewhere in zip(
+                self.stages, self.devices, self.elsewhere, strict=True
+            ):
+                activation = activation.to(device, non_blocking=True)
+                if elsewhere:
+                    # autograd adds the gradients of the copies
+                    copies = {
+                        name: parameter.to(device, non_blocking=True)
+                        for name, parameter in elsewhere.items()
+                    }
+                    activation = functional_call(stage, copies, activation)
+                else:
+                    activation = stage(activation)
         return activation
 
     def add_gradient(

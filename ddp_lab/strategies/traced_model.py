@@ -31,6 +31,7 @@ class TracedModel:
 
     Attributes:
         plan: of the pipeline.
+        weights: places of the parameters and buffers.
 
     Raises:
         ConfigError: there is no example, the model has hooks, or it cannot be traced or cut.
@@ -51,7 +52,6 @@ class TracedModel:
             model,
             strategy.axes["pp"],
             samples,
-            strategy.name,
             partial(self.blueprint.cut, strategy.example),
         )
         assert isinstance(self.plan.parts, CutPoints)
@@ -84,17 +84,6 @@ class TracedModel:
             task: with the training loss.
         """
         return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, task)
-
-    def sum_copies(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Sum the gradients of the copies of each parameter that several ranks have. Collective.
-
-        The arguments are as above.
-        """
-        self.weights.sum_copies(model, self.rank, group)
-
-    def counted_once(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters whose gradients this rank adds to the norm of all."""
-        return self.weights.counted_once(model, self.rank)
 
 
 def require_traceable(model: nn.Module, strategy: str) -> None:

@@ -39,6 +39,13 @@ RUNS = {
     },
     # also a frozen bias and unused parameters
     "tied adamw samples=49 ema=0.8": {"single": 1, "fsdp": 2, "pipeline": 2},
+    # embedding and head are one parameter, on the first and the last stage
+    "tied_head adamw batch_size=16": {
+        "single": 1,
+        "pipeline": 2,
+        "mesh shard=null pp=2": 4,
+        "fsdp": 2,
+    },
 }
 # a learning rate that does not depend on the number of epochs, unlike the default
 DECAY = "scheduler=multi_step scheduler.milestones=[0.6] scheduler.gamma=0.5"

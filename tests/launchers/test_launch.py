@@ -126,14 +126,9 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x "
     "pp, because 2 is not divisible by 3; use 1 or 2, or "
     "start a multiple of 3 ranks",
-    f"{OWN}one_weight strategy=pipeline strategy.cut=['3']": "strategy=pipeline: 4.weight is the "
-    "same parameter as 2.weight, which is "
-    "in another",
-    f"{OWN}one_weight strategy=ddp_pipeline strategy.pp=2 "
-    "strategy.cut=['3']": "strategy=ddp_pipeline: 4.weight is the same "
-    "parameter as 2.weight, which",
-    f"{OWN}one_weight strategy=mesh": "strategy=mesh: 4.weight is the same parameter as 2.weight, "
-    "which torch does not always",
+    f"{OWN}one_weight strategy=mesh strategy.pp=2 strategy.schedule=interleaved1f1b "
+    "strategy.cut=['2','3','4']": "strategy=mesh: 4.weight is the same parameter as 2.weight, "
+    "which is in another stage of the same rank",
     f"{OWN}Plain strategy=mesh": "strategy=mesh: needs a model made of blocks, but "
     "model._target_=own_models.Plain is a Plain. Use ",
     f"{OWN}Plain strategy=fsdp strategy.keep_whole=[expert.*]": "strategy.keep_whole=[expert.*]: "

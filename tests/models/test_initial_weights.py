@@ -1,5 +1,8 @@
 """Initial weights by block name, `model.init=by_block`."""
 
+import copy
+from collections import OrderedDict
+
 import pytest
 import torch
 from configs import config
@@ -146,11 +149,6 @@ def test_frozen_parameters_stay_frozen_and_buffers_that_are_not_saved_are_filled
             "values, as",
         ),
         (
-            "own_models.one_weight",
-            "init=by_block: 2.weight and 4.weight are the same parameter, but would be allocated "
-            "separately.",
-        ),
-        (
             "torch.nn.Flatten",
             "init=by_block: needs a model made of blocks, got a Flatten. Use model.init=default, "
             "or return",
@@ -161,6 +159,20 @@ def test_models_that_cannot_be_drawn_by_block_are_refused(target, message):
     with pytest.raises(ConfigError) as error:
         made({"_target_": target})
     assert str(error.value).startswith(f"model.{message}")
+
+
+def test_tied_weights_are_those_of_the_first_block_also_if_it_is_elsewhere():
+    model, initial_weights, *_ = made({"_target_": "own_models.one_weight"})
+    part = nn.Sequential(OrderedDict([("4", copy.deepcopy(model[4]))]))
+    fill(model, initial_weights, CPU)
+    fill(part, initial_weights, CPU)
+    assert model[4].weight is model[2].weight
+    assert torch.equal(part.get_submodule("4").weight, model[2].weight)
+    assert torch.equal(part.get_submodule("4").bias, model[4].bias)
+
+    initial_weights.set_weights({"2.weight": torch.full((16, 16), 2.0)})
+    fill(part, initial_weights, CPU)
+    assert (part.get_submodule("4").weight == 2).all()
 
 
 def test_tensors_that_reset_parameters_leaves_out_are_named():

@@ -12,8 +12,10 @@ from configs import config
 from launches import OWN, launch, main_in_world, refusal_in_world
 from own_models import ReadsValues, Wrong, finetuned
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import run_world
 
+from ddp_lab.advise.fake import FakeWeights
 from ddp_lab.config.build import build
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
@@ -144,15 +146,24 @@ def test_parameters_that_some_steps_use_are_refused_with_a_remedy(
     assert "RuntimeError" not in output
 
 
-def test_split_refuses_a_weight_on_two_devices():
-    model = build_model(model_spec({"_target_": "own_models.one_weight"}, SHAPE))
-    strategy = Split(Runtime("cpu"), ["cpu"] * len(model), 1)
+def test_split_copies_a_weight_of_two_devices_in_each_pass():
+    """Fake tensors refuse operations on tensors of different devices."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model = build_model(model_spec({"_target_": "own_models.one_weight"}, SHAPE))
+    strategy = Split(Runtime("cpu"), ["cpu", "cpu"], 1)
     strategy.partition(model, 4)
-    strategy.devices[4] = torch.device("meta")
-    with pytest.raises(
-        ConfigError, match=r"^strategy=split: 4\.weight is the same parameter as 2\.weight"
-    ):
-        strategy.partition(model, 4)
+    strategy.parts.parts = [range(4), range(4, 7)]
+    strategy.devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    strategy.initial_weights = FakeWeights(fake)
+    with fake:
+        strategy.setup(model)
+        weight = model.get_parameter("2.weight")
+        outputs = strategy.predict(torch.zeros(4, 1, 28, 28, device="cuda:0"))
+    assert outputs.shape == (4, 10)
+    assert model.get_parameter("4.weight") is weight
+    assert weight.device == torch.device("cuda:0")
+    assert model.get_parameter("4.bias").device == torch.device("cuda:1")
 
 
 def tried(model: nn.Module, runtime: Runtime | None = None) -> list[str]:

@@ -42,6 +42,7 @@ TEXT = [
     "model.width=32",
     "batch_size=16",
 ]
+TIED = ["model.tied=true", "epochs=3"]
 
 
 def train(runs: list[list[str]]) -> None:
@@ -73,11 +74,11 @@ def folder(tmp_path_factory) -> Path:
         [*MASKS, f"runs_dir={folder}", "name=masks"],
         [*NUMBERS, *choose, "name=numbers"],
         [*words, "epochs=40", "name=text"],
-        [*words, "epochs=3", "name=text-single"],
+        [*words, *TIED, "name=text-single"],
     ]
     run_world(1, train, runs)
     run_world(
-        2, train, [[*words, "strategy=pipeline", "accumulate=2", "epochs=3", "name=text-pipeline"]]
+        2, train, [[*words, *TIED, "strategy=pipeline", "accumulate=2", "name=text-pipeline"]]
     )
     return folder
 
@@ -95,6 +96,19 @@ def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, comma
         assert found[key] == pytest.approx(expected[key], rel=1e-3), key
     code, output, errors = command(predict.main, folder / "text", *PROMPT)
     assert (code, output) == (0, "to be or not,\n"), output + errors
+
+
+def test_text_of_a_tied_head_is_the_same_after_a_pipeline(folder, command):
+    texts = []
+    for run in ("text-single", "text-pipeline"):
+        code, output, errors = command(predict.main, folder / run, *PROMPT)
+        assert code == 0, output + errors
+        code, _, errors = command(evaluate.main, folder / run, "--json", folder / "found.json")
+        assert code == 0, errors
+        found = json.loads((folder / "found.json").read_text())
+        assert found["val_loss"] == pytest.approx(read_metrics(folder / run)[-1]["val_loss"])
+        texts.append(output)
+    assert texts[0] == texts[1]
 
 
 PROMPT = ["--prompt", "to be or ", "--tokens", "4", "--temperature", "0"]
