@@ -20,6 +20,7 @@ from ddp_lab.config.build import (
     tracker_nodes,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.limits import check_limits
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
 from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
 
@@ -49,6 +50,7 @@ def check(cfg: DictConfig) -> RunConfig:
     """
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     config = validate(RunConfig, values)
+    check_limits(values)
     groups = {
         "data.dataset": config.data.dataset,
         "data.collate_fn": config.data.collate_fn,

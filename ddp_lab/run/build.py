@@ -11,6 +11,7 @@ a call have a file each:
 
     build_data.py      the dataset and its loaders
     build_model.py     the model and what it is trained for
+    build_limits.py    what ends the run, and its schedule
     build_settings.py  where the run is recorded, and what it resumes from
     build_trained.py   a trained run, from its directory
 
@@ -34,6 +35,7 @@ from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.run.build_data import load_dataset, make_loaders
+from ddp_lab.run.build_limits import make_horizon, step_limits, warmup_steps
 from ddp_lab.run.build_model import make_task, model_spec
 from ddp_lab.run.build_settings import (
     check_job,
@@ -89,7 +91,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
-        check_profile(cfg.epochs * job.sizes.steps_per_epoch, job.strategy.device)
+        check_profile(job.horizon.steps, job.strategy.device)
     settings = make_settings(cfg, job, source, findings)
     check_job(job, settings)
     return replace(job, settings=settings)
@@ -169,12 +171,15 @@ def assemble(
         ConfigError: the model, the batch or the loss is not supported.
     """
     steps = sizes.steps_per_epoch
+    limits = step_limits(cfg, dataset, sizes)
+    horizon = make_horizon(cfg.epochs, limits, sizes)
+    epochs = 1.0 if horizon.steps is None else horizon.steps / steps
     scheduler = partial(
         make_scheduler,
-        shape=build_shape(cfg.scheduler, cfg.epochs),
-        epochs=cfg.epochs,
+        shape=build_shape(cfg.scheduler, epochs),
+        horizon=horizon,
         steps_per_epoch=steps,
-        warmup_steps=round(cfg.warmup_epochs * steps),
+        warmup_steps=warmup_steps(cfg, sizes, horizon),
     )
 
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
@@ -213,6 +218,8 @@ def assemble(
         cfg.evaluate_test,
         criterion(cfg, dataset) or "val_loss",
         Every.parse(cfg.log_every) or Every(),
+        limits=limits,
+        max_minutes=cfg.get("max_minutes"),
     )
     return Job(
         strategy=strategy,
@@ -222,6 +229,7 @@ def assemble(
         task=task,
         recipe=recipe,
         fit_settings=fit_settings,
+        horizon=horizon,
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
@@ -248,7 +256,7 @@ def make_mix(
     )
 
 
-def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
+def build_shape(node: DictConfig | dict[str, Any], epochs: float) -> Callable[..., float]:
     """Construct the shape of a schedule that `_target_` names, and try it over the run's epochs.
 
     Args:

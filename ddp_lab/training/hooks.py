@@ -71,7 +71,10 @@ class Hook:
         """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it."""
 
     def on_epoch_end(self, position: Progress) -> None:
-        """Run after the evaluation of an epoch, with `position` at the beginning of the next."""
+        """Run after the evaluation of an epoch, with `position` at the beginning of the next.
+
+        Where a limit ends the run within an epoch, `position` remains there.
+        """
 
     def close(self, status: "Status") -> None:
         """Run after the training.
@@ -140,6 +143,17 @@ class Run:
         self.sync.flush()
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
+
+    def has_trained_long_enough(self) -> bool:
+        """Return whether the steps so far took max_minutes, by the clock of rank 0.
+
+        False on other ranks, and between epochs.
+        """
+        limit = self.settings.max_minutes
+        if limit is None or not self.strategy.runtime.is_main:
+            return False
+        begun = self._begun
+        return begun.seconds_trained + time.perf_counter() - self._begun_at >= 60 * limit
 
     def note_not_finite(self, evaluations: Mapping[str, Evaluation]) -> None:
         """Log which metrics of some sets are not finite, each once."""

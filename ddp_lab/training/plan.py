@@ -6,11 +6,25 @@ They are computed from the config, the replicas and the dataset.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.config.types import Every
 from ddp_lab.training.progress import Criterion, Progress
+
+
+class StepLimit(NamedTuple):
+    """A number of optimizer steps after which a run ends, counted from its beginning.
+
+    Attributes:
+        key: of the config.
+        value: of this key.
+        steps: the number.
+    """
+
+    key: str
+    value: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -18,7 +32,7 @@ class FitSettings:
     """When training ends, and when the test set is evaluated.
 
     Attributes:
-        epochs: number of the last epoch.
+        epochs: number of the last epoch; None: other limits end the run.
         patience: stop early after this many epochs in a row without a better `criterion`; None:
             never.
         evaluate_test: after every epoch, or after the last one only.
@@ -26,14 +40,61 @@ class FitSettings:
         log_every: when the metrics of steps are recorded.
         full_rate: samples per second at which the devices compute with the FLOP/s of their data
             sheet; None: unknown.
+        limits: numbers of steps of which the first that is reached ends the run, too.
+        max_minutes: of training, without evaluations, after which the run ends; None: no limit.
     """
 
-    epochs: int
+    epochs: int | None
     patience: int | None = None
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
     criterion: Criterion = "val_loss"
     log_every: Every = field(default_factory=Every)
     full_rate: float | None = None
+    limits: tuple[StepLimit, ...] = ()
+    max_minutes: float | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step, counted from 1; None: no number of steps ends the run."""
+        return min((limit.steps for limit in self.limits), default=None)
+
+    def steps_left(self, progress: Progress, steps_before: int, per_epoch: int) -> float:
+        """Return how many steps a run takes before its end, as far as that is known.
+
+        Args:
+            progress: the position of the run.
+            steps_before: steps before it, counted with the present batch size.
+            per_epoch: steps of an epoch.
+
+        Returns:
+            inf, if only the time limits the run.
+        """
+        left = math.inf
+        if self.epochs is not None:
+            left = self.epochs * per_epoch - steps_before
+        if self.last_step is not None:
+            left = min(left, self.last_step - progress.step)
+        return left
+
+    def seconds_left(self, progress: Progress) -> float:
+        """Return how many seconds of training max_minutes leave; inf without this limit."""
+        if self.max_minutes is None:
+            return math.inf
+        return 60 * self.max_minutes - progress.seconds_trained
+
+    def is_stalled(self, progress: Progress) -> bool:
+        """Return whether training stops early."""
+        return self.patience is not None and progress.stalled(self.criterion) >= self.patience
+
+    def ends_at(self, position: Progress) -> bool:
+        """Return whether the run ends at a position, also within an epoch."""
+        return self.is_out_of_time(position) or (
+            self.last_step is not None and position.step >= self.last_step
+        )
+
+    def is_out_of_time(self, position: Progress) -> bool:
+        """Return whether the ranks have agreed that `max_minutes` have passed."""
+        return self.max_minutes is not None and position.minutes_passed >= self.max_minutes
 
 
 @dataclass(frozen=True)
