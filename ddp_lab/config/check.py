@@ -20,9 +20,8 @@ from ddp_lab.config.build import (
     tracker_nodes,
 )
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.config.limits import check_limits
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
-from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
+from ddp_lab.config.types import EXTRAS, LIMITS, TRACKERS, Allowed
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -73,6 +72,27 @@ def check(cfg: DictConfig) -> RunConfig:
         validate(schema, group_options, f"{group}.")
     check_optimizer(config.optimizer)
     return config
+
+
+def check_limits(values: Mapping[str, Any]) -> None:
+    """Check that a run has an end, and that the length of its warm-up is set once.
+
+    Args:
+        values: The value of each key of the config.
+
+    Raises:
+        ConfigError: It has no end, or the length is set twice.
+    """
+    if values["epochs"] is None and all(values.get(key) is None for key in LIMITS):
+        raise ConfigError(
+            f"epochs=null: the run would have no end. Set epochs, or one of {', '.join(LIMITS)}"
+        )
+    steps = values.get("warmup_steps")
+    if steps is not None and values["warmup_epochs"]:
+        raise ConfigError(
+            f"warmup_steps={steps}: warmup_epochs={values['warmup_epochs']:g} is set, too. Use one "
+            "of them"
+        )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.build import leaves
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.limits import LIMITS
+from ddp_lab.config.types import LIMITS
 from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
 from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json

@@ -33,7 +33,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.limits import LIMITS
+from ddp_lab.config.types import LIMITS
 from ddp_lab.launchers.command import ENDS_WITH_STDIN
 from ddp_lab.launchers.short_run import command_of
 from ddp_lab.launchers.sweep import (

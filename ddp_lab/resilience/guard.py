@@ -122,6 +122,7 @@ class Guard(Hook):
             if exchanged is not None:
                 if exchanged.flags[OUT_OF_TIME]:
                     position.minutes_passed = self.run.settings.max_minutes or 0.0
+                    self.run.ends_after = step
                 if self._must_leave(exchanged):
                     self.save(self.run.current())
 
@@ -129,7 +130,7 @@ class Guard(Hook):
             self._compare_replicas(step)
         if (self.every_steps and step % self.every_steps == 0) or step in self.at_steps:
             self.save(self.run.current())
-        if position.samples < self._size and not self.run.settings.ends_at(position):
+        if position.samples < self._size and step < self.run.ends_after:
             self.heartbeat.at("loading", position.epoch, step + 1)
             return
 

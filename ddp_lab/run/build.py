@@ -11,7 +11,6 @@ a call have a file each:
 
     build_data.py      the dataset and its loaders
     build_model.py     the model and what it is trained for
-    build_limits.py    what ends the run, and its schedule
     build_settings.py  where the run is recorded, and what it resumes from
     build_trained.py   a trained run, from its directory
 
@@ -35,7 +34,6 @@ from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel
 from ddp_lab.run.build_data import load_dataset, make_loaders
-from ddp_lab.run.build_limits import make_horizon, step_limits, warmup_steps
 from ddp_lab.run.build_model import make_task, model_spec
 from ddp_lab.run.build_settings import (
     check_job,
@@ -49,8 +47,8 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
-from ddp_lab.training.plan import FitSettings, TrainSizes
-from ddp_lab.training.schedule import make_scheduler, try_shape
+from ddp_lab.training.plan import FitSettings, TrainSizes, step_limits
+from ddp_lab.training.schedule import Horizon, make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -171,15 +169,24 @@ def assemble(
         ConfigError: the model, the batch or the loss is not supported.
     """
     steps = sizes.steps_per_epoch
-    limits = step_limits(cfg, dataset, sizes)
-    horizon = make_horizon(cfg.epochs, limits, sizes)
+    context = dataset.model_shape().get("context")
+    limits = step_limits(cfg.get("max_steps"), cfg.get("max_tokens"), context, sizes)
+    ends = [limit.steps for limit in limits]
+    if cfg.epochs is not None:
+        ends.append(cfg.epochs * steps)
+    horizon = Horizon(min(ends, default=None))
     epochs = 1.0 if horizon.steps is None else horizon.steps / steps
+    if cfg.get("warmup_steps") is None:
+        warmup_steps = round(cfg.warmup_epochs * steps)
+    else:
+        warmup_steps = cfg.warmup_steps
+        horizon.check_warmup(warmup_steps)
     scheduler = partial(
         make_scheduler,
         shape=build_shape(cfg.scheduler, epochs),
         horizon=horizon,
         steps_per_epoch=steps,
-        warmup_steps=warmup_steps(cfg, sizes, horizon),
+        warmup_steps=warmup_steps,
     )
 
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)

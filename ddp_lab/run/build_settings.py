@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.build import chosen_trackers, plain
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.limits import LIMITS
+from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.resilience.run_directory import find_launch

@@ -1,5 +1,6 @@
 """Hooks: what the loop calls besides the steps of a training, and the training as they see it."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -101,6 +102,7 @@ class Run:
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
         notes: what was said before about metrics that are not finite; None: nothing.
         waited: seconds in which this rank has waited for the batches of this epoch in this launch.
+        ends_after: number of the step after which the run ends, also within an epoch; inf: none.
     """
 
     eager: Step
@@ -114,8 +116,13 @@ class Run:
     task: Task | None = None
     notes: "NotFiniteNotes | None" = None
     waited: float = 0.0
+    ends_after: float = field(init=False)
     _begun: Progress = field(init=False, repr=False)
     _begun_at: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        last_step = self.settings.last_step
+        self.ends_after = math.inf if last_step is None else last_step
 
     @property
     def strategy(self) -> Strategy:

@@ -85,7 +85,7 @@ def train_epoch(run: Run) -> None:
                 react(position)
             if advance_bar is not None:
                 advance_bar()
-            if run.settings.ends_at(position):
+            if position.step >= run.ends_after:
                 break
 
             asked = time.perf_counter()

@@ -27,6 +27,33 @@ class StepLimit(NamedTuple):
     steps: int
 
 
+def step_limits(
+    max_steps: int | None, max_tokens: int | None, context: int | None, sizes: "TrainSizes"
+) -> tuple[StepLimit, ...]:
+    """Return the limits of a run that are a number of steps.
+
+    Args:
+        max_steps, max_tokens: the keys of the config.
+        context: tokens of a sample; None: the samples are no tokens.
+        sizes: of the run.
+
+    Raises:
+        ConfigError: max_tokens is set for samples that are no tokens.
+    """
+    limits: list[StepLimit] = []
+    if max_steps is not None:
+        limits.append(StepLimit("max_steps", max_steps, max_steps))
+    if max_tokens is not None:
+        if context is None:
+            raise ConfigError(
+                f"max_tokens={max_tokens}: the samples of this dataset are no tokens. Use "
+                "max_steps, or task=tokens with a dataset of tokens"
+            )
+        samples = math.ceil(max_tokens / context)
+        limits.append(StepLimit("max_tokens", max_tokens, sizes.steps_for(samples)))
+    return tuple(limits)
+
+
 @dataclass(frozen=True)
 class FitSettings:
     """When training ends, and when the test set is evaluated.
@@ -85,12 +112,6 @@ class FitSettings:
     def is_stalled(self, progress: Progress) -> bool:
         """Return whether training stops early."""
         return self.patience is not None and progress.stalled(self.criterion) >= self.patience
-
-    def ends_at(self, position: Progress) -> bool:
-        """Return whether the run ends at a position, also within an epoch."""
-        return self.is_out_of_time(position) or (
-            self.last_step is not None and position.step >= self.last_step
-        )
 
     def is_out_of_time(self, position: Progress) -> bool:
         """Return whether the ranks have agreed that `max_minutes` have passed."""
@@ -172,6 +193,11 @@ class TrainSizes:
         return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(
             progress.samples / self.global_batch_size
         )
+
+    def steps_for(self, samples: int) -> int:
+        """Return how many steps train on at least so many samples, with epochs' partial batches."""
+        epochs, rest = divmod(samples, self.train_size)
+        return epochs * self.steps_per_epoch + math.ceil(rest / self.global_batch_size)
 
     def warning(self) -> str | None:
         """Return a warning about a global batch that the training set cannot fill, or None."""

@@ -79,6 +79,18 @@ class Horizon:
 
     steps: int | None = None
 
+    def check_warmup(self, warmup_steps: int) -> None:
+        """Check that a warm-up ends before the schedule.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.steps is not None and warmup_steps >= self.steps:
+            raise ConfigError(
+                f"warmup_steps={warmup_steps}: must be less than the {self.steps:,} steps of the "
+                "run"
+            )
+
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer,
