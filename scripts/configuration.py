@@ -142,6 +142,7 @@ def table(*lines: tuple[str, ...]) -> str:
 def render() -> str:
     """Return the text of docs/configuration.md."""
     run = load("config.yaml")
+    run["epochs"] = OmegaConf.load(CONF / "config.yaml").epochs  # without other limits
     chosen = {
         name: option
         for entry in run["defaults"]

@@ -199,7 +199,11 @@ KEYS: dict[str, Row] = {
     "lr_base_batch_size": Row(
         "scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)
     ),
+    "max_steps": Row("max_steps=1", has("step", 1)),
+    "max_tokens": Row("{TEXT} max_tokens=330", has("step", 2), "{TEXT}"),
+    "max_minutes": Row("epochs=null max_minutes=0.001", logs("max_minutes=0.001 have passed")),
     "warmup_epochs": Row("warmup_epochs=1", has("lr", 0.01 * 2 / 3)),
+    "warmup_steps": Row("warmup_steps=1", has("lr", 0.01)),
     # statistics of BatchNorm are of micro-batches
     "accumulate": Row(f"{NORMED} accumulate=2", TRAINED, NORMED),
     "loss_over_batch": Row(

@@ -18,6 +18,15 @@ from ddp_lab.config.types import TRACKERS
 
 Config = DictConfig
 
+
+def epochs_without_limit(default: int, *limits: float | None) -> int | None:
+    """Return the default number of epochs; None, without end, if another limit ends the run."""
+    return default if all(limit is None for limit in limits) else None
+
+
+# the default of `epochs` in conf/config.yaml
+OmegaConf.register_new_resolver("epochs_without_limit", epochs_without_limit, replace=True)
+
 # The groups in the order in which they are checked. Each is listed with the constructor parameters
 # that the code passes, which are therefore not keys of the config.
 GROUPS: dict[str, list[str]] = {

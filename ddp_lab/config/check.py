@@ -21,7 +21,7 @@ from ddp_lab.config.build import (
 )
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.config.schema import OptimizerConfig, RunConfig
-from ddp_lab.config.types import EXTRAS, TRACKERS, Allowed
+from ddp_lab.config.types import EXTRAS, LIMITS, TRACKERS, Allowed
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -49,6 +49,7 @@ def check(cfg: DictConfig) -> RunConfig:
     """
     values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
     config = validate(RunConfig, values)
+    check_limits(values)
     groups = {
         "data.dataset": config.data.dataset,
         "data.collate_fn": config.data.collate_fn,
@@ -71,6 +72,27 @@ def check(cfg: DictConfig) -> RunConfig:
         validate(schema, group_options, f"{group}.")
     check_optimizer(config.optimizer)
     return config
+
+
+def check_limits(values: Mapping[str, Any]) -> None:
+    """Check that a run has an end, and that the length of its warm-up is set once.
+
+    Args:
+        values: The value of each key of the config.
+
+    Raises:
+        ConfigError: It has no end, or the length is set twice.
+    """
+    if values["epochs"] is None and all(values.get(key) is None for key in LIMITS):
+        raise ConfigError(
+            f"epochs=null: the run would have no end. Set epochs, or one of {', '.join(LIMITS)}"
+        )
+    steps = values.get("warmup_steps")
+    if steps is not None and values["warmup_epochs"]:
+        raise ConfigError(
+            f"warmup_steps={steps}: warmup_epochs={values['warmup_epochs']:g} is set, too. Use one "
+            "of them"
+        )
 
 
 def validate(model: type[M], values: dict[str, Any], prefix: str = "") -> M:

@@ -108,12 +108,16 @@ class RunConfig(Keys):
     """All keys of a run."""
 
     seed: Seed
-    epochs: Count
+    epochs: Count | None
+    max_steps: Count | None = None
+    max_tokens: Count | None = None
+    max_minutes: Positive | None = None
     batch_size: Count | Literal["auto"]
     scaling: Literal["strong", "weak"]
     lr_scaling: Literal["none", "linear", "sqrt"]
     lr_base_batch_size: Count
     warmup_epochs: NonNegative
+    warmup_steps: NaturalNumber | None = None
     accumulate: Count | Literal["auto"]
     loss_over_batch: bool
     checkpoint_activations: Checkpointing

@@ -16,6 +16,9 @@ BatchNorm = Literal["local", "sync"]  # the ranks over which BatchNorm computes 
 # what the backward pass computes again instead of keeping it: nothing, or each block
 Checkpointing = Literal["none", "block"]
 
+# keys that end a run, also within an epoch, besides `epochs`
+LIMITS = ("max_steps", "max_tokens", "max_minutes")
+
 TRACKERS = {
     "tensorboard": "ddp_lab.observe.trackers.tensorboard.TensorBoard",
     "wandb": "ddp_lab.observe.trackers.wandb.WandB",

@@ -163,7 +163,7 @@ class Trainer(OwnLoop, training.Trainer):
         )
         yield from self._batches.iterate(loader, order, start)
         if self.position.order == order and self.position.samples == loader.data.size:
-            self.position = self.position.next_epoch({}, self.strategy.task.lower_is_better)
+            self.position = self.position.next_epoch()
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
@@ -284,7 +284,7 @@ class Trainer(OwnLoop, training.Trainer):
         position = self.position
         if position.samples == loaders["train"].data.size and not position.sums:
             # A loop was left after the last step of an epoch, of which nothing is left to train.
-            self.position = position.next_epoch({}, self.strategy.task.lower_is_better)
+            self.position = position.next_epoch()
         self.logger.last_epoch = {}
         step = self.eager_step
 

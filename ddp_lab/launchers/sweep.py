@@ -3,10 +3,10 @@
 import csv
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import get_object
@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.build import leaves
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import LIMITS
 from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
 from ddp_lab.observe.plot import Curve, beside, curves
 from ddp_lab.resilience.run_directory import read_json
@@ -25,6 +26,7 @@ MAY_CHANGE = {
     "runs_dir",
     "resume",
     "epochs",
+    *LIMITS,
     "timeout",
     "checkpoint",
     "inject",
@@ -42,7 +44,7 @@ class Job:
         overrides: Command-line arguments of the job: Hydra overrides, after the option --config-dir
             of the sweep, if any.
         run_dir: Its run directory, as this machine sees it.
-        epochs: Number of epochs after which it is finished.
+        limits: What ends it: the values of the keys epochs, max_steps, max_tokens and max_minutes.
         optimize: The metric that the sweeper gets.
         lower_is_better: Whether low values of it are good ones.
         one_process: Whether its strategy drives all devices from one process.
@@ -51,7 +53,7 @@ class Job:
     name: str
     overrides: list[str]
     run_dir: Path
-    epochs: int
+    limits: Mapping[str, Any]
     optimize: str
     one_process: bool
     lower_is_better: bool = False
@@ -148,7 +150,7 @@ def check_search(config: DictConfig) -> None:
 
 
 def is_finished(job: Job) -> bool:
-    """Return whether a job has trained for all its epochs, or until early stopping.
+    """Return whether a job has trained until one of its limits, or until early stopping.
 
     Raises:
         ConfigError: It has, but its metrics.jsonl lacks the last epoch, so that its result is
@@ -156,14 +158,15 @@ def is_finished(job: Job) -> bool:
     """
     status = read_json(job.run_dir / "status.json")
     config = job.run_dir / "config.yaml"
-    stopped = (
-        status is not None and config.exists() and status["epoch"] < OmegaConf.load(config).epochs
-    )
-    if (
-        status is None
-        or status["status"] != "finished"
-        or not (status["epoch"] >= job.epochs or stopped)
-    ):
+    if status is None or status["status"] != "finished" or not config.exists():
+        return False
+    recorded = cast("DictConfig", OmegaConf.load(config))
+    unchanged = all(recorded.get(key) == value for key, value in job.limits.items())
+    epochs = job.limits["epochs"]
+    has_all_epochs = epochs is not None and status["epoch"] >= epochs
+    has_other_limits = any(recorded.get(key) is not None for key in LIMITS)
+    stopped = not has_other_limits and status["epoch"] < recorded.epochs
+    if not (unchanged or has_all_epochs or stopped):
         return False
 
     metrics = job.run_dir / "metrics.jsonl"

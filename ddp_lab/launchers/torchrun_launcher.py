@@ -33,6 +33,7 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import LIMITS
 from ddp_lab.launchers.command import ENDS_WITH_STDIN
 from ddp_lab.launchers.short_run import command_of
 from ddp_lab.launchers.sweep import (
@@ -172,7 +173,8 @@ class TorchrunLauncher(Launcher):
             lower = lower_is_better(cfg)
             run_dir = self.sweep_dir / name
             arguments = self._config_dir() + overrides
-            jobs.append(Job(name, arguments, run_dir, cfg.epochs, cfg.optimize, one_process, lower))
+            limits = {key: cfg.get(key) for key in ("epochs", *LIMITS)}
+            jobs.append(Job(name, arguments, run_dir, limits, cfg.optimize, one_process, lower))
         return jobs
 
     def _chosen_keys(self) -> set[str]:

@@ -22,6 +22,8 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
 
+OUT_OF_TIME = 2  # the index of this flag in those of Guard.flags
+
 
 class Preempted(Exception):
     """The run was preempted, and a checkpoint of the current step is being written."""
@@ -86,9 +88,14 @@ class Guard(Hook):
     saved: Progress = field(init=False)
     run: Run = field(init=False)
 
-    def flags(self) -> tuple[bool, bool]:
-        """Return whether this rank was asked to stop, and whether its last checkpoint failed."""
-        return self.requests.preempted, self.checkpoints.problem is not None
+    def flags(self) -> tuple[bool, bool, bool]:
+        """Return what this rank has to say.
+
+        These are whether it was asked to stop, whether its last checkpoint failed, and, on rank 0,
+        whether the run has trained for max_minutes.
+        """
+        failed = self.checkpoints.problem is not None
+        return self.requests.preempted, failed, self.run.has_trained_long_enough()
 
     def on_start(self, run: Run) -> None:
         self.run = run
@@ -112,14 +119,18 @@ class Guard(Hook):
             if self.sync.is_due(step):
                 self.heartbeat.at("deciding")
             exchanged = self.sync.after_step(position, self.run.waited)
-            if exchanged is not None and self._must_leave(exchanged):
-                self.save(self.run.current())
+            if exchanged is not None:
+                if exchanged.flags[OUT_OF_TIME]:
+                    position.minutes_passed = self.run.settings.max_minutes or 0.0
+                    self.run.ends_after = step
+                if self._must_leave(exchanged):
+                    self.save(self.run.current())
 
         if self.check_replicas and step % self.check_replicas == 0:
             self._compare_replicas(step)
         if (self.every_steps and step % self.every_steps == 0) or step in self.at_steps:
             self.save(self.run.current())
-        if position.samples < self._size:
+        if position.samples < self._size and step < self.run.ends_after:
             self.heartbeat.at("loading", position.epoch, step + 1)
             return
 
@@ -142,7 +153,7 @@ class Guard(Hook):
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
         is_last = bool(stop_reasons(position, self.run.settings))
-        due = is_last or (position.epoch - 1) % self.every_epochs == 0
+        due = is_last or position.evaluated_epoch % self.every_epochs == 0
         if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
             self.save(position)
         if not is_last:
@@ -205,7 +216,7 @@ class Guard(Hook):
             TrainingError: it cannot continue.
         """
         position = exchanged.position
-        preempted, save_failed = exchanged.flags
+        preempted, save_failed, _ = exchanged.flags
         if exchanged.not_finite:
             bad, rank = exchanged.not_finite
             what = (

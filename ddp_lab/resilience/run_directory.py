@@ -94,8 +94,9 @@ class RunDir:
             progress: the progress at which training ended or, after a preemption, that of the last
                 checkpoint.
         """
-        done = status == "finished"  # `progress` is then at the beginning of the next epoch
-        write_status(self.path, status, progress.epoch - done, progress.step)
+        done = status == "finished"  # `progress` is then after an evaluation
+        epoch = progress.evaluated_epoch if done else progress.epoch
+        write_status(self.path, status, epoch, progress.step)
         if not done:
             log.info(
                 f"{status} at {progress}; to resume, run the same command with "

@@ -47,8 +47,8 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
-from ddp_lab.training.plan import FitSettings, TrainSizes
-from ddp_lab.training.schedule import make_scheduler, try_shape
+from ddp_lab.training.plan import FitSettings, TrainSizes, step_limits
+from ddp_lab.training.schedule import Horizon, make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -89,7 +89,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
-        check_profile(cfg.epochs * job.sizes.steps_per_epoch, job.strategy.device)
+        check_profile(job.horizon.steps, job.strategy.device)
     settings = make_settings(cfg, job, source, findings)
     check_job(job, settings)
     return replace(job, settings=settings)
@@ -169,12 +169,24 @@ def assemble(
         ConfigError: the model, the batch or the loss is not supported.
     """
     steps = sizes.steps_per_epoch
+    context = dataset.model_shape().get("context")
+    limits = step_limits(cfg.get("max_steps"), cfg.get("max_tokens"), context, sizes)
+    ends = [limit.steps for limit in limits]
+    if cfg.epochs is not None:
+        ends.append(cfg.epochs * steps)
+    horizon = Horizon(min(ends, default=None))
+    epochs = 1.0 if horizon.steps is None else horizon.steps / steps
+    if cfg.get("warmup_steps") is None:
+        warmup_steps = round(cfg.warmup_epochs * steps)
+    else:
+        warmup_steps = cfg.warmup_steps
+        horizon.check_warmup(warmup_steps)
     scheduler = partial(
         make_scheduler,
-        shape=build_shape(cfg.scheduler, cfg.epochs),
-        epochs=cfg.epochs,
+        shape=build_shape(cfg.scheduler, epochs),
+        horizon=horizon,
         steps_per_epoch=steps,
-        warmup_steps=round(cfg.warmup_epochs * steps),
+        warmup_steps=warmup_steps,
     )
 
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
@@ -213,6 +225,8 @@ def assemble(
         cfg.evaluate_test,
         criterion(cfg, dataset) or "val_loss",
         Every.parse(cfg.log_every) or Every(),
+        limits=limits,
+        max_minutes=cfg.get("max_minutes"),
     )
     return Job(
         strategy=strategy,
@@ -222,6 +236,7 @@ def assemble(
         task=task,
         recipe=recipe,
         fit_settings=fit_settings,
+        horizon=horizon,
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
@@ -248,7 +263,7 @@ def make_mix(
     )
 
 
-def build_shape(node: DictConfig | dict[str, Any], epochs: int) -> Callable[..., float]:
+def build_shape(node: DictConfig | dict[str, Any], epochs: float) -> Callable[..., float]:
     """Construct the shape of a schedule that `_target_` names, and try it over the run's epochs.
 
     Args:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.build import chosen_trackers, plain
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.resilience.run_directory import find_launch
@@ -84,7 +85,9 @@ def make_settings(
         choices = dict.fromkeys(GROUPS, "")
     config = plain(cfg)
     hparams = {group: choices[group] for group in GROUPS} | {
-        key: cfg[key] for key in ("epochs", "precision", "seed")
+        key: cfg[key]
+        for key in ("epochs", *LIMITS, "precision", "seed")
+        if cfg.get(key) is not None
     }
     sizes = job.sizes
     hparams |= {

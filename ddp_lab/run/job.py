@@ -14,6 +14,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.plan import FitSettings, TrainSizes
 from ddp_lab.training.progress import Criterion
+from ddp_lab.training.schedule import Horizon
 from ddp_lab.training.trainer import Recipe, Trainer
 from ddp_lab.world.runtime import Runtime
 
@@ -87,6 +88,7 @@ class Job:
         task: what the model is trained for, with its loss, on the CPU.
         recipe: how the weights are updated, and how a step is executed.
         fit_settings: when training ends, and when the test set is evaluated.
+        horizon: the end of the learning-rate schedule.
         shapes: the shape of each tensor of the unsharded model, by name.
         checkpoint_bytes: the size of a checkpoint.
         notes: lines for the log.
@@ -101,6 +103,7 @@ class Job:
     task: Task
     recipe: Recipe
     fit_settings: FitSettings
+    horizon: Horizon
     shapes: dict[str, tuple[int, ...]]
     checkpoint_bytes: int
     notes: list[str]

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
 from ddp_lab.checkpoints.files import steps_in
@@ -30,6 +30,9 @@ from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.process import keep_freed_memory
+
+if TYPE_CHECKING:
+    from ddp_lab.training.timed_schedule import TimedSchedule
 
 Outcome = Literal["finished", "preempted", "interrupted"]
 # size in bytes of a checkpoint from which checkpoint.format=auto shards it
@@ -131,7 +134,17 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         sharded,
         before_write,
     )
-    progress = checkpoints.resume(source, job.sizes.steps_before)
+    timed = timed_schedule(job)
+    if timed is not None:
+        hooks.append(timed)
+
+    def schedule(progress: Progress) -> int:
+        """Return the steps of the schedule before a position, whose end the schedule takes over."""
+        if timed is not None:
+            timed.resume(progress)
+        return job.sizes.steps_before(progress)
+
+    progress = checkpoints.resume(source, schedule)
 
     if runtime.is_main:
         record_data(run_dir.path, job.dataset, checkpoint_settings.best)
@@ -208,6 +221,15 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
     return status
 
 
+def timed_schedule(job: Job) -> "TimedSchedule | None":
+    """Return what predicts the end of the schedule; None if no time limits the run."""
+    if job.fit_settings.max_minutes is None:
+        return None
+    from ddp_lab.training.timed_schedule import TimedSchedule
+
+    return TimedSchedule(job.horizon, job.fit_settings.max_minutes)
+
+
 def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
     """Write the config to the run directory, and log what a resume changes in it."""
     if settings.source is None and not (run_dir / CONFIG).exists():
@@ -231,11 +253,17 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
 
     from ddp_lab.speed.fastest import build_step
 
-    steps_left = job.fit_settings.epochs * job.sizes.steps_per_epoch - job.sizes.steps_before(
-        progress
-    )
+    settings = job.fit_settings
+    before = job.sizes.steps_before(progress)
+    steps_left = settings.steps_left(progress, before, job.sizes.steps_per_epoch)
     with log_if_slow("preparing the training step: capturing or warming it up"):
-        built = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
+        built = build_step(
+            job.options,
+            trainer.eager_step,
+            job.loaders["train"],
+            steps_left,
+            settings.seconds_left(progress),
+        )
     # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
     # other loader.
     return cast("TrainStep", built)
@@ -284,11 +312,11 @@ def log_result(
     """
     if result := result_in(checkpoints.folder, checkpoints.best):
         path, best = result
-        epoch = best.epoch - 1
+        epoch = best.evaluated_epoch
         criterion = checkpoints.best
     else:
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
-        epoch = progress.epoch - 1
+        epoch = progress.evaluated_epoch
         criterion = None
 
     metrics = run_dir.path / "metrics.jsonl"

@@ -4,6 +4,7 @@ The options that speed=auto has chosen are tried and measured, and what fails is
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,7 +34,11 @@ WORTH_EACH = 1.0
 
 
 def build_step(
-    options: PerformanceOptions, step: Step, loader: Loader, steps_left: int
+    options: PerformanceOptions,
+    step: Step,
+    loader: Loader,
+    steps_left: float,
+    seconds_left: float = math.inf,
 ) -> Step | GraphStep:
     """Return the step to train with, compiled and captured by the options, and log what was chosen.
 
@@ -44,14 +49,17 @@ def build_step(
             fail.
         step: the step in eager mode.
         loader: of the training set.
-        steps_left: steps until the end of the run.
+        steps_left: steps until the end of the run; inf if only the time limits it.
+        seconds_left: seconds of training until the end of a run that the time limits; else inf.
     """
     decide = options.compile == AUTO
     options, built = build_what_works(
         options._replace(compile=False) if decide else options, step, loader
     )
     if decide:
-        pays, why = compile_pays_off(step, measure(step, built, loader), steps_left)
+        seconds = measure(step, built, loader)
+        steps_left = min(steps_left, seconds_left / seconds)
+        pays, why = compile_pays_off(step, seconds, steps_left)
         options = options._replace(compile=pays, reasons={**options.reasons, "compile": why})
         if pays:
             del built  # frees the memory of its graphs
@@ -137,7 +145,7 @@ def reset(step: Step, options: PerformanceOptions) -> None:
         torch.cuda.empty_cache()
 
 
-def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool, str]:
+def compile_pays_off(step: Step, seconds: float, steps_left: float) -> tuple[bool, str]:
     """Return whether the rest of the run is long enough to repay the time of compiling, and why.
 
     Collective.
@@ -153,7 +161,7 @@ def compile_pays_off(step: Step, seconds: float, steps_left: int) -> tuple[bool,
     left = steps_left * seconds
     needed = WORTH_FROM + WORTH_EACH * layers
     pays = step.strategy.runtime.broadcast_from_rank0("compile", lambda: left > needed)
-    steps = f"{steps_left:,} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
+    steps = f"{steps_left:,.0f} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
     return pays, f"{steps}: compiling {layers} different layers pays from about {needed:.0f} s on"
 
 

@@ -1,5 +1,6 @@
 """Hooks: what the loop calls besides the steps of a training, and the training as they see it."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,10 @@ class Hook:
         """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it."""
 
     def on_epoch_end(self, position: Progress) -> None:
-        """Run after the evaluation of an epoch, with `position` at the beginning of the next."""
+        """Run after the evaluation of an epoch, with `position` at the beginning of the next.
+
+        Where a limit ends the run within an epoch, `position` remains there.
+        """
 
     def close(self, status: "Status") -> None:
         """Run after the training.
@@ -98,6 +102,7 @@ class Run:
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
         notes: what was said before about metrics that are not finite; None: nothing.
         waited: seconds in which this rank has waited for the batches of this epoch in this launch.
+        ends_after: number of the step after which the run ends, also within an epoch; inf: none.
     """
 
     eager: Step
@@ -111,8 +116,13 @@ class Run:
     task: Task | None = None
     notes: "NotFiniteNotes | None" = None
     waited: float = 0.0
+    ends_after: float = field(init=False)
     _begun: Progress = field(init=False, repr=False)
     _begun_at: float = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        last_step = self.settings.last_step
+        self.ends_after = math.inf if last_step is None else last_step
 
     @property
     def strategy(self) -> Strategy:
@@ -140,6 +150,17 @@ class Run:
         self.sync.flush()
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
+
+    def has_trained_long_enough(self) -> bool:
+        """Return whether the steps so far took max_minutes, by the clock of rank 0.
+
+        False on other ranks, and between epochs.
+        """
+        limit = self.settings.max_minutes
+        if limit is None or not self.strategy.runtime.is_main:
+            return False
+        begun = self._begun
+        return begun.seconds_trained + time.perf_counter() - self._begun_at >= 60 * limit
 
     def note_not_finite(self, evaluations: Mapping[str, Evaluation]) -> None:
         """Log which metrics of some sets are not finite, each once."""

@@ -41,13 +41,18 @@ def fit(run: Run) -> Progress:
         for hook in run.hooks:
             hook.on_epoch_end(run.position)
 
-    if run.position.epoch <= settings.epochs:
-        log.info(f"stopped early: {' and '.join(stop_reasons(run.position, settings).values())}")
+    reasons = stop_reasons(run.position, settings)
+    if "epochs" not in reasons:
+        how = "stopped early" if settings.is_stalled(run.position) else "ended"
+        log.info(f"{how}: {' and '.join(reasons.values())}")
     return run.position
 
 
 def train_epoch(run: Run) -> None:
-    """Take the remaining steps of an epoch from `run.position`, which moves along."""
+    """Take the remaining steps of an epoch from `run.position`, which moves along.
+
+    It ends before the end of the epoch where a limit of the run is reached.
+    """
     loader = run.loaders["train"]
     step = run.step
     before_step = overrides(run.hooks, "before_step")
@@ -58,7 +63,9 @@ def train_epoch(run: Run) -> None:
 
     position = run.position
     steps_done = -(-position.samples // loader.batch_size)
-    label = f"epoch {position.epoch}/{run.settings.epochs}"
+    label = f"epoch {position.epoch}"
+    if run.settings.epochs is not None:
+        label += f"/{run.settings.epochs}"
     with run.logger.bar(label, steps_done, len(loader)) as advance_bar:
         batches = iter(step.batches(loader))
         asked = time.perf_counter()
@@ -78,6 +85,8 @@ def train_epoch(run: Run) -> None:
                 react(position)
             if advance_bar is not None:
                 advance_bar()
+            if position.step >= run.ends_after:
+                break
 
             asked = time.perf_counter()
             batch = next(batches, None)
@@ -106,7 +115,8 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
     The validation set comes first, because it decides whether the epoch is the last one.
 
     Returns:
-        The metrics by set, and the position at the beginning of the next epoch.
+        The metrics by set, and the position at the beginning of the next epoch; or the same one
+        within the epoch in which the run ends.
     """
     results: dict[str, Evaluation] = {}
     batches = 0
@@ -122,7 +132,9 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
         results["val"] = evaluate(run.strategy, run.loaders["val"], run.task, react)
     task = run.task or run.strategy.task
     validation = results["val"].metrics("val") if results else {}
-    following = run.position.next_epoch(validation, task.lower_is_better)
+    following = run.position.evaluated(validation, task.lower_is_better)
+    if following.samples == run.loaders["train"].data.size:
+        following = following.next_epoch()
     is_due = run.settings.evaluate_test == "every_epoch" or stop_reasons(following, run.settings)
     if "test" in run.loaders and is_due:
         results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react)
@@ -154,9 +166,16 @@ def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
     reasons = dict[str, str]()
     name = settings.criterion
     stalled = progress.stalled(name)
-    if progress.epoch > settings.epochs:
+    if settings.epochs is not None and progress.epoch > settings.epochs:
         reasons["epochs"] = f"{progress.epoch - 1} of epochs={settings.epochs} are done"
-    if settings.patience is not None and stalled >= settings.patience:
+    for key, value, steps in settings.limits:
+        if progress.step >= steps:
+            reasons[key] = f"{key}={value} is reached at step {progress.step:,}"
+    if settings.is_out_of_time(progress):
+        reasons["max_minutes"] = (
+            f"max_minutes={settings.max_minutes:g} have passed at step {progress.step:,}"
+        )
+    if settings.is_stalled(progress):
         no_better = (
             f"the last {stalled} epochs had no better {name} than epoch "
             f"{progress.best_epochs.get(name, 0)}"

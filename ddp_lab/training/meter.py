@@ -47,6 +47,7 @@ class Meter(Hook):
 
     def on_start(self, run: Run) -> None:
         self._size = run.loaders["train"].data.size
+        self._batch_size = run.loaders["train"].batch_size
         self._zeros = [0.0] * len(run.eager.running_sums.totals)
         self._begin(run.position)
 
@@ -55,7 +56,9 @@ class Meter(Hook):
 
     def _begin(self, before: Progress) -> None:
         """Begin with the remaining steps of an epoch, at the position `before`."""
-        self._shown = Snapshot(before.samples, before.sums or self._zeros, time.perf_counter(), 0.0)
+        self._begun_at = time.perf_counter()
+        self._trained = before.seconds_trained
+        self._shown = Snapshot(before.samples, before.sums or self._zeros, self._begun_at, 0.0)
         self._recorded = self._shown._replace(sums=before.recorded or self._zeros)
 
     def read(self, exchanged: Exchanged) -> None:
@@ -93,5 +96,23 @@ class Meter(Hook):
             row["mfu"] = rate / self.settings.full_rate
         row["peak_memory_MiB"] = peak_memory_bytes() / 2**20
         row["eta_epoch"] = left / rate
-        row["eta"] = (left + (self.settings.epochs - at.epoch) * self._size) / rate
+        row["eta"] = self._seconds_left(exchanged, left, rate)
         return row
+
+    def _seconds_left(self, exchanged: Exchanged, left: int, rate: float) -> float:
+        """Return the seconds until the end of the run at the present speed.
+
+        Args:
+            exchanged: after the last step.
+            left: samples of the epoch that are left.
+            rate: samples per second.
+        """
+        settings = self.settings
+        at = exchanged.position
+        samples = math.inf
+        if settings.epochs is not None:
+            samples = left + (settings.epochs - at.epoch) * self._size
+        if settings.last_step is not None:
+            samples = min(samples, (settings.last_step - at.step) * self._batch_size)
+        trained = self._trained + exchanged.time - self._begun_at
+        return min(samples / rate, settings.seconds_left(at) + at.seconds_trained - trained)

@@ -6,11 +6,52 @@ They are computed from the config, the replicas and the dataset.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, multiples
 from ddp_lab.config.types import Every
 from ddp_lab.training.progress import Criterion, Progress
+
+
+class StepLimit(NamedTuple):
+    """A number of optimizer steps after which a run ends, counted from its beginning.
+
+    Attributes:
+        key: of the config.
+        value: of this key.
+        steps: the number.
+    """
+
+    key: str
+    value: int
+    steps: int
+
+
+def step_limits(
+    max_steps: int | None, max_tokens: int | None, context: int | None, sizes: "TrainSizes"
+) -> tuple[StepLimit, ...]:
+    """Return the limits of a run that are a number of steps.
+
+    Args:
+        max_steps, max_tokens: the keys of the config.
+        context: tokens of a sample; None: the samples are no tokens.
+        sizes: of the run.
+
+    Raises:
+        ConfigError: max_tokens is set for samples that are no tokens.
+    """
+    limits: list[StepLimit] = []
+    if max_steps is not None:
+        limits.append(StepLimit("max_steps", max_steps, max_steps))
+    if max_tokens is not None:
+        if context is None:
+            raise ConfigError(
+                f"max_tokens={max_tokens}: the samples of this dataset are no tokens. Use "
+                "max_steps, or task=tokens with a dataset of tokens"
+            )
+        samples = math.ceil(max_tokens / context)
+        limits.append(StepLimit("max_tokens", max_tokens, sizes.steps_for(samples)))
+    return tuple(limits)
 
 
 @dataclass(frozen=True)
@@ -18,7 +59,7 @@ class FitSettings:
     """When training ends, and when the test set is evaluated.
 
     Attributes:
-        epochs: number of the last epoch.
+        epochs: number of the last epoch; None: other limits end the run.
         patience: stop early after this many epochs in a row without a better `criterion`; None:
             never.
         evaluate_test: after every epoch, or after the last one only.
@@ -26,14 +67,55 @@ class FitSettings:
         log_every: when the metrics of steps are recorded.
         full_rate: samples per second at which the devices compute with the FLOP/s of their data
             sheet; None: unknown.
+        limits: numbers of steps of which the first that is reached ends the run, too.
+        max_minutes: of training, without evaluations, after which the run ends; None: no limit.
     """
 
-    epochs: int
+    epochs: int | None
     patience: int | None = None
     evaluate_test: Literal["every_epoch", "end"] = "every_epoch"
     criterion: Criterion = "val_loss"
     log_every: Every = field(default_factory=Every)
     full_rate: float | None = None
+    limits: tuple[StepLimit, ...] = ()
+    max_minutes: float | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step, counted from 1; None: no number of steps ends the run."""
+        return min((limit.steps for limit in self.limits), default=None)
+
+    def steps_left(self, progress: Progress, steps_before: int, per_epoch: int) -> float:
+        """Return how many steps a run takes before its end, as far as that is known.
+
+        Args:
+            progress: the position of the run.
+            steps_before: steps before it, counted with the present batch size.
+            per_epoch: steps of an epoch.
+
+        Returns:
+            inf, if only the time limits the run.
+        """
+        left = math.inf
+        if self.epochs is not None:
+            left = self.epochs * per_epoch - steps_before
+        if self.last_step is not None:
+            left = min(left, self.last_step - progress.step)
+        return left
+
+    def seconds_left(self, progress: Progress) -> float:
+        """Return how many seconds of training max_minutes leave; inf without this limit."""
+        if self.max_minutes is None:
+            return math.inf
+        return 60 * self.max_minutes - progress.seconds_trained
+
+    def is_stalled(self, progress: Progress) -> bool:
+        """Return whether training stops early."""
+        return self.patience is not None and progress.stalled(self.criterion) >= self.patience
+
+    def is_out_of_time(self, position: Progress) -> bool:
+        """Return whether the ranks have agreed that `max_minutes` have passed."""
+        return self.max_minutes is not None and position.minutes_passed >= self.max_minutes
 
 
 @dataclass(frozen=True)
@@ -111,6 +193,11 @@ class TrainSizes:
         return (progress.epoch - 1) * self.steps_per_epoch + math.ceil(
             progress.samples / self.global_batch_size
         )
+
+    def steps_for(self, samples: int) -> int:
+        """Return how many steps train on at least so many samples, with epochs' partial batches."""
+        epochs, rest = divmod(samples, self.train_size)
+        return epochs * self.steps_per_epoch + math.ceil(rest / self.global_batch_size)
 
     def warning(self) -> str | None:
         """Return a warning about a global batch that the training set cannot fill, or None."""

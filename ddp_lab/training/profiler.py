@@ -30,11 +30,11 @@ RECORD = 10  # steps of the profile
 NEEDED = SKIP + 1 + RECORD  # in the step between them the profiler initialises
 
 
-def check_profile(steps: int, device: torch.device) -> None:
+def check_profile(steps: int | None, device: torch.device) -> None:
     """Check that a run can be profiled.
 
     Args:
-        steps: training steps of the run.
+        steps: training steps of the run; None: that is not known.
         device: the device of this rank.
 
     Raises:
@@ -45,7 +45,7 @@ def check_profile(steps: int, device: torch.device) -> None:
             "profile=true: is not supported on device=mps: torch.profiler does not record its "
             "kernels. Use device=cpu"
         )
-    if steps < NEEDED:
+    if steps is not None and steps < NEEDED:
         raise ConfigError(
             f"profile=true: needs {NEEDED} steps of training, and this run has {steps}; raise "
             "epochs"

@@ -28,6 +28,13 @@ class Progress:
         best: best value of each metric of the validation set so far, by name, for example val_loss;
             empty without such a set.
         best_epochs: their epochs.
+        best_steps: the steps after which they were computed.
+        trained: duration of the steps of the epochs before this one.
+        minutes_passed: the value of max_minutes for which the ranks have agreed that so much time
+            has passed; 0: they have not.
+        horizon: number of steps after which a schedule ends whose run max_minutes ends, computed
+            once from the speed; 0: not yet.
+        horizon_minutes: the value of max_minutes for which it was computed.
         first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a
             run that a loop in a Lab began, else 1. None: a checkpoint of an older version, which
             does not say who began the run.
@@ -43,6 +50,11 @@ class Progress:
     lr: float = 0.0
     best: dict[str, float] = field(default_factory=dict[str, float])
     best_epochs: dict[str, int] = field(default_factory=dict[str, int])
+    best_steps: dict[str, int] = field(default_factory=dict[str, int])
+    trained: float = 0.0
+    minutes_passed: float = 0.0
+    horizon: int = 0
+    horizon_minutes: float = 0.0
     first_order: int | None = 1
 
     @property
@@ -61,20 +73,41 @@ class Progress:
         values.setdefault("first_order", None)
         return cls(**values)
 
-    def next_epoch(
+    @property
+    def seconds_trained(self) -> float:
+        """The duration of all steps so far."""
+        return self.trained + self.seconds
+
+    @property
+    def evaluated_epoch(self) -> int:
+        """The epoch after which, or within which, the last evaluation was, if this is after it."""
+        return self.epoch - (self.samples == 0)
+
+    def next_epoch(self) -> "Progress":
+        """Return the position at the beginning of the next epoch."""
+        return replace(
+            self,
+            epoch=self.epoch + 1,
+            samples=0,
+            sums=[],
+            recorded=[],
+            seconds=0.0,
+            lr=0.0,
+            trained=self.seconds_trained,
+        )
+
+    def evaluated(
         self, validation: Mapping[str, float], lower_is_better: Callable[[str], bool]
     ) -> "Progress":
-        """Return the position at the beginning of the next epoch.
+        """Return the position after an evaluation, with what is the best so far.
 
         A metric that is not finite is no better one.
 
         Args:
-            validation: the metrics val_* after the epoch that ends; none without a validation set.
+            validation: the metrics val_*; none without a validation set.
             lower_is_better: as `Task.lower_is_better`.
         """
-        following = replace(
-            self, epoch=self.epoch + 1, samples=0, sums=[], recorded=[], seconds=0.0, lr=0.0
-        )
+        following = replace(self)
         better = {
             name: value
             for name, value in validation.items()
@@ -83,6 +116,7 @@ class Progress:
         }
         following.best = self.best | better
         following.best_epochs = self.best_epochs | dict.fromkeys(better, self.epoch)
+        following.best_steps = self.best_steps | dict.fromkeys(better, self.step)
         return following
 
     def _is_better(self, name: str, value: float, lower: bool) -> bool:
@@ -95,8 +129,12 @@ class Progress:
         return self.epoch - 1 - self.best_epochs.get(criterion, 0)
 
     def is_best(self, criterion: Criterion | None) -> bool:
-        """Return whether this is the end of the epoch that is the best so far."""
-        return self.samples == 0 and 0 < self.best_epochs.get(criterion or "", 0) == self.epoch - 1
+        """Return whether this is after the evaluation that is the best so far."""
+        name = criterion or ""
+        if name in self.best_steps:
+            return self.best_steps[name] == self.step
+        # a checkpoint of an older version, which evaluated after complete epochs only
+        return self.samples == 0 and 0 < self.best_epochs.get(name, 0) == self.epoch - 1
 
     def without_best(self, criterion: Criterion) -> "Progress":
         """Return this position without the best by a metric, so that the next epoch is the best."""

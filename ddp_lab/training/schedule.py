@@ -7,6 +7,7 @@ or of `epoch`, the epochs since the beginning of the run, with a fraction within
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -39,7 +40,7 @@ def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> flo
     return gamma ** sum(epoch >= milestone for milestone in milestones)
 
 
-def try_shape(shape: Callable[..., float], target: str, epochs: int) -> None:
+def try_shape(shape: Callable[..., float], target: str, epochs: float) -> None:
     """Try a shape at the beginning, the middle and the end of the run.
 
     Args:
@@ -58,7 +59,7 @@ def try_shape(shape: Callable[..., float], target: str, epochs: int) -> None:
             raise ConfigError(
                 f"scheduler._target_={target}: failed for {name}={position:g}: "
                 f"{describe_error(error)}. It must return a number, the factor of optimizer.lr, "
-                f"for each {name} from 0 to {end}"
+                f"for each {name} from 0 to {end:g}"
             ) from None
 
 
@@ -67,10 +68,34 @@ def by_epoch(shape: Callable[..., float]) -> bool:
     return "epoch" in inspect.signature(shape).parameters
 
 
+@dataclass(eq=False)
+class Horizon:
+    """The number of steps after which a schedule ends.
+
+    Attributes:
+        steps: the number, counted from the beginning of the run. None: it is not known yet, and the
+            progress of a schedule stays at 0.
+    """
+
+    steps: int | None = None
+
+    def check_warmup(self, warmup_steps: int) -> None:
+        """Check that a warm-up ends before the schedule.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.steps is not None and warmup_steps >= self.steps:
+            raise ConfigError(
+                f"warmup_steps={warmup_steps}: must be less than the {self.steps:,} steps of the "
+                "run"
+            )
+
+
 def make_scheduler(
     optimizer: torch.optim.Optimizer,
     shape: Callable[..., float],
-    epochs: int,
+    horizon: Horizon,
     steps_per_epoch: int,
     warmup_steps: int,
 ) -> LambdaLR:
@@ -81,11 +106,10 @@ def make_scheduler(
 
     Args:
         shape: maps `progress` or `epoch`, whichever it has a parameter for, to a factor.
-        epochs: epochs of the run.
+        horizon: the end of the schedule, which may be set later.
         steps_per_epoch: optimizer steps of an epoch.
         warmup_steps: optimizer steps of the warm-up, which are the first of the run.
     """
-    total_steps = epochs * steps_per_epoch
     counts_epochs = by_epoch(shape)
 
     def factor(step: int) -> float:
@@ -93,6 +117,8 @@ def make_scheduler(
             return (step + 1) / (warmup_steps + 1)
         if counts_epochs:
             return shape(step / steps_per_epoch)
-        return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+        if horizon.steps is None:
+            return shape(0.0)
+        return shape(min(1.0, (step - warmup_steps) / max(1, horizon.steps - warmup_steps)))
 
     return LambdaLR(optimizer, factor)

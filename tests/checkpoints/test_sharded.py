@@ -20,7 +20,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.ddp import DDP
 from ddp_lab.strategies.fsdp import FSDP
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.training.schedule import Horizon, cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
 
 
@@ -58,7 +58,7 @@ def wide(
     shapes |= {
         f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()
     }
-    scheduler = make_scheduler(optimizer, cosine, 10, 1, 0)
+    scheduler = make_scheduler(optimizer, cosine, Horizon(10), 1, 0)
     return Checkpoints(
         folder, State(strategy, optimizer, scheduler, shapes), sharded=True, **options
     )

@@ -114,7 +114,9 @@ def test_interrupted_sweep_saves_its_running_job_and_starts_no_other(tmp_path):
 
 
 def test_job_is_finished_after_all_its_epochs_or_early_stopping(tmp_path):
-    shorter, longer = (Job("job", [], tmp_path, epochs, "auto", False) for epochs in (5, 9))
+    shorter, longer = (
+        Job("job", [], tmp_path, {"epochs": epochs}, "auto", False) for epochs in (5, 9)
+    )
     assert not is_finished(shorter)
     write_status(tmp_path, "preempted", 5, 25)
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 5}\n{"epoch": 3, "val_accur')

@@ -31,7 +31,7 @@ def launcher_of(
     launcher.searches = False
     launcher._slots = lambda: slots
     launcher._jobs = lambda overrides: [
-        Job(name, [], folder / name, 1, "auto", False) for name in names
+        Job(name, [], folder / name, {"epochs": 1}, "auto", False) for name in names
     ]
     return launcher
 
@@ -174,7 +174,9 @@ def test_finished_jobs_of_a_sweep_that_is_extended_train_the_further_epochs(
         )
         write_status(tmp_path / name, "finished", epochs, epochs)
     launcher = launcher_of(tmp_path, slots_of(GPUS), [], 1)
-    jobs = [Job(name, [], tmp_path / name, 5, "auto", False) for name in ("short", "long")]
+    jobs = [
+        Job(name, [], tmp_path / name, {"epochs": 5}, "auto", False) for name in ("short", "long")
+    ]
     launcher._jobs = lambda overrides: jobs
     assert [is_finished(job) for job in jobs] == [False, True]
     launcher.launch([[]] * 2, 0)

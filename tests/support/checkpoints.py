@@ -18,7 +18,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import cosine, make_scheduler
+from ddp_lab.training.schedule import Horizon, cosine, make_scheduler
 from ddp_lab.world.runtime import Runtime
 
 
@@ -77,7 +77,7 @@ def tiny(
     options = {"momentum": 0.9} if issubclass(make, torch.optim.SGD) else {"weight_decay": 0.0}
     optimizer = make(strategy.module.parameters(), lr=0.1, **options)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
-    state = State(strategy, optimizer, make_scheduler(optimizer, cosine, 10, 1, 0), shapes)
+    state = State(strategy, optimizer, make_scheduler(optimizer, cosine, Horizon(10), 1, 0), shapes)
     return Checkpoints(folder, state, best=best, sharded=sharded)
 
 
@@ -105,9 +105,8 @@ def save_epochs(
         checkpoints.state.strategy.module.bias.data.fill_(progress.epoch)
         step(checkpoints)
         progress = replace(progress, step=progress.step + 1, samples=1)
-        progress = progress.next_epoch(
-            {"val_loss": loss, "val_accuracy": accuracy}, Classification.lower_is_better
-        )
+        validation = {"val_loss": loss, "val_accuracy": accuracy}
+        progress = progress.evaluated(validation, Classification.lower_is_better).next_epoch()
         checkpoints.save(progress, after_write)
     checkpoints.wait()
     assert checkpoints.problem is None

@@ -30,7 +30,7 @@ NO_WEIGHT = (
 def position(*epochs: dict[str, float]) -> Progress:
     progress = Progress()
     for validation in epochs:
-        progress = progress.next_epoch(validation, tasks.Regression.lower_is_better)
+        progress = progress.evaluated(validation, tasks.Regression.lower_is_better).next_epoch()
     return progress
 
 

@@ -1,0 +1,80 @@
+"""The learning-rate schedule of a run that ends after a time: its number of steps is predicted.
+
+It is predicted once, early in the run, by rank 0's clock, and kept in checkpoints, so that a
+resumed run has the same schedule. Until then the progress of the schedule stays at 0.
+"""
+
+import math
+
+from ddp_lab.observe.log import log
+from ddp_lab.training.hooks import Hook, Run
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import Horizon
+
+# Steps after which the time per step is known, and steps before that are not counted: the first
+# ones are slow.
+PREDICTED_AT = 50
+NOT_COUNTED = 10
+
+
+class TimedSchedule(Hook):
+    """Sets the end of a schedule to the step at which `max_minutes` will have passed.
+
+    Args:
+        horizon: the end of the schedule by the other limits of the run, which remain.
+        max_minutes: the limit.
+    """
+
+    def __init__(self, horizon: Horizon, max_minutes: float):
+        self.horizon = horizon
+        self.max_minutes = max_minutes
+        self._by_steps = math.inf if horizon.steps is None else horizon.steps
+        self._first: tuple[int, float] | None = None  # step and time at which counting begins
+
+    def resume(self, progress: Progress) -> None:
+        """Set the end of the schedule from a checkpoint.
+
+        If the limit has changed since, the number of steps changes by the same factor.
+        """
+        if progress.horizon:
+            factor = self.max_minutes / progress.horizon_minutes
+            self._set(progress, round(progress.horizon * factor))
+
+    def on_start(self, run: Run) -> None:
+        self.run = run
+
+    def on_step_end(self, position: Progress) -> None:
+        """Predict the number of steps, if it is time. Collective then; waits for the device."""
+        if position.horizon:
+            return
+        if self._first is None:
+            if position.step >= NOT_COUNTED:
+                self._first = position.step, self.run.current().seconds_trained
+            return
+        first_step, first_seconds = self._first
+        if position.step < PREDICTED_AT or position.step < first_step + NOT_COUNTED:
+            return
+        now = self.run.current().seconds_trained
+        each = (now - first_seconds) / (position.step - first_step)
+
+        def predict() -> int:
+            left = 60 * self.max_minutes - now
+            return position.step + max(1, round(left / each))
+
+        runtime = self.run.strategy.runtime
+        steps = runtime.broadcast_from_rank0("schedule", predict)
+        self._set(position, steps)
+        scheduler = self.run.eager.scheduler
+        # the learning rate of the next step, by the new end
+        scheduler.last_epoch -= 1
+        scheduler.step()
+        if runtime.is_main:
+            log.info(
+                f"max_minutes={self.max_minutes:g}: at {1000 * each:.3g} ms a step about "
+                f"{steps:,} steps are expected, at which the schedule of the learning rate ends"
+            )
+
+    def _set(self, position: Progress, steps: int) -> None:
+        position.horizon = steps
+        position.horizon_minutes = self.max_minutes
+        self.horizon.steps = int(min(steps, self._by_steps))

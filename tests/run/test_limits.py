@@ -1,0 +1,217 @@
+"""What ends a run: max_steps, max_tokens and max_minutes, besides epochs; and its schedule."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import assert_same, start, train
+from launches import SMALL, main_in_world, newest, read_metrics, read_steps, refusal_in_world
+from worlds import run_world
+
+from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import Horizon, constant, cosine, make_scheduler
+from ddp_lab.training.timed_schedule import TimedSchedule
+
+# of 100 samples in batches of 24, an epoch has five steps, the last one with 4 samples
+PER_EPOCH = 5
+
+
+def places(run_dir: Path) -> list[tuple[int, int]]:
+    """Return epoch and step of each row of metrics.jsonl after an evaluation."""
+    return [(row["epoch"], row["step"]) for row in read_metrics(run_dir)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected", "why"),
+    [
+        ("max_steps=7", [(1, 5), (2, 7)], "ended: max_steps=7 is reached at step 7"),
+        ("max_steps=10", [(1, 5), (2, 10)], "ended: max_steps=10 is reached at step 10"),
+        ("max_steps=3 epochs=2", [(1, 3)], "ended: max_steps=3 is reached at step 3"),
+        ("max_steps=30 epochs=1", [(1, 5)], None),
+        ("max_steps=7 data.loader=workers", [(1, 5), (2, 7)], "max_steps=7 is reached"),
+    ],
+)
+def test_first_limit_that_is_reached_ends_the_run(limits, expected, why, tmp_path):
+    run_dir = tmp_path / "run"
+    start(run_dir, 1, (*limits.split(), "data.num_workers=1"))
+    assert places(run_dir) == expected
+    log = (run_dir / "train.log").read_text()
+    assert (why in log) if why else ("ended" not in log)
+    assert f"result: epoch {expected[-1][0]} (last), test loss " in log
+    assert newest(run_dir)["progress"]["step"] == expected[-1][1]
+
+
+def test_schedule_ends_with_the_run(tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = ("max_steps=7", "warmup_steps=2", "log_every=1", f"runs_dir={tmp_path}", "name=run")
+    run_world(1, main_in_world, *SMALL, *overrides)
+    rates = [row["lr"] for row in read_steps(run_dir)]
+    cosines = [0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5)]
+    assert rates == pytest.approx([0.01 * factor for factor in (1 / 3, 2 / 3, *cosines)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "pipeline"), (2, "fsdp")]
+)
+def test_run_that_is_extended_within_an_epoch_is_as_one_without_an_end(ranks, strategy, tmp_path):
+    whole = train(tmp_path, "whole", "max_steps=13")
+    extended = tmp_path / "extended"
+    start(extended, ranks, (f"strategy={strategy}", "max_steps=7"))
+    assert newest(extended)["progress"]["samples"] == 48
+    start(extended, 1, ("strategy=single", "max_steps=13"))
+    assert_same(newest(extended), whole, 1e-6)
+    assert places(extended) == places(tmp_path / "whole") == [(1, 5), (2, 10), (3, 13)]
+    rows = zip(read_metrics(extended), read_metrics(tmp_path / "whole"), strict=True)
+    for row, expected in rows:
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], abs=1e-5)
+        assert row["test_loss"] == pytest.approx(expected["test_loss"], abs=1e-5)
+
+    start(extended, 1, ("strategy=single", "max_steps=13"))
+    log = (extended / "train.log").read_text()
+    assert "nothing to do: max_steps=13 is reached at step 13; raise max_steps to continue" in log
+
+
+def test_weights_in_the_middle_of_an_epoch_may_be_the_best(tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = ("max_steps=7", "data.val_fraction=0.1", "optimizer.lr=0.001")
+    start(run_dir, 1, overrides)
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [4, 7]  # 90 samples are left to train on
+    assert rows[1]["val_loss"] < rows[0]["val_loss"]
+    assert "result: epoch 2 (best val_loss)" in (run_dir / "train.log").read_text()
+    best = torch.load(run_dir / "checkpoints/best.pt", weights_only=True)
+    assert best["progress"]["step"] == 7
+
+
+def test_tokens_are_those_of_all_samples_with_partial_batches():
+    sizes = TrainSizes(1, 1, 24, PER_EPOCH, 24, 0.1, 100)
+    assert [sizes.steps_for(samples) for samples in (1, 24, 25, 96, 97, 100, 101, 248, 249)] == [
+        *(1, 1, 2, 4, 5, 5, 6, 12, 13),
+    ]
+
+
+def test_max_tokens_ends_a_run_of_a_text(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 100)  # 50 samples of 16 tokens
+    run_world(
+        1,
+        main_in_world,
+        *f"task=tokens data=text data.root={text} data.context=16 data.num_workers=0 model=gpt "
+        "model.depth=1 model.width=16 model.heads=2 batch_size=8 max_tokens=300 "
+        f"evaluate_test=end runs_dir={tmp_path} name=run".split(),
+    )
+    # 19 samples are 304 tokens, of which batches of 8 have 128, 128 and 48
+    assert places(tmp_path / "run")[-1][1] == 3
+    assert "max_tokens=300 is reached at step 3" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "epochs=null",
+            "epochs=null: the run would have no end. Set epochs, or one of max_steps, ",
+        ),
+        (
+            "max_tokens=9",
+            "max_tokens=9: the samples of this dataset are no tokens. Use max_steps, ",
+        ),
+        ("max_steps=0", "max_steps=0: must be an integer of at least 1 or null"),
+        (
+            "warmup_steps=3 warmup_epochs=1",
+            "warmup_steps=3: warmup_epochs=1 is set, too. Use one of them",
+        ),
+        (
+            "warmup_steps=7 max_steps=7",
+            "warmup_steps=7: must be less than the 7 steps of the run",
+        ),
+    ],
+)
+def test_limits_that_contradict_are_refused(line, message):
+    code, errors = refusal_in_world(f"{' '.join(SMALL)} {line}")
+    assert code == 2
+    assert f"error: {message}" in errors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
+    run_dir = tmp_path / "run"
+    limit = 0.04  # minutes
+    strategy = "strategy=ddp" if ranks > 1 else "strategy=single"
+    # an epoch takes several times as long
+    data = ("data.dataset.train_size=40000", "evaluate_test=end", "log_every=1")
+    line = (strategy, *data, f"max_minutes={limit}", f"runs_dir={tmp_path}", "name=run")
+    run_world(ranks, main_in_world, *SMALL, *line)
+    rows = read_metrics(run_dir)
+    seconds = sum(row["seconds"] for row in rows)
+    assert 60 * limit <= seconds < 60 * limit + 2
+    last_step = rows[-1]["step"]
+    log = (run_dir / "train.log").read_text()
+    assert f"ended: max_minutes={limit} have passed at step {last_step}" in log
+
+    progress = newest(run_dir)["progress"]
+    predicted = re.search(r"about ([\d,]+) steps are expected", log)
+    assert predicted
+    assert int(predicted[1].replace(",", "")) == progress["horizon"]
+    for row in read_steps(run_dir):
+        done = max(0, row["step"] - 1) / progress["horizon"] if row["step"] > 50 else 0
+        expected = 0.5 * (1 + math.cos(math.pi * min(1, done)))
+        assert row["lr"] == pytest.approx(0.01 * expected)
+
+    run_world(ranks, main_in_world, *SMALL, *line)
+    log = (run_dir / "train.log").read_text()
+    assert f"nothing to do: max_minutes={limit} have passed at step {last_step}; raise" in log
+
+
+def test_resumed_run_of_a_time_has_the_schedule_that_was_predicted(tmp_path):
+    line = (*SMALL, "max_minutes=9", f"runs_dir={tmp_path}", "log_every=1", "max_steps=70")
+    preempted = "inject=sigterm@rank=0,step=60"
+    with pytest.raises(SystemExit):
+        main_in_world(*line, "name=run", preempted)
+    before = newest(tmp_path / "run")["progress"]
+    assert before["step"] == 60
+    assert before["horizon"] > 70
+    shutil.copytree(tmp_path / "run", tmp_path / "longer")
+    main_in_world(*line, "name=run")
+    after = newest(tmp_path / "run")["progress"]
+    assert (after["step"], after["horizon"]) == (70, before["horizon"])
+    # max_steps ends the schedule here
+    rates = {row["step"]: row["lr"] for row in read_steps(tmp_path / "run")}
+    assert rates[61] == pytest.approx(0.01 * 0.5 * (1 + math.cos(math.pi * 60 / 70)))
+
+    main_in_world(*line, "name=longer", "max_minutes=18")
+    longer = newest(tmp_path / "longer")["progress"]
+    assert longer["horizon"] == 2 * before["horizon"]
+
+
+def test_end_of_a_timed_schedule_is_the_predicted_one_if_no_steps_end_it():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    horizon = Horizon()
+    scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH, 0)
+    for _ in range(9):
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    timed = TimedSchedule(horizon, max_minutes=2.0)
+    timed.resume(Progress(horizon=20, horizon_minutes=1.0))
+    assert horizon.steps == 40
+    limited = Horizon(30)
+    TimedSchedule(limited, max_minutes=2.0).resume(Progress(horizon=20, horizon_minutes=1.0))
+    assert limited.steps == 30
+    assert make_scheduler(optimizer, constant, Horizon(), 1, 0).get_last_lr() == [1.0]
+
+
+def test_steps_and_seconds_that_are_left():
+    limits = (StepLimit("max_steps", 30, 30), StepLimit("max_tokens", 640, 20))
+    settings = FitSettings(5, limits=limits, max_minutes=0.5)
+    position = Progress(epoch=3, step=12, trained=10.0, seconds=5.0)
+    assert settings.last_step == 20
+    assert settings.steps_left(position, 12, PER_EPOCH) == 8
+    assert settings.seconds_left(position) == 15.0
+    assert FitSettings(5).steps_left(position, 12, PER_EPOCH) == 13
+    assert FitSettings(None).steps_left(position, 12, PER_EPOCH) == math.inf
+    assert FitSettings(None).seconds_left(position) == math.inf
