@@ -199,6 +199,10 @@ KEYS: dict[str, Row] = {
     "lr_base_batch_size": Row(
         "scheduler=constant lr_scaling=linear lr_base_batch_size=5", has("lr", 0.04)
     ),
+    "evaluate_every": Row(
+        "evaluate_every=1",
+        lambda run, base: "epoch 1, step 1: test loss" in run.log and "step 1:" not in base.log,
+    ),
     "max_steps": Row("max_steps=1", has("step", 1)),
     "max_tokens": Row("{TEXT} max_tokens=330", has("step", 2), "{TEXT}"),
     "max_minutes": Row("epochs=null max_minutes=0.001", logs("max_minutes=0.001 have passed")),
@@ -266,6 +270,7 @@ KEYS: dict[str, Row] = {
     "checkpoint.every_epochs": Row(
         "epochs=2 checkpoint.every_epochs=2", keeps(STEPS[4]), "epochs=2"
     ),
+    "checkpoint.every_minutes": Row("checkpoint.every_minutes=1e-9", keeps(*STEPS[1:3])),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", keeps(*STEPS[1:3])),
     "checkpoint.at_steps": Row("checkpoint.at_steps=[1]", keeps(*STEPS[1:3])),
     "checkpoint.keep": Row(

@@ -84,6 +84,7 @@ class CheckpointConfig(Keys):
 
     every_epochs: Count
     every_steps: Count | None
+    every_minutes: Positive | None = None
     at_steps: list[Count]
     keep: Annotated[int, Field(ge=2), Allowed("an integer of at least 2")]
     best: Best | None
@@ -142,6 +143,7 @@ class RunConfig(Keys):
     on_nan: Literal["stop", "skip"]
     patience: Count | None
     evaluate_test: Literal["every_epoch", "end"]
+    evaluate_every: Count | None = None
     optimize: Optimize
     check_replicas: Count | None
     log_every: LogEvery | None

@@ -93,6 +93,14 @@ class Logger:
         `metrics` are the fields of metrics.jsonl; `seconds` is the time of its steps.
         """
 
+    def evaluation(self, epoch: int, step: int, **metrics: float) -> None:
+        """Write the record of an evaluation within an epoch.
+
+        Args:
+            epoch, step: the last ones of the training.
+            metrics: as the fields of metrics.jsonl.
+        """
+
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
     ) -> None:
@@ -137,6 +145,7 @@ class FileLogger(Logger):
         trackers: get the metrics and the pictures, and of the rows before `start` those that they
             lack; None: there is none.
         classes: names of the classes.
+        evaluated_at: the step of the last evaluation before `start`; None: that of `start`.
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class FileLogger(Logger):
         constants: dict[str, Any],
         trackers: "Trackers | None",
         classes: list[str],
+        evaluated_at: int | None = None,
     ):
         self.constants = constants
         self.trackers = trackers
@@ -156,7 +166,7 @@ class FileLogger(Logger):
             "curves.png": partial(draw_metrics, self.metrics)
         }
         self._bar: tqdm[Any] | None = None  # on a terminal
-        drop_rows(self.metrics, *start)
+        drop_rows(self.metrics, *start, evaluated_at)
         self.show_every = LINE
         for row in read_rows(self.metrics):
             self._track({key: value for key, value in row.items() if key not in constants})
@@ -210,6 +220,10 @@ class FileLogger(Logger):
             f"{metrics['seconds']:.2f} s, {metrics['samples_per_second']:,.0f} samples/s"
         )
 
+    def evaluation(self, epoch: int, step: int, **metrics: float) -> None:
+        self._record({"kind": "evaluation", "epoch": epoch, "step": step, **metrics})
+        log.info(f"epoch {epoch}, step {step}: {describe_metrics(metrics, SETS[1:])}")
+
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
     ) -> None:
@@ -251,12 +265,12 @@ class FileLogger(Logger):
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return what trackers get of a row of metrics.jsonl: its numbers.
 
-    Of an epoch, val_loss is called loss/val; of a step, loss is called step/loss.
+    Of an evaluation, val_loss is called loss/val; of a step, loss is called step/loss.
     """
     values: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, (int, float)) and key not in PLACES:
             name, _, kind = key.partition("_")
             of_epoch = f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)
-            values[of_epoch if is_epoch(row) else f"step/{key}"] = value
+            values[f"step/{key}" if row.get("kind") == "step" else of_epoch] = value
     return values

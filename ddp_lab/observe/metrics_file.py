@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON object per line of a `kind`, and what is read and drawn from it.
 
 "epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without
-`kind` and `step`. "step": the metrics of a training step.
+`kind` and `step`. "step": the metrics of a training step. "evaluation": those of an evaluation
+within an epoch.
 """
 
 import json
@@ -83,22 +84,37 @@ def read_epochs(metrics: Path) -> list[dict[str, Any]]:
     return list(filter(is_epoch, read_rows(metrics)))
 
 
+def read_evaluations(metrics: Path) -> list[dict[str, Any]]:
+    """Return the rows of the epochs and of evaluations within them, as `read_rows`."""
+    return [row for row in read_rows(metrics) if row.get("kind") != "step"]
+
+
+def row_at(metrics: Path, epoch: int, step: int) -> dict[str, Any]:
+    """Return the row of the evaluation after a step; without one, that of an epoch."""
+    rows = [row for row in read_evaluations(metrics) if row.get("step") == step]
+    return rows[-1] if rows else row_of(metrics, epoch)
+
+
 def row_of(metrics: Path, epoch: int) -> dict[str, Any]:
     """Return the row of an epoch; an empty one if it was not recorded."""
     return next((row for row in read_epochs(metrics) if row["epoch"] == epoch), {})
 
 
-def drop_rows(metrics: Path, epoch: int, step: int) -> None:
+def drop_rows(metrics: Path, epoch: int, step: int, evaluated_at: int | None = None) -> None:
     """Remove the rows after a run's position, which an interrupted launch wrote.
 
     Args:
         metrics: the file.
         epoch: first epoch that will be recorded.
         step: number of the last step that the run has taken.
+        evaluated_at: the step of its last evaluation; None: `step`.
     """
+    last_evaluation = step if evaluated_at is None else evaluated_at
 
     def is_before(row: dict[str, Any]) -> bool:
-        return row["epoch"] < epoch if is_epoch(row) else row["step"] <= step
+        if is_epoch(row):
+            return row["epoch"] < epoch
+        return row["step"] <= (step if row["kind"] == "step" else last_evaluation)
 
     if metrics.exists():
         rest = metrics.with_suffix(".tmp")
@@ -126,6 +142,8 @@ def objective(
     if choice == "auto":
         last = rows[-1] if rows else {"test_accuracy": None}
         choice = next((name for name in ("val_loss", "test_accuracy") if name in last), "test_loss")
+    if choice.startswith("val_"):
+        rows = read_evaluations(metrics)
     values = [
         row[choice] for row in rows if row.get(choice) is not None and math.isfinite(row[choice])
     ]
@@ -174,7 +192,7 @@ def describe_steps(row: Mapping[str, Any]) -> str:
 
 
 def describe_result(
-    metrics: Path, epoch: int, criterion: str | None, weights: Path, where: str
+    metrics: Path, epoch: int, step: int, criterion: str | None, weights: Path, where: str
 ) -> str:
     """Return the last line of a run: its result, and the median speed of its epochs.
 
@@ -182,13 +200,16 @@ def describe_result(
 
     Args:
         metrics: the file.
-        epoch: whose weights are the result.
+        epoch, step: after which the weights are the result.
         criterion: metric of the validation set by which it was chosen; None: it is the last one.
         weights: the checkpoint.
         where: the devices.
     """
     rows = read_epochs(metrics)
-    row = row_of(metrics, epoch)
+    row = row_at(metrics, epoch, step)
+    place = f"epoch {epoch}"
+    if row.get("kind") == "evaluation":
+        place += f", step {step}"
     which = f"best {criterion}" if criterion else "last"
     text = describe_metrics(row, SETS[1:]) or "no metrics"
     if rows:
@@ -198,7 +219,7 @@ def describe_result(
             for key in ("seconds", "samples_per_second")
         )
         text += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
-    return f"result: epoch {epoch} ({which}), {text} ({weights})"
+    return f"result: {place} ({which}), {text} ({weights})"
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:

@@ -1,6 +1,7 @@
 """The hook that saves checkpoints, compares replicas and stops a training run."""
 
 import signal
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +23,7 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
 
-OUT_OF_TIME = 2  # the index of this flag in those of Guard.flags
+OUT_OF_TIME, SAVE = 2, 3  # the indices of two of Guard.flags
 
 
 class Preempted(Exception):
@@ -81,6 +82,7 @@ class Guard(Hook):
     heartbeat: OwnHeartbeat
     every_epochs: int
     every_steps: int | None
+    every_minutes: float | None
     on_error: Literal["stop", "continue"]
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
@@ -88,19 +90,24 @@ class Guard(Hook):
     saved: Progress = field(init=False)
     run: Run = field(init=False)
 
-    def flags(self) -> tuple[bool, bool, bool]:
+    def flags(self) -> tuple[bool, bool, bool, bool]:
         """Return what this rank has to say.
 
-        These are whether it was asked to stop, whether its last checkpoint failed, and, on rank 0,
-        whether the run has trained for max_minutes.
+        These are whether it was asked to stop, whether its last checkpoint failed, and, by the
+        clock of rank 0, whether the run has trained for max_minutes, and whether a checkpoint is
+        due.
         """
         failed = self.checkpoints.problem is not None
-        return self.requests.preempted, failed, self.run.has_trained_long_enough()
+        is_due = False
+        if self.every_minutes is not None and self.run.strategy.runtime.is_main:
+            is_due = time.perf_counter() - self._saved_at >= 60 * self.every_minutes
+        return self.requests.preempted, failed, self.run.has_trained_long_enough(), is_due
 
     def on_start(self, run: Run) -> None:
         self.run = run
         self.sync = run.sync
         self.saved = run.position
+        self._saved_at = time.perf_counter()
         self._size = run.loaders["train"].data.size
         self.heartbeat.at("loading", run.position.epoch, run.position.step + 1)
 
@@ -123,7 +130,7 @@ class Guard(Hook):
                 if exchanged.flags[OUT_OF_TIME]:
                     position.minutes_passed = self.run.settings.max_minutes or 0.0
                     self.run.ends_after = step
-                if self._must_leave(exchanged):
+                if self._must_leave(exchanged) or exchanged.flags[SAVE]:
                     self.save(self.run.current())
 
         if self.check_replicas and step % self.check_replicas == 0:
@@ -149,6 +156,12 @@ class Guard(Hook):
         if self.sync.is_due(counted) and self._decide(counted, position):
             self.save(position)
         self.heartbeat.at("evaluating", position.epoch, position.step + 1)
+
+    def on_evaluated(self, position: Progress, seconds: float) -> None:
+        """Save a checkpoint of the weights if they are the best so far."""
+        if position.is_best(self.checkpoints.best):
+            self.save(self.run.current())
+        self.heartbeat.at("loading", position.epoch, position.step + 1)
 
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
@@ -180,6 +193,7 @@ class Guard(Hook):
         ]
         leave = self._decide(position.step, position, weights)
         self.saved = position
+        self._saved_at = time.perf_counter()
         self.heartbeat.at("saving")
         self.checkpoints.save(position, self.run.written)
         if leave:
@@ -216,7 +230,7 @@ class Guard(Hook):
             TrainingError: it cannot continue.
         """
         position = exchanged.position
-        preempted, save_failed, _ = exchanged.flags
+        preempted, save_failed, *_ = exchanged.flags
         if exchanged.not_finite:
             bad, rank = exchanged.not_finite
             what = (

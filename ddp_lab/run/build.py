@@ -227,6 +227,7 @@ def assemble(
         Every.parse(cfg.log_every) or Every(),
         limits=limits,
         max_minutes=cfg.get("max_minutes"),
+        evaluate_every=cfg.get("evaluate_every"),
     )
     return Job(
         strategy=strategy,

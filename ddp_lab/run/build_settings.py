@@ -109,7 +109,10 @@ def make_settings(
         source=source,
         findings=findings,
         checkpoint=CheckpointSettings(
-            **checkpoint, at_steps=list(cfg.checkpoint.at_steps), best=criterion(cfg, job.dataset)
+            **checkpoint,
+            every_minutes=cfg.checkpoint.get("every_minutes"),
+            at_steps=list(cfg.checkpoint.at_steps),
+            best=criterion(cfg, job.dataset),
         ),
         float32_matmul=cfg.float32_matmul,
         config=to_record(cfg),
@@ -139,6 +142,13 @@ def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
     Raises:
         ConfigError: one does not.
     """
+    has_validation = dataset.val is not None
+    if cfg.get("evaluate_every") and not has_validation and cfg.evaluate_test == "end":
+        raise ConfigError(
+            f"evaluate_every={cfg.evaluate_every}: there is no validation set, and "
+            "evaluate_test=end evaluates the test set after the last epoch only. Use "
+            "data.val_fraction, or evaluate_test=every_epoch"
+        )
     for key in SELECTING:
         value = OmegaConf.select(cfg, key)
         name, _, metric = str(value).partition("_")

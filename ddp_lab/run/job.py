@@ -29,6 +29,7 @@ class CheckpointSettings:
 
     every_epochs: int
     every_steps: int | None
+    every_minutes: float | None
     at_steps: Sequence[int]
     keep: int
     best: Criterion | None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.observe.metrics_file import objective, read_epochs
+from ddp_lab.observe.metrics_file import objective, read_epochs, read_evaluations
 from ddp_lab.resilience.run_directory import LAUNCH_FILE, LOCK_FILE, read_json
 
 # seconds that a launch on another machine counts as possibly running: some file systems do not
@@ -76,7 +76,8 @@ class Run:
             for link in self.path.glob("checkpoints/best.*")
             if link.suffix != ".sha256"
         ]
-        rows = {f"step_{row.get('step', 0):08}": row for row in reversed(self.rows)}
+        evaluations = read_evaluations(self.path / "metrics.jsonl")
+        rows = {f"step_{row.get('step', 0):08}": row for row in reversed(evaluations)}
         chosen = next((rows[link] for link in links if link in rows), {})
         if criterion and criterion in chosen:
             return criterion, chosen[criterion]

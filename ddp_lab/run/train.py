@@ -14,7 +14,7 @@ from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
 from ddp_lab.observe.log import log, log_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
-from ddp_lab.observe.metrics_file import describe_result, read_epochs, row_of
+from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_at
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
@@ -135,8 +135,6 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         before_write,
     )
     timed = timed_schedule(job)
-    if timed is not None:
-        hooks.append(timed)
 
     def schedule(progress: Progress) -> int:
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
@@ -171,12 +169,15 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             watchdog.heartbeat,
             every_epochs=checkpoint_settings.every_epochs,
             every_steps=checkpoint_settings.every_steps,
+            every_minutes=checkpoint_settings.every_minutes,
             at_steps=checkpoint_settings.at_steps,
             on_error=checkpoint_settings.on_error,
             on_nan=settings.on_nan,
             check_replicas=settings.check_replicas,
         )
         hooks.insert(0, guard)
+        if timed is not None:
+            hooks.insert(0, timed)  # before a checkpoint, which has its prediction then
 
         read = None
         if fit_settings.log_every != Every():
@@ -312,20 +313,21 @@ def log_result(
     """
     if result := result_in(checkpoints.folder, checkpoints.best):
         path, best = result
-        epoch = best.evaluated_epoch
+        end = best
         criterion = checkpoints.best
     else:
         path = (steps_in(checkpoints.folder) or [checkpoints.folder])[-1]
-        epoch = progress.evaluated_epoch
+        end = progress
         criterion = None
+    epoch = end.evaluated_epoch
 
     metrics = run_dir.path / "metrics.jsonl"
-    values = [row[checkpoints.best] for row in read_epochs(metrics) if checkpoints.best in row]
+    values = [row[checkpoints.best] for row in read_evaluations(metrics) if checkpoints.best in row]
     if values and not any(value is not None for value in values):
         never = f"{checkpoints.best} was not finite in any epoch"
         log.info(f"{never}, so that none is the best: the last weights are the result")
-    log.info(describe_result(metrics, epoch, criterion, path, job.strategy.where))
-    row = row_of(metrics, epoch)
+    log.info(describe_result(metrics, epoch, end.step, criterion, path, job.strategy.where))
+    row = row_at(metrics, epoch, end.step)
     return {"epoch": epoch, "checkpoint": str(path)} | {
         key: row[key] for key in row if key.partition("_")[0] in SETS
     }
@@ -353,4 +355,5 @@ def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progre
         },
         trackers=trackers,
         classes=job.dataset.classes,
+        evaluated_at=progress.evaluated_at,
     )

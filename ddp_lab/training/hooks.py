@@ -68,6 +68,14 @@ class Hook:
                 after the last step.
         """
 
+    def on_evaluated(self, position: Progress, seconds: float) -> None:
+        """Run after an evaluation within an epoch, when training goes on.
+
+        Args:
+            position: as in `on_step_end`, of the last step.
+            seconds: duration of the evaluation.
+        """
+
     def on_checkpoint(self, path: Path) -> None:
         """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it."""
 
@@ -137,6 +145,10 @@ class Run:
         self.waited = 0.0
         self.sync.begin_epoch(self._begun)
         self._begun_at = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave seconds in which no step was taken out of the duration of the epoch's steps."""
+        self._begun_at += seconds
 
     def current(self) -> Progress:
         """Return the position after the last step, with its sums and seconds.

@@ -1,7 +1,8 @@
 """The training loop, the same for all strategies and ranks."""
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.observe.log import log, log_if_slow
@@ -31,8 +32,7 @@ def fit(run: Run) -> Progress:
     while not stop_reasons(run.position, settings):
         train_epoch(run)
         require_something_learned(run)
-        averages = run.eager.ema.in_use() if run.eager.ema else nullcontext()
-        with averages, log_if_slow(f"epoch {run.position.epoch}: evaluating"):
+        with averages(run), log_if_slow(f"epoch {run.position.epoch}: evaluating"):
             results, following = evaluate_epoch(run)
             log_epoch(run, results)
             for hook in run.hooks:
@@ -62,6 +62,9 @@ def train_epoch(run: Run) -> None:
     run.begin_epoch()
 
     position = run.position
+    evaluate_every = run.settings.evaluate_every
+    if is_evaluation_due(run):  # of the step with which the last launch ended
+        evaluate_within_epoch(run)
     steps_done = -(-position.samples // loader.batch_size)
     label = f"epoch {position.epoch}"
     if run.settings.epochs is not None:
@@ -87,10 +90,67 @@ def train_epoch(run: Run) -> None:
                 advance_bar()
             if position.step >= run.ends_after:
                 break
+            if evaluate_every and position.step % evaluate_every == 0:
+                evaluate_within_epoch(run)
 
             asked = time.perf_counter()
             batch = next(batches, None)
     run.position = run.current()
+
+
+def is_evaluation_due(run: Run) -> bool:
+    """Return whether an evaluation within the epoch is missing after the last step."""
+    every = run.settings.evaluate_every
+    position = run.position
+    return bool(every and position.step % every == 0 and position.evaluated_at < position.step)
+
+
+def evaluate_within_epoch(run: Run) -> None:
+    """Evaluate the validation set, or else the test set, and go on with the epoch. Collective.
+
+    After the last step of an epoch it does nothing: the evaluation of the epoch follows.
+    """
+    position = run.position
+    if position.samples == run.loaders["train"].data.size:
+        return
+    start = time.perf_counter()
+    name = "val" if "val" in run.loaders else "test"
+    with averages(run), log_if_slow(f"step {position.step}: evaluating"):
+        evaluation = evaluate(run.strategy, run.loaders[name], run.task, after_batch(run))
+    if not evaluation.is_finite:
+        run.note_not_finite({name: evaluation})
+    metrics = evaluation.metrics(name)
+    run.logger.evaluation(position.epoch, position.step, **metrics)
+    task = run.task or run.strategy.task
+    validation = metrics if name == "val" else {}
+    after = position.evaluated(validation, task.lower_is_better)
+    position.best = after.best
+    position.best_epochs = after.best_epochs
+    position.best_steps = after.best_steps
+    position.evaluated_at = after.evaluated_at
+    run.strategy.train()
+    seconds = time.perf_counter() - start
+    run.leave_out(seconds)
+    for react in overrides(run.hooks, "on_evaluated"):
+        react(position, seconds)
+
+
+def averages(run: Run) -> AbstractContextManager[object]:
+    """Return a context in which the model has the averages of its weights, if there are any."""
+    return run.eager.ema.in_use() if run.eager.ema else nullcontext()
+
+
+def after_batch(run: Run) -> Callable[[], None]:
+    """Return what calls the hooks after each batch of an evaluation."""
+    batches = 0
+
+    def react() -> None:
+        nonlocal batches
+        batches += 1
+        for hook in run.hooks:
+            hook.on_evaluation_batch(run.position, batches)
+
+    return react
 
 
 def require_something_learned(run: Run) -> None:
@@ -119,15 +179,7 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
         within the epoch in which the run ends.
     """
     results: dict[str, Evaluation] = {}
-    batches = 0
-
-    def react() -> None:
-        """Call the hooks after a batch."""
-        nonlocal batches
-        batches += 1
-        for hook in run.hooks:
-            hook.on_evaluation_batch(run.position, batches)
-
+    react = after_batch(run)
     if "val" in run.loaders:
         results["val"] = evaluate(run.strategy, run.loaders["val"], run.task, react)
     task = run.task or run.strategy.task

@@ -54,6 +54,11 @@ class Meter(Hook):
     def on_epoch_end(self, position: Progress) -> None:
         self._begin(position)
 
+    def on_evaluated(self, position: Progress, seconds: float) -> None:
+        self._begun_at += seconds
+        self._shown = self._shown._replace(time=self._shown.time + seconds)
+        self._recorded = self._recorded._replace(time=self._recorded.time + seconds)
+
     def _begin(self, before: Progress) -> None:
         """Begin with the remaining steps of an epoch, at the position `before`."""
         self._begun_at = time.perf_counter()

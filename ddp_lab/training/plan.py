@@ -68,6 +68,7 @@ class FitSettings:
         full_rate: samples per second at which the devices compute with the FLOP/s of their data
             sheet; None: unknown.
         limits: numbers of steps of which the first that is reached ends the run, too.
+        evaluate_every: evaluate also after every N steps within an epoch; None: never.
         max_minutes: of training, without evaluations, after which the run ends; None: no limit.
     """
 
@@ -79,6 +80,7 @@ class FitSettings:
     full_rate: float | None = None
     limits: tuple[StepLimit, ...] = ()
     max_minutes: float | None = None
+    evaluate_every: int | None = None
 
     @property
     def last_step(self) -> int | None:

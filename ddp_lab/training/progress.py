@@ -29,6 +29,7 @@ class Progress:
             empty without such a set.
         best_epochs: their epochs.
         best_steps: the steps after which they were computed.
+        evaluated_at: the step after which the last evaluation was.
         trained: duration of the steps of the epochs before this one.
         minutes_passed: the value of max_minutes for which the ranks have agreed that so much time
             has passed; 0: they have not.
@@ -51,6 +52,7 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict[str, float])
     best_epochs: dict[str, int] = field(default_factory=dict[str, int])
     best_steps: dict[str, int] = field(default_factory=dict[str, int])
+    evaluated_at: int = 0
     trained: float = 0.0
     minutes_passed: float = 0.0
     horizon: int = 0
@@ -107,7 +109,7 @@ class Progress:
             validation: the metrics val_*; none without a validation set.
             lower_is_better: as `Task.lower_is_better`.
         """
-        following = replace(self)
+        following = replace(self, evaluated_at=self.step)
         better = {
             name: value
             for name, value in validation.items()

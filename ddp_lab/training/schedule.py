@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.config.types import Positive
+from ddp_lab.config.types import Fraction, Positive
 
 
 def constant(progress: float) -> float:
@@ -38,6 +38,18 @@ def multi_step(epoch: float, milestones: list[Positive], gamma: Positive) -> flo
         gamma: factor of the learning rate at each milestone.
     """
     return gamma ** sum(epoch >= milestone for milestone in milestones)
+
+
+def trapezoid(progress: float, decay: Fraction = 0.2) -> float:
+    """Return a factor that is 1, and falls to 0 on a straight line at the end.
+
+    With a warm-up before it, this is the schedule "warm-up, stable, decay" (Hu et al. 2024,
+    arXiv:2404.06395).
+
+    Args:
+        decay: fraction of the progress in which the factor falls.
+    """
+    return 1.0 if progress <= 1 - decay else (1 - progress) / decay
 
 
 def try_shape(shape: Callable[..., float], target: str, epochs: float) -> None:

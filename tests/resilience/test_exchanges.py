@@ -92,7 +92,7 @@ def test_rank_that_waits_for_the_sums_of_a_row_exchanges_at_the_same_steps_as_ot
 def test_evaluation_exchanges_only_where_it_is_due_on_all_ranks():
     sync = SimpleNamespace(next=1, is_due=lambda number: False)  # without the method `exchange`
     heartbeat = SimpleNamespace(at=lambda *place: None)
-    guard = Guard(*cast("Any", (None, None, heartbeat)), 1, None, "stop", "stop", None, ())
+    guard = Guard(*cast("Any", (None, None, heartbeat)), 1, None, None, "stop", "stop", None, ())
     loader = SimpleNamespace(data=SimpleNamespace(size=8))
     guard.on_start(
         cast("Any", SimpleNamespace(sync=sync, position=Progress(), loaders={"train": loader}))

@@ -1,5 +1,6 @@
 """The phases in a heartbeat, which a message about a hang names: what a rank does, and where."""
 
+import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -35,6 +36,7 @@ def test_phase_names_the_epoch_and_the_step_that_comes_next():
         heartbeat=phases,
         every_epochs=1,
         every_steps=None,
+        every_minutes=None,
         on_error="stop",
         on_nan="stop",
         check_replicas=None,
@@ -44,7 +46,8 @@ def test_phase_names_the_epoch_and_the_step_that_comes_next():
     sync = SimpleNamespace(next=10**9, is_due=lambda step: False)
     position = Progress(epoch=2, step=3)
     loaders = {"train": SimpleNamespace(data=SimpleNamespace(size=SIZE))}
-    guard.on_start(SimpleNamespace(sync=sync, position=position, loaders=loaders))
+    run = SimpleNamespace(sync=sync, position=position, loaders=loaders, ends_after=math.inf)
+    guard.on_start(run)
     for samples in (8, 16, 20):
         guard.before_step(None)
         position.step += 1

@@ -13,7 +13,7 @@ from worlds import run_world
 
 from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import Horizon, constant, cosine, make_scheduler
+from ddp_lab.training.schedule import Horizon, constant, cosine, make_scheduler, trapezoid
 from ddp_lab.training.timed_schedule import TimedSchedule
 
 # of 100 samples in batches of 24, an epoch has five steps, the last one with 4 samples
@@ -215,3 +215,9 @@ def test_steps_and_seconds_that_are_left():
     assert FitSettings(5).steps_left(position, 12, PER_EPOCH) == 13
     assert FitSettings(None).steps_left(position, 12, PER_EPOCH) == math.inf
     assert FitSettings(None).seconds_left(position) == math.inf
+
+
+def test_trapezoid_is_level_and_then_falls_to_zero():
+    assert [trapezoid(progress, decay=0.25) for progress in (0.0, 0.5, 0.75, 0.875, 1.0)] == [
+        *(1.0, 1.0, 1.0, 0.5, 0.0),
+    ]
