@@ -4,11 +4,12 @@ The tests read sys.modules, because durations depend on the machine's load.
 """
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
-from launches import ROOT, only_run
+from launches import ROOT, SUPPORT, only_run
 from PIL import Image
 
 # Import times in seconds on 2 cores: torchvision 1.5, torch._dynamo 1.2, scikit-learn 1, the rest
@@ -45,15 +46,22 @@ except SystemExit as end:
     code = end.code
 else:
     code = 0
+from paths import loaded_files
 print()
+print(" ".join(loaded_files()))
 print(code, *sys.modules)
 """
+# Files of ddp_lab that a plain run loads, those of trackers left out, the pictures at its end
+# included. A change that exceeds it adds a detour to every reader's way: find a shorter one before
+# raising it.
+MOST_LOADED = 75
 
 
 def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -86,10 +94,18 @@ def test_help_and_config_errors_do_not_load_torch(override, code, message):
     assert "torch" not in modules
 
 
-def test_default_run_loads_neither_torchvision_nor_scikit_learn_and_warns_of_nothing(tmp_path):
+def test_default_run_loads_few_files_and_no_large_package_and_warns_of_nothing(tmp_path):
     ended = interpret(RUN, "epochs=1", f"runs_dir={tmp_path}")
-    exit_code, *modules = ended.stdout.splitlines()[-1].split()
+    *_, files, last = ended.stdout.splitlines()
+    exit_code, *modules = last.split()
     assert int(exit_code) == 0, ended.stderr
+    of_trackers = {name for name in files.split() if name.startswith("observe/trackers/")}
+    names = ("__init__", "background", "base", "tensorboard")  # the default
+    assert of_trackers == {f"observe/trackers/{name}.py" for name in names}
+    others = set(files.split()) - of_trackers - {"data/trees.py"}  # for their pictures
+    assert len(others) <= MOST_LOADED, sorted(others)
+    folders = {name.partition("/")[0] for name in others}
+    assert not folders & {"advise", "lab", "speed", "exercises"}
     assert "arning" not in ended.stderr + ended.stdout.rpartition("\n\n")[0], ended.stderr
     assert "ddp_lab.training.loop" in modules
     assert not {"torchvision", "sklearn", "scipy"} & set(modules)

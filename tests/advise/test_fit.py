@@ -105,6 +105,7 @@ def resume_planned(tmp_path: Path, line: str) -> dict:
     return config_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_auto_trains_with_the_largest_batch_that_fits_which_a_resume_keeps_on_other_devices(
     tmp_path,
 ):

@@ -34,6 +34,7 @@ def advisor(monkeypatch, tmp_path) -> Advisor:
     return planner
 
 
+@pytest.mark.slow
 def test_short_runs_of_train_fill_in_images_per_second_and_are_offered_again(
     advisor, monkeypatch, capsys
 ):

@@ -48,6 +48,7 @@ def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
     assert found[1] == pytest.approx(found[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_notebook_trains_on_two_ranks_and_plots():
     import nbclient  # takes 1 s, which all processes of pytest would spend
     import nbformat

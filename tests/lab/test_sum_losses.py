@@ -29,7 +29,11 @@ WORDS = 4
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 # Three ranks cannot divide the layers for tp, and dp has one process.
 WORLDS = [("dp", 1), ("tp", 2)]
-WORLDS += [(strategy, ranks) for strategy in ("scratch", "ddp", "fsdp") for ranks in (2, 3)]
+WORLDS += [(strategy, 2) for strategy in ("scratch", "ddp", "fsdp")]
+WORLDS += [
+    ("ddp", 3),
+    *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("scratch", "fsdp")),
+]
 CUTTING = {
     "split": {"devices": ["cpu", "cpu"], "num_microbatches": 2},
     "pipeline": {"num_microbatches": 2},

@@ -1,19 +1,16 @@
-"""How far it is from the command to its subject: files loaded, and files that calls pass through.
+"""How far it is from the command to its subject: the files that calls pass through.
 
-The numbers are those of LeNet on one device. A change that exceeds one adds a detour to every
+tests/test_startup.py counts the files that are loaded. The numbers are those of LeNet on one
+device. A change that exceeds one adds a detour to every
 reader's way: find a shorter one before raising it.
 """
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from launches import ROOT, SMALL, SUPPORT, main_in_world
+from launches import SMALL, main_in_world
 from paths import after_each, calls, files_on_stack
 from torch.nn.parallel import DistributedDataParallel
 from worlds import run_world
@@ -21,7 +18,6 @@ from worlds import run_world
 MOST_TO_DDP = 8  # files from the start to the constructor of torch's class, with train.py
 MOST_IN_STEP = 11  # files between two backward passes
 MOST_CHANGES = 16  # changes from one file to another between them
-MOST_LOADED = 75  # files that a plain run loads, the pictures at its end included
 LENET = [
     "model=lenet",
     "data=digits",
@@ -68,27 +64,3 @@ def test_step_passes_through_few_files(tmp_path):
     usual = statistics.mode(map(tuple, steps))  # between two exchanges of the ranks
     assert len(set(usual)) <= MOST_IN_STEP, sorted(set(usual))
     assert changes_in(list(usual)) <= MOST_CHANGES, usual
-
-
-def loaded_by(folder: Path, *overrides: str) -> list[str]:
-    """Train in a process of its own, and return the files of ddp_lab that it has loaded."""
-    code = (
-        "import json, sys; from ddp_lab.commands.train import main_of_rank; "
-        "main_of_rank(sys.argv[1:])\n"
-    )
-    code += "from paths import loaded_files; print(json.dumps(loaded_files()))"
-    command = [sys.executable, "-c", code, *LENET, *overrides, f"runs_dir={folder}", "name=run"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_plain_run_loads_few_files(tmp_path):
-    loaded = loaded_by(tmp_path)
-    assert len(loaded) <= MOST_LOADED, loaded
-    folders = {name.partition("/")[0] for name in loaded}
-    assert not folders & {"advise", "lab", "speed", "exercises"}
-    assert not [name for name in loaded if name.startswith("observe/trackers/")]

@@ -87,6 +87,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_sample_is_killed_survives_or_is_not_covered_and_resumes(project, tmp_path, capsys):
     results = tmp_path / "results"
     given = ["--root", str(project), "--results", str(results), "--sample", "3", "--jobs", "1"]

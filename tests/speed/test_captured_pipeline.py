@@ -13,7 +13,7 @@ from cases import assert_equal, tolerance_of
 from small_networks import make_model
 from stand_in_graphs import replace_graphs
 from training import Outcome, run_cases
-from worlds import run_world
+from worlds import once, run_world
 
 from ddp_lab.config.build import build as construct
 from ddp_lab.run.build import build
@@ -54,22 +54,35 @@ def run_captured(case: str) -> tuple[Outcome, list[str]]:
     return run_cases([case])[case], before
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "pipeline clipped",
-        "pipeline schedule=interleaved1f1b recipe",
-        "pipeline tokens",
-        "ddp_pipeline pp=1 schedule=gpipe clipped",
-        "mesh pp=2 vit",
-    ],
-)
+CASES = [
+    "pipeline clipped",
+    "pipeline schedule=interleaved1f1b recipe",
+    "pipeline tokens",
+    "ddp_pipeline pp=1 schedule=gpipe clipped",
+    "mesh pp=2 vit",
+]
+
+
+def run_all_captured() -> dict[str, Any]:
+    return {case: run_captured(case) for case in CASES}
+
+
+@once
+def captured_world() -> list[dict[str, Any]]:
+    return run_world(2, run_all_captured, timeout=200)
+
+
+@once
+def references() -> dict[str, Any]:
+    return run_world(1, run_cases, list(dict.fromkeys(map(reference_of, CASES))))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_captured_pipeline_trains_as_one_device(case):
     """The steps of the warm-up are undone, and all ranks warm up and capture in the same order."""
-    (outcome, before), (_, other) = run_world(2, run_captured, case, timeout=90)
+    (outcome, before), (_, other) = (outcomes[case] for outcomes in captured_world())
     assert before == other == ORDER
-    reference = reference_of(case)
-    expected = run_world(1, run_cases, [reference])[0][reference]
+    expected = references()[reference_of(case)]
     assert_equal(outcome, expected, tolerance_of(case))
 
 
@@ -120,7 +133,7 @@ def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
 
 def test_norm_of_a_stage_without_gradients_is_computed_on_its_device(monkeypatch):
     """torch's norm of no gradients is on the host; a graph cannot capture its copy to the GPU."""
-    strategy = construct(config_of("pipeline").strategy, Runtime("cpu"))
+    strategy = construct(config_of("single").strategy, Runtime("cpu"))
     strategy.module = make_model("lenet", seed=1)
     strategy.device = torch.device("meta")
     monkeypatch.setattr("ddp_lab.strategies.base.get_total_norm", None)

@@ -133,11 +133,11 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
 
 
 QUICK = {
-    ("language", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
     ("tied", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
     ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
 }
 FURTHER = {
+    ("language", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
     ("language", "gpipe"): {"schedule": "gpipe", "num_microbatches": 4},
     ("language", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
     ("tied", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
