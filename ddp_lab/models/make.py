@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ddp_lab.models.initial_weights import InitialWeights, Weights
     from ddp_lab.models.trial import Trial
 
+TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
+
 
 class ModelSpec(NamedTuple):
     """How the model of a run is constructed.
@@ -24,7 +26,7 @@ class ModelSpec(NamedTuple):
     Attributes:
         make: constructs it.
         target: name of its class or function.
-        name: of torchvision's model; None: it is none of them.
+        name: of the model of another library; None: it is none of them.
         input_shape: of a sample, for example [channels, height, width].
         of_tokens: whether inputs are numbers of tokens.
         num_classes: of the data; 0: there are none.
@@ -131,7 +133,8 @@ def load_weights(
     """
     from ddp_lab.models.weights import match_weights, read
 
-    if spec.name is not None:
+    if spec.target == TORCHVISION:
+        assert spec.name is not None
         from ddp_lab.models.torchvision_models import find_weights, rename
 
         find = partial(find_weights, spec.name, weights)

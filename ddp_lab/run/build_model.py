@@ -17,7 +17,11 @@ from ddp_lab.run.data_record import input_shape_of
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 
-TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
+# functions that return models of other libraries, by model.name
+BY_NAME = {
+    f"ddp_lab.models.{library}_models.{library}_model"
+    for library in ("torchvision", "timm", "transformers")
+}
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
 
 
@@ -37,6 +41,8 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     function = get_object(target)
     accepted = inspect.signature(function).parameters
     options = {key: value for key, value in plain(node).items() if key not in ("weights", "init")}
+    if target in BY_NAME:
+        options["_convert_"] = "all"  # lists and dicts in place of Hydra's own classes
     passed = {name: value for name, value in shape.items() if name in accepted}
     for name in passed.keys() & options.keys():
         raise ConfigError(
@@ -47,7 +53,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     return ModelSpec(
         make=partial(instantiate, options, **passed),
         target=target,
-        name=str(node["name"]) if target == TORCHVISION else None,
+        name=str(node["name"]) if target in BY_NAME else None,
         input_shape=input_shape_of(shape),
         of_tokens="vocabulary" in shape,
         num_classes=shape.get("num_classes", 0),
