@@ -8,12 +8,14 @@ AutoModelForSequenceClassification for samples that are dicts or have other shap
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.packages import import_package
+
+T = TypeVar("T")
 
 
 def transformers_model(
@@ -154,3 +156,29 @@ def find_class(
     if of_images:
         return transformers.AutoModelForImageClassification
     return transformers.AutoModelForSequenceClassification
+
+
+def rename_stored(model: Any, stored: Mapping[str, T]) -> dict[str, T]:
+    """Return tensors of a directory by the names that they have in a model of transformers.
+
+    Files keep the names of the release that wrote the first one of their kind. What a model
+    computes of several tensors keeps its name, and is then reported as missing.
+
+    Args:
+        model: of transformers, complete.
+        stored: by their names in the files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    expected = model.state_dict()
+    renamings = [
+        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+    ]
+    renamed: dict[str, T] = {}
+    for name, tensor in stored.items():
+        new_name = name
+        if name not in expected:
+            new_name, _ = rename_source_key(name, renamings, [], model.base_model_prefix, expected)
+        renamed[new_name] = tensor
+    return renamed

@@ -22,6 +22,8 @@ BY_NAME = {
     f"ddp_lab.models.{library}_models.{library}_model"
     for library in ("torchvision", "timm", "transformers")
 }
+# keys of the group that are not passed to a constructor
+OF_WEIGHTS = ("weights", "weights_except", "init")
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
 
 
@@ -29,7 +31,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     """Return how the model that `_target_` names is constructed.
 
     Args:
-        node: the config group `model`; `weights` and `init` are not passed to the constructor.
+        node: the config group `model`; OF_WEIGHTS are not passed to the constructor.
         shape: the arguments that follow from the data, for example in_channels and num_classes
             (`Dataset.model_shape`). Only those are passed that are parameters of the class or
             function.
@@ -40,7 +42,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     target = str(node["_target_"])
     function = get_object(target)
     accepted = inspect.signature(function).parameters
-    options = {key: value for key, value in plain(node).items() if key not in ("weights", "init")}
+    options = {key: value for key, value in plain(node).items() if key not in OF_WEIGHTS}
     if target in BY_NAME:
         options["_convert_"] = "all"  # lists and dicts in place of Hydra's own classes
     passed = {name: value for name, value in shape.items() if name in accepted}
@@ -59,6 +61,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
         num_classes=shape.get("num_classes", 0),
         weights=node.get("weights"),
         by_block=node.get("init") == "by_block",
+        weights_except=tuple(map(str, node.get("weights_except") or ())),
     )
 
 
