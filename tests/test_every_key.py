@@ -332,6 +332,11 @@ KEYS: dict[str, Row] = {
         "{OWN} data.test_split=test", lambda run, base: "test_loss" in run.last, "{OWN}"
     ),
     "model.weights": Row("model.weights={RUN}/checkpoints/" + STEPS[2], TRAINED),
+    "model.weights_except": Row(
+        "model.weights={RUN}/checkpoints/" + STEPS[2] + " model.weights_except=['*.bias']",
+        TRAINED,
+        "model.weights={RUN}/checkpoints/" + STEPS[2],
+    ),
     "model.init": Row("model.init=by_block", TRAINED),
     "optimizer.lr": Row("optimizer.lr=0.02", TESTED),
     "optimizer.momentum": Row("optimizer.momentum=0.5", TESTED),

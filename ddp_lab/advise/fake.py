@@ -29,7 +29,7 @@ class FakeWeights(Weights):
         self,
         blocks: nn.Module,
         device: torch.device,
-        put: Callable[[torch.Tensor, torch.Tensor], None],
+        put: Callable[[Any, torch.Tensor], None],
     ) -> None:
         """Allocate a module that is on the meta device. Tied parameters stay tied.
 

@@ -76,6 +76,7 @@ class ModelConfig(Keys):
     """The keys that all options of the group `model` have in common."""
 
     weights: str | None = None
+    weights_except: list[str] = []
     init: Literal["default", "by_block"] = "default"
 
 

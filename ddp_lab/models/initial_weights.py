@@ -40,14 +40,15 @@ class Weights(Protocol):
         self,
         blocks: nn.Module,
         device: torch.device,
-        put: Callable[[torch.Tensor, torch.Tensor], None],
+        put: Callable[[Any, torch.Tensor], None],
     ) -> None:
         """Allocate blocks on a device, and give them their weights.
 
         Args:
             blocks: Its children are blocks of the model under their names.
             device: Where to allocate them.
-            put: Copies a full tensor into a tensor of a block, which may be sharded.
+            put: Copies a full tensor, maybe one in a file, into a tensor of a block, which may be
+                sharded.
         """
         ...
 
@@ -90,7 +91,7 @@ class InitialWeights(Weights):
         self,
         blocks: nn.Module,
         device: torch.device,
-        put: Callable[[torch.Tensor, torch.Tensor], None],
+        put: Callable[[Any, torch.Tensor], None],
     ) -> None:
         """Allocate blocks, of which only one complete block at a time is in host memory."""
         here = dict(blocks.named_children())
@@ -101,7 +102,10 @@ class InitialWeights(Weights):
         for name, block in here.items():
             full = self.of(name)
             for key, tensor in tensors_of(block).items():
-                put(full.pop(key), tensor)
+                first = self._first_names.get(f"{name}.{key}")
+                is_filled = first is not None and block_of(first) in here  # with that block
+                if not is_filled:
+                    put(full[key], tensor)
 
     def of(self, name: str) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of a block, on the CPU, by name within it.

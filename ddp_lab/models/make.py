@@ -3,19 +3,23 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.models.chain import Chain
+from ddp_lab.models.chain import Chain, tied_parameters
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import InitialWeights, Weights
     from ddp_lab.models.trial import Trial
+
+TRANSFORMERS = "ddp_lab.models.transformers_models.transformers_model"
+TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
 
 
 class ModelSpec(NamedTuple):
@@ -24,13 +28,14 @@ class ModelSpec(NamedTuple):
     Attributes:
         make: constructs it.
         target: name of its class or function.
-        name: of torchvision's model; None: it is none of them.
+        name: of the model of another library; None: it is none of them.
         input_shape: of a sample, for example [channels, height, width].
         of_tokens: whether inputs are numbers of tokens.
         num_classes: of the data; 0: there are none.
-        weights: file of weights or, of torchvision's models, a name; None: the initial ones are
-            drawn.
+        weights: file or directory of weights or, of torchvision's models, a name; None: the initial
+            ones are drawn.
         by_block: whether the initial weights are drawn for each block by itself.
+        weights_except: names of parameters, or patterns of names, that keep their initial weights.
     """
 
     make: Callable[[], object]
@@ -41,6 +46,12 @@ class ModelSpec(NamedTuple):
     num_classes: int
     weights: str | None
     by_block: bool
+    weights_except: tuple[str, ...] = ()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the weights are in a directory, of which each rank reads its own part."""
+        return self.weights is not None and Path(self.weights).is_dir()
 
     @property
     def key(self) -> str:
@@ -57,9 +68,9 @@ class BuiltModel(NamedTuple):
     """The complete model of a run.
 
     Attributes:
-        model: on the CPU, the same on every rank; on the meta device with `init=by_block`.
-        initial_weights: of its blocks, with `init=by_block`; else None, because the model has its
-            weights.
+        model: on the CPU, the same on every rank; on the meta device with `init=by_block`, and
+            with weights in a directory.
+        initial_weights: of a model on the meta device; None: the model has its weights.
         notes: lines for the log.
         unused: names of the parameters that the trial has not used.
     """
@@ -90,25 +101,41 @@ def make_model(
     torch.manual_seed(seed)
     notes = list[str]()
     unused = frozenset[str]()
-    initial_weights = None
+    initial_weights: Weights | None = None
+    drawn = None
+    inputs = None if trial is None else trial.inputs
+    is_stored = spec.is_stored and with_weights
     if spec.by_block:
         from ddp_lab.models.initial_weights import InitialWeights
 
         with torch.device("meta"):
-            model = build_model(spec, trial and trial.inputs)
-        initial_weights = InitialWeights(model, seed)
-    else:
-        model = build_model(spec, trial and trial.inputs)
+            model = build_model(spec, inputs)
+        drawn = InitialWeights(model, seed)
+        initial_weights = drawn
+    elif is_stored and not spec.weights_except:
+        from ddp_lab.models.stored_weights import build_without_data
 
-    if spec.weights is not None and with_weights:
-        notes += load_weights(spec, spec.weights, model, initial_weights, runtime)
+        model = build_without_data(partial(build_model, spec, inputs))
+    else:
+        # also what keeps its initial weights, which the constructor draws with all others
+        model = build_model(spec, inputs)
+
+    if is_stored:
+        from ddp_lab.models.stored_weights import StoredWeights
+
+        stored, notes = stored_weights(spec, model)
+        if drawn is not None:
+            drawn.set_weights(stored)
+        else:
+            initial_weights = StoredWeights(model, stored)
+    elif spec.weights is not None and with_weights:
+        notes += load_weights(spec, spec.weights, model, drawn, runtime)
     if trial is not None and (not spec.is_own or trial.of_all):
         from ddp_lab.models.trial import freeze_unused
 
         unused, trial_notes = freeze_unused(model, trial, runtime, spec.key)
         notes += trial_notes
 
-    inputs = None if trial is None else trial.inputs
     if (
         isinstance(model, Chain)
         and isinstance(inputs, torch.Tensor)
@@ -116,6 +143,30 @@ def make_model(
     ):
         model.input_dtype = inputs.dtype
     return BuiltModel(model, initial_weights, notes, unused)
+
+
+def stored_weights(spec: ModelSpec, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Return the weights in the directory of a model by name, not read yet, and notes for the log.
+
+    Args:
+        spec: with the directory.
+        model: complete, with or without data.
+
+    Raises:
+        ConfigError: they are not those of the model.
+    """
+    from ddp_lab.models.stored_weights import open_directory, with_tied_names
+    from ddp_lab.models.weights import match_weights
+
+    assert spec.weights is not None
+    stored = open_directory(Path(spec.weights))
+    if spec.target == TRANSFORMERS:
+        from ddp_lab.models.transformers_models import rename_stored
+
+        stored = rename_stored(model, stored)
+    stored = with_tied_names(stored, tied_parameters(model))
+    key = f"model.weights={spec.weights}"
+    return match_weights(model.state_dict(), stored, 0, key, spec.weights_except)
 
 
 def load_weights(
@@ -131,7 +182,8 @@ def load_weights(
     """
     from ddp_lab.models.weights import match_weights, read
 
-    if spec.name is not None:
+    if spec.target == TORCHVISION:
+        assert spec.name is not None
         from ddp_lab.models.torchvision_models import find_weights, rename
 
         find = partial(find_weights, spec.name, weights)
@@ -139,8 +191,9 @@ def load_weights(
     else:
         state = read(weights)
 
+    key = f"model.weights={weights}"
     fitting, notes = match_weights(
-        model.state_dict(), state, spec.num_classes, f"model.weights={weights}"
+        model.state_dict(), state, spec.num_classes, key, spec.weights_except
     )
     if initial_weights is None:
         model.load_state_dict(fitting, strict=False)

@@ -4,8 +4,8 @@ Its two samples show which parameters are not used.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddp_lab.config.errors import ConfigError, SampleError, describe_error
 from ddp_lab.data.trees import Tree, apply, leaves, size, to
 from ddp_lab.models.calls import call, describe_arguments, describe_shapes
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.kept_state import state_kept
-from ddp_lab.models.outputs import require_tensor, sum_of
+from ddp_lab.models.outputs import map_outputs, require_tensor, sum_of
 from ddp_lab.models.real_view import real_view
 from ddp_lab.world.runtime import Runtime
 
@@ -147,9 +148,12 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             return without_gradient(meta_copy(model), trial, "meta")
     device = runtime.device
     try:
-        if on_meta:
+        if on_meta and isinstance(model, Chain):
             with state_kept(model, trial.check):
                 return without_gradient(meta_copy(model), trial, "meta")
+        if on_meta:
+            with state_kept(model, trial.check), fake_copy(model) as copied:
+                return without_gradient(copied, on_meta_device(trial), "cpu")
         cuda = [device] if device.type == "cuda" else []
         with state_kept(model, trial.check), torch.random.fork_rng(cuda), runtime.autocast():
             return without_gradient(model.to(device), trial, device)
@@ -168,6 +172,15 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "
             f"{other}inputs that the model supports{small}, or correct the model"
         ) from None
+
+
+def on_meta_device(trial: Trial) -> Trial:
+    """Return a trial that checks outputs on the meta device, where losses read no values."""
+
+    def check(outputs: Any) -> torch.Tensor | None:
+        return trial.check(map_outputs(lambda tensor: tensor.to("meta"), outputs))
+
+    return replace(trial, check=check)
 
 
 def is_images(inputs: Tree) -> bool:
@@ -260,6 +273,37 @@ def meta_copy(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(
             torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad
         )
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def fake_copy(model: nn.Module, device: torch.device | str = "cpu") -> Generator[nn.Module]:
+    """Let the body compute with a copy of the model that has no data, on fake tensors.
+
+    Unlike on the meta device, a model can ask whether its tensors have values, as those of
+    transformers do before they read a mask.
+
+    Args:
+        model: on any device, also on the meta device.
+        device: that the copy pretends to be on.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield copy_in(mode, model, device)
+
+
+def copy_in(
+    mode: AbstractContextManager[object], model: nn.Module, device: torch.device | str
+) -> nn.Module:
+    """Return a copy of a model with fake tensors of a mode, on a device."""
+    memo: dict[int, torch.Tensor] = {}
+    with mode:
+        for tensor in model.buffers():
+            memo[id(tensor)] = torch.empty_like(tensor, device=device)
+        for tensor in model.parameters():
+            data = torch.empty_like(tensor, device=device)
+            memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
     return copy.deepcopy(model, memo)
 
 

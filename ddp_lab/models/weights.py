@@ -4,7 +4,8 @@ import json
 import pickle
 import socket
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,12 @@ PREFIXES = ("module.", "_orig_mod.")  # of nn.DataParallel and of torch.compile
 
 
 def match_weights(
-    expected: Mapping[str, torch.Tensor], state: dict[str, torch.Tensor], num_classes: int, key: str
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+    expected: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    num_classes: int,
+    key: str,
+    left_out: Sequence[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
     """Return those of the weights in a file that fit the model, by name, and notes for the log.
 
     A head of another number of classes keeps its initial weights. A first convolution for 3
@@ -32,29 +37,39 @@ def match_weights(
 
     Args:
         expected: the complete model's tensors by name; only their shapes matter.
-        state: the weights by name.
-        num_classes: number of logits.
+        state: the weights by name, tensors or StoredTensors.
+        num_classes: number of logits; 0: no head is left out by itself.
         key: key and value of the config that the messages are about.
+        left_out: names, or patterns of names, that keep their initial weights.
 
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    weights = dict(state)
+    weights = {name: tensor for name, tensor in state.items() if not is_matched(name, left_out)}
+    keeps_initial = [name for name in expected if is_matched(name, left_out)]
     notes = [f"{key}: loaded"]
-    for name, tensor in state.items():
+    if keeps_initial:
+        notes.append(f"{some(keeps_initial)}: initialised anew (model.weights_except)")
+    elif left_out:
+        raise ConfigError(
+            f"model.weights_except=[{','.join(left_out)}]: matches no parameter of the model. Use "
+            f"a name or a pattern of names, for example of {some([*expected])}"
+        )
+    for name, tensor in [*weights.items()]:
         if (
             name in expected
             and tensor.dim() == 4
             and (tensor.size(1), expected[name].size(1)) == (3, 1)
         ):
-            weights[name] = tensor.sum(1, keepdim=True)
+            full = tensor if isinstance(tensor, torch.Tensor) else tensor.read()
+            weights[name] = full.sum(1, keepdim=True)
             notes.append(f"{name}: summed over its 3 channels, because the images have 1")
 
     differ = [
         name for name in expected if name in weights and weights[name].shape != expected[name].shape
     ]
     heads = [name for name in differ if is_head(weights[name], expected[name], num_classes)]
-    if len({weights[name].size(0) for name in heads}) == 1:
+    if num_classes and len({weights[name].size(0) for name in heads}) == 1:
         notes.append(
             f"{some(heads)}: initialised anew, for {num_classes} classes instead of "
             f"{weights[heads[0]].size(0)}"
@@ -69,7 +84,9 @@ def match_weights(
     counters = {name for name in expected if name.endswith("num_batches_tracked")}
     problems = {
         "missing": [
-            name for name in expected if name not in weights and name not in counters.union(heads)
+            name
+            for name in expected
+            if name not in weights and name not in counters.union(heads, keeps_initial)
         ],
         "not in the model": [name for name in weights if name not in expected],
         "of another shape": [
@@ -83,9 +100,15 @@ def match_weights(
         )
         raise ConfigError(
             f"{key}: are not the weights of this model: {text}. Use the model that they were "
-            "trained with, with the same options and image size"
+            "trained with, with the same options and image size, or name what keeps its initial "
+            "weights, such as a new head: model.weights_except=[head.*]"
         )
     return weights, notes
+
+
+def is_matched(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name is one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_head(weight: torch.Tensor, expected: torch.Tensor, num_classes: int) -> bool:

@@ -17,7 +17,13 @@ from ddp_lab.run.data_record import input_shape_of
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.tasks.classification import Classification, CrossEntropy
 
-TORCHVISION = "ddp_lab.models.torchvision_models.torchvision_model"
+# functions that return models of other libraries, by model.name
+BY_NAME = {
+    f"ddp_lab.models.{library}_models.{library}_model"
+    for library in ("torchvision", "timm", "transformers")
+}
+# keys of the group that are not passed to a constructor
+OF_WEIGHTS = ("weights", "weights_except", "init")
 OWN_LOSS = "ddp_lab.tasks.build.default"  # loss=default: the task's own one
 
 
@@ -25,7 +31,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     """Return how the model that `_target_` names is constructed.
 
     Args:
-        node: the config group `model`; `weights` and `init` are not passed to the constructor.
+        node: the config group `model`; OF_WEIGHTS are not passed to the constructor.
         shape: the arguments that follow from the data, for example in_channels and num_classes
             (`Dataset.model_shape`). Only those are passed that are parameters of the class or
             function.
@@ -36,7 +42,9 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     target = str(node["_target_"])
     function = get_object(target)
     accepted = inspect.signature(function).parameters
-    options = {key: value for key, value in plain(node).items() if key not in ("weights", "init")}
+    options = {key: value for key, value in plain(node).items() if key not in OF_WEIGHTS}
+    if target in BY_NAME:
+        options["_convert_"] = "all"  # lists and dicts in place of Hydra's own classes
     passed = {name: value for name, value in shape.items() if name in accepted}
     for name in passed.keys() & options.keys():
         raise ConfigError(
@@ -47,12 +55,13 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
     return ModelSpec(
         make=partial(instantiate, options, **passed),
         target=target,
-        name=str(node["name"]) if target == TORCHVISION else None,
+        name=str(node["name"]) if target in BY_NAME else None,
         input_shape=input_shape_of(shape),
         of_tokens="vocabulary" in shape,
         num_classes=shape.get("num_classes", 0),
         weights=node.get("weights"),
         by_block=node.get("init") == "by_block",
+        weights_except=tuple(map(str, node.get("weights_except") or ())),
     )
 
 

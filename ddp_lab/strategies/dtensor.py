@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
+    from ddp_lab.models.stored_weights import StoredTensor
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
@@ -69,9 +71,37 @@ def shard_of(
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def put(full: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy a full tensor into a tensor of its shape, or into this rank's shard of one."""
+def put(full: "torch.Tensor | StoredTensor", into: torch.Tensor) -> None:
+    """Copy a full tensor into a tensor of its shape, or into this rank's shard of one.
+
+    Of a tensor in a file only the shard is read, unless tensor parallelism divides it, too.
+    """
+    if not isinstance(full, torch.Tensor):
+        part = part_of(into)
+        if part is not None:
+            local(into).copy_(full[part])
+            return
+        full = full.read()
     local(into).copy_(local(shard_like(full, into)))
+
+
+def part_of(tensor: torch.Tensor) -> tuple[slice, ...] | None:
+    """Return which part of a full tensor this rank has: a slice of each dimension.
+
+    Return None if it is no such part. A tensor that is no DTensor is complete.
+    """
+    if not hasattr(tensor, "placements"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shards = cast("DTensor", tensor)
+    divided = [place.dim for place in shards.placements if place.is_shard()]  # pyright: ignore
+    if len({*divided}) < len(divided):  # shards of shards of one dimension
+        return None
+    sizes, starts = compute_local_shape_and_global_offset(
+        shards.shape, shards.device_mesh, shards.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def full_tensor(tensor: torch.Tensor, keep: bool) -> torch.Tensor:

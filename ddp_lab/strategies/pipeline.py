@@ -100,7 +100,7 @@ class Pipeline(Strategy):
         self.dp_group = mesh.get_group("dp")
         self.pp_group = mesh.get_group("pp")
         if self.traced is not None:
-            self.module = self.traced.place(model)
+            self.module = self.traced.place(model, self.to_device)
             self.executor = self.traced.executor(self.module, self.pp_group, self.task)
         else:
             assert isinstance(model, Chain)  # `partition`

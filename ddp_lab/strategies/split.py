@@ -96,6 +96,8 @@ class Split(Strategy):
         # in training the outputs are there
         self.task_on_last = deepcopy(self.task).to(self.devices[-1])
         if self.traced is not None:
+            if self.initial_weights is not None:
+                self.to_device(model, torch.device("cpu"))
             self.module = self.traced.place(model)
             self.stages: list[nn.Module] = [self.module]
             return

@@ -22,6 +22,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
+from ddp_lab.models.trial import copy_in
 from ddp_lab.strategies.traced_values import TracedStage, stages_of
 
 INNER = "inner"  # the attribute of Flat that is the model
@@ -89,18 +90,8 @@ class Blueprint:
         self.device = device
         self.autocast = autocast
         self.strategy = strategy
-        self.model = self._copy(model)
+        self.model = copy_in(self.mode, model, device)
         self._kept: dict[Any, Traced] = {}
-
-    def _copy(self, model: nn.Module) -> nn.Module:
-        memo: dict[int, torch.Tensor] = {}
-        with self.mode:
-            for tensor in model.buffers():
-                memo[id(tensor)] = torch.empty_like(tensor, device=self.device)
-            for tensor in model.parameters():
-                data = torch.empty_like(tensor, device=self.device)
-                memo[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad)
-        return copy.deepcopy(model, memo)
 
     def inputs(self, like: Tree, samples: int) -> Tree:
         """Return inputs of `samples` samples without data, with the shapes and dtypes of others."""

@@ -1,6 +1,7 @@
 """A model that is no Chain, under a pipeline: its cut, and this rank's part of it."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -65,15 +66,23 @@ class TracedModel:
                 names |= names_in(stage.graph, f"{INNER}.")
         self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def place(self, model: nn.Module, to_device: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Return what this rank uses of a model, on the device, under its names.
 
         The model keeps all of its parameters, of which the optimizer needs to know.
+
+        Args:
+            model: complete.
+            to_device: moves a part of it to the device, or gives it its weights there.
         """
         tensors = [*model.parameters(), *model.buffers()]
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.weights.keep(own, self.rank)
-        return own.to(self.device)
+        own = to_device(own)
+        for name, parameter in own.named_parameters(remove_duplicate=False):
+            path, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(path), own_name, parameter)
+        return own
 
     def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
         """Return what runs batches through the stages.

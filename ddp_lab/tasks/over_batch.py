@@ -27,7 +27,7 @@ from ddp_lab.data.trees import Tree, apply, rows, size, to
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import map_outputs, tensors_of
-from ddp_lab.models.trial import LARGE, meta_copy
+from ddp_lab.models.trial import LARGE, fake_copy, meta_copy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.made_up_batches import MANY, made_up_batches
 
@@ -223,12 +223,22 @@ def outputs_of(model: nn.Module, inputs: Tree) -> Any:
     if not on_cpu:
         with suppress(Exception), torch.no_grad(), state_kept(model, weights=False):
             outputs = call(meta_copy(model).eval(), to(inputs, "meta"))
-    if outputs is None and not on_meta:
+    if outputs is None and on_meta:
+        with suppress(Exception), torch.no_grad(), state_kept(model, weights=False):
+            with fake_copy(model) as copied:
+                outputs = call(copied.eval(), to(inputs, "cpu"))
+            outputs = map_outputs(as_meta, outputs)
+    elif outputs is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with suppress(Exception), torch.no_grad(), state_kept(model):
             outputs = call(model.eval(), to(inputs, device))
     is_batch = not isinstance(outputs, torch.Tensor) or outputs.shape[:1] == (size(inputs),)
     return outputs if is_batch else None
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device of the shape of another one."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def copied(task: Task) -> Task:
