@@ -108,13 +108,13 @@ def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> lis
     on_cpu = arguments.gpus == [0]
     options = ["compile=true"] if row["loop"] == "ours" and on_cpu else OURS[row["loop"]]
     ranks = row["devices"]
-    given = [
+    line = [
         *overrides(row["model"], ranks, arguments),
         *options,
         *strategy_overrides(row["strategy"]),
         f"epochs={arguments.repeats + 1}",
     ]
-    run = train(given, ranks if ranks > 1 else None, folder, "run", arguments.patience)
+    run = train(line, ranks if ranks > 1 else None, folder, "run", arguments.patience)
     if run.problem:
         raise RuntimeError(run.problem)
     return [rate * MODELS[row["model"]].units for rate in run.rates]
@@ -180,7 +180,7 @@ def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> Non
     steps = arguments.steps or MODELS[model].cpu_steps
     out = folder / "pairs"
     task = {"model": model, "batch": row["batch"], "steps": steps, "out": out}
-    given = [
+    line = [
         *overrides(model, ranks, arguments),
         "speed=off",
         *strategy_overrides(row["strategy"]),
@@ -188,7 +188,7 @@ def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> Non
         *(f"+task.{key}={value}" for key, value in task.items()),
         f"epochs={PAIRS}",
     ]
-    run = train(given, ranks if ranks > 1 else None, folder, "run", arguments.patience)
+    run = train(line, ranks if ranks > 1 else None, folder, "run", arguments.patience)
     if run.problem:
         raise RuntimeError(run.problem)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -338,8 +338,8 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
     """Return the rows with what an earlier call has measured, and after them its other rows."""
     keys = ("model", "devices", "strategy", "loop", "batch")
-    found = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
-    return [*found, *(old for old in before if old not in found)]
+    known = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
+    return [*known, *(old for old in before if old not in known)]
 
 
 def main() -> None:

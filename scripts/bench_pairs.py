@@ -117,12 +117,12 @@ def ratios(rows: list[dict[str, Any]], clock: int) -> list[float]:
         rows: what BesideBare wrote, one for each line.
         clock: 0 for the time, 1 for the CPU time.
     """
-    found: list[float] = []
+    values: list[float] = []
     for before, after in itertools.pairwise(rows[WARM_UP:]):
         if after["epoch_before"]:
             bare_seconds = math.sqrt(before["bare"][clock] * after["bare"][clock])
-            found.append(bare_seconds / after["epoch_before"][clock])
-    return found
+            values.append(bare_seconds / after["epoch_before"][clock])
+    return values
 
 
 def lower_bound(values: list[float]) -> float:

@@ -109,7 +109,7 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
     ranks = dist.get_world_size()
     blocks = list(model.make().to(device).children())
     first = [len(blocks) * number // ranks for number in range(ranks + 1)]
-    own = nn.Sequential(*blocks[first[rank] : first[rank + 1]])
+    stage_blocks = nn.Sequential(*blocks[first[rank] : first[rank + 1]])
     between = nn.Sequential(*blocks[: first[1]])
     size = arguments.batch * ranks // MICRO_BATCHES
     inputs, targets = on_device(model, device, arguments.batch * ranks)
@@ -121,7 +121,7 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
     activations = torch.empty(
         size, *shapes[0], device=device, dtype=torch.bfloat16, requires_grad=True
     )
-    stage = Autocast(own, torch.float32 if last else torch.bfloat16)
+    stage = Autocast(stage_blocks, torch.float32 if last else torch.bfloat16)
     with torch.no_grad():
         outputs = stage(inputs[:size] if rank == 0 else activations)
     stage.compile()
@@ -134,7 +134,7 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
         output_args=outputs.detach().requires_grad_(),
     )
     schedule = Schedule1F1B(torch_stage, MICRO_BATCHES, loss_fn=loss_of)
-    optimizer = model.optimizer(own.parameters())
+    optimizer = model.optimizer(stage_blocks.parameters())
 
     def step() -> None:
         if rank == 0:

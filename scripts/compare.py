@@ -91,7 +91,7 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
     overrides: dict[str, list[str]] = {name: [] for name in ("scratch", "ddp", "fsdp", "pipeline")}
     overrides |= {"ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"], "mesh": []}
     devices = {"dp": gpus, "split": max(1, gpus)}
-    found = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
+    chosen = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
     everything = (
         [name for name in overrides if name != "mesh"]
         + ["dp"] * (gpus > 0)
@@ -100,16 +100,18 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
     for name, *options in (value.split() for value in values or everything):
         if name in overrides:
             ranks = [count for count in counts if name != "ddp_pipeline" or count >= 4]
-            found += [Entry(name, overrides[name], count, count, tuple(options)) for count in ranks]
+            chosen += [
+                Entry(name, overrides[name], count, count, tuple(options)) for count in ranks
+            ]
         elif name in devices:
-            found.append(Entry(name, [], None, devices[name], tuple(options)))
+            chosen.append(Entry(name, [], None, devices[name], tuple(options)))
         elif name != "single":
             names = ", ".join(["single", *overrides, *devices])
             raise ValueError(
                 f"--strategies {name}: no such strategy; allowed: {names}. Put overrides of "
                 "train.py after --"
             )
-    return list({entry.label: entry for entry in found}.values())
+    return list({entry.label: entry for entry in chosen}.values())
 
 
 class Result(NamedTuple):
@@ -138,14 +140,14 @@ def largest_difference(one: Path, other: Path) -> float:
 
 def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     """Run train.py under one strategy and read what it wrote."""
-    given = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
-    given += [
+    line = [*overrides, f"strategy={entry.name}", *entry.overrides, *entry.options]
+    line += [
         "checkpoint.every_epochs=1",
         f"checkpoint.at_steps={json.dumps(SAVED)}",
         "checkpoint.keep=100000",
     ]
-    given += ["checkpoint.format=full"]  # they are compared as files
-    done = train(given, entry.ranks, out, entry.label)
+    line += ["checkpoint.format=full"]  # they are compared as files
+    done = train(line, entry.ranks, out, entry.label)
     files = {
         int(path.stem.removeprefix("step_")): path
         for path in (out / entry.label / "checkpoints").glob("step_*.pt")
@@ -190,9 +192,12 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
             table.append((entry.title, str(entry.devices), f"not run: {run.problem}"))
             continue
         rate = median_of(run, "samples_per_second")
-        found = {} if single.problem else result.differences(results[0])
-        compared = max((step for step in found if step <= EARLY), default=0), max(found, default=0)
-        differences = [f"{found[step]:.1e}" if found else "" for step in compared]
+        by_step = {} if single.problem else result.differences(results[0])
+        compared = (
+            max((step for step in by_step if step <= EARLY), default=0),
+            max(by_step, default=0),
+        )
+        differences = [f"{by_step[step]:.1e}" if by_step else "" for step in compared]
         table.append(
             (
                 entry.title,

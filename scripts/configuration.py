@@ -54,7 +54,7 @@ def comments(path: str) -> dict[str, str]:
 
     A comment follows a value, and is continued in lines of its own.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     section = key = ""
     for line in (CONF / path).read_text().splitlines():
         if entry := re.match(r"( *)(?:- )?([a-z]\w*):([^#]*)(?:# (.+))?", line):
@@ -62,23 +62,23 @@ def comments(path: str) -> dict[str, str]:
             inner = entry[1] and section != "defaults"
             key = f"{section}.{entry[2]}" if inner else entry[2]
             if entry[4]:
-                found[key] = entry[4]
-        elif key in found and (more := re.match(r" +# (.+)", line)):
-            found[key] += f" {more[1]}"
+                texts[key] = entry[4]
+        elif key in texts and (more := re.match(r" +# (.+)", line)):
+            texts[key] += f" {more[1]}"
         else:
             key = ""
-    return found
+    return texts
 
 
 def meanings() -> dict[str, str]:
     """Return the comments of all keys: of the groups, by `group.key`, and of config.yaml."""
-    found = {
+    texts = {
         f"{group}.{key}": text
         for group in ("data", "optimizer")
         for name in names(group)
         for key, text in comments(f"{group}/{name}.yaml").items()
     }
-    return found | comments("config.yaml")
+    return texts | comments("config.yaml")
 
 
 def make_rows(schema: type[Keys], values: dict[str, Any], prefix: str = "") -> Iterator[Row]:

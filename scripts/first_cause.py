@@ -62,9 +62,9 @@ def summarize(records: list[dict[str, Any]]) -> int:
     by_place: dict[tuple[str, str], list[str]] = {}
     for record in records:
         by_place.setdefault((record["kind"], record["place"]), []).append(record["problem"])
-    for (kind, place), found in by_place.items():
-        problems = list(filter(None, found))
-        print(f"{kind:<10}{place:<12}{len(found):>3} launches, {len(problems)} wrong")
+    for (kind, place), samples in by_place.items():
+        problems = list(filter(None, samples))
+        print(f"{kind:<10}{place:<12}{len(samples):>3} launches, {len(problems)} wrong")
         for problem in dict.fromkeys(problems):
             print(f"  {problem}")
     wrong = sum(bool(record["problem"]) for record in records)

@@ -72,12 +72,12 @@ def main() -> None:
             )
         runtime.open_group()
         sizes = [2**power for power in range(12, arguments.largest + 1, 2)]
-        found = by_size(PROJECT | LIBRARY, runtime.device, sizes, arguments.repeat)
+        seconds = by_size(PROJECT | LIBRARY, runtime.device, sizes, arguments.repeat)
         if runtime.rank == 0:
             picture = Path(arguments.out).with_suffix(".png")
             picture.parent.mkdir(parents=True, exist_ok=True)
             report(
-                found | {"model": model(found["library"], runtime.world_size)},
+                seconds | {"model": model(seconds["library"], runtime.world_size)},
                 runtime.world_size,
                 picture,
             )

@@ -231,13 +231,13 @@ def with_copies(lanes: list[Lane], size: int, matmuls: int, repeat: int) -> dict
     }
     if gpu:
         variants["two, pageable"] = lambda: [copied(i, copy, pageable, matmul(i)) for i in every]
-    found = {name: median(lanes, variant, repeat) for name, variant in variants.items()}
+    medians = {name: median(lanes, variant, repeat) for name, variant in variants.items()}
     for tensor in (*results, *pinned):
         tensor.zero_()
     once(lanes, variants["two streams"])
     right = (torch.equal(result.cpu(), host) for result, host in zip(results, pinned, strict=True))
     assert all(right), "a copy started too early"
-    return found
+    return medians
 
 
 def show(title: str, runs: dict[str, Run]) -> None:

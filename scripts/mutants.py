@@ -63,9 +63,9 @@ class Record:
             self.rows.append(row)
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
-    what = "Make small errors in the code and report which no test notices."
-    parser = argparse.ArgumentParser(description=what)
+def arguments(command_line: list[str] | None) -> argparse.Namespace:
+    description = "Make small errors in the code and report which no test notices."
+    parser = argparse.ArgumentParser(description=description)
     results = ROOT / "runs" / "mutants"
     parser.add_argument("--sample", type=int, default=200, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of mutants")
@@ -79,7 +79,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="test files that run at a time")
     parser.add_argument("--results", type=Path, default=results, help="the folder of the results")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    return parser.parse_args(given)
+    return parser.parse_args(command_line)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -212,8 +212,8 @@ def table(results: list[tuple[Mutant, str]]) -> str:
     return "\n".join(f"{row[0]:24}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows)
 
 
-def main(given: list[str] | None = None) -> int:
-    options = arguments(given)
+def main(command_line: list[str] | None = None) -> int:
+    options = arguments(command_line)
     options.root = options.root.resolve()
     options.results = options.results.resolve()
     tree = options.results / "tree"

@@ -112,11 +112,11 @@ def first_failed(lines: list[str]) -> str:
 
 def end_all(mark: str) -> None:
     """Kill the processes whose environment has a mark, also those in sessions of their own."""
-    while found := [each for each in psutil.process_iter() if has(each, mark)]:
-        for process in found:
+    while marked := [each for each in psutil.process_iter() if has(each, mark)]:
+        for process in marked:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=10)
+        psutil.wait_procs(marked, timeout=10)
 
 
 def has(process: psutil.Process, mark: str) -> bool:

@@ -87,11 +87,11 @@ class Peers:
         All ranks call it with the same `number`.
         """
         with self._lock:
-            future, given = self._rounds.setdefault(number, (Future(), []))
-            given.append(values)
-            complete = len(given) == self.ranks
+            future, from_ranks = self._rounds.setdefault(number, (Future(), []))
+            from_ranks.append(values)
+            complete = len(from_ranks) == self.ranks
         if complete:
-            self.send("reduce", number, [max(column) for column in zip(*given, strict=True)])
+            self.send("reduce", number, [max(column) for column in zip(*from_ranks, strict=True)])
         return future.wait()
 
     def deliver(self, number: int, values: list[float]) -> None:
@@ -303,16 +303,16 @@ def run(spec: Spec, pipe: Connection) -> None:
     ranks = {rank_info.rank: Rank(spec, rank_info, peers, looks) for rank_info in spec.places}
     while True:
         try:
-            what, *values = pipe.recv()
+            command, *values = pipe.recv()
         except EOFError:
             os._exit(0)
-        if what == "result":
+        if command == "result":
             peers.deliver(*values)
-        elif what == "hang":
+        elif command == "hang":
             ranks[values[0]].hangs = True
-        elif what == "preempt":
+        elif command == "preempt":
             ranks[values[0]].requests.preempted = True  # as its signal handler does
-        elif what == "count":
+        elif command == "count":
             connections = [each for rank in ranks.values() for each in rank.runtime.connections]
             operations = sum(
                 (Counter({each.prefix: each.operations}) for each in connections), Counter[str]()

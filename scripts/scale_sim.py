@@ -144,7 +144,7 @@ class Launch:
         }
         self._counts: list[Counts] = []
         self._sending = threading.Lock()
-        self._given: dict[int, list[list[float]]] = {}
+        self._from_ranks: dict[int, list[list[float]]] = {}
         # not IPv6, which would be looked up in the DNS
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         port = listener.getsockname()[1]
@@ -172,23 +172,23 @@ class Launch:
         while pipes:
             for pipe in cast("list[Connection]", wait(list(pipes))):
                 try:
-                    what, *values = pipe.recv()
+                    command, *values = pipe.recv()
                 except (EOFError, OSError):
                     pipes.discard(pipe)
                     continue
-                if what == "counts":
+                if command == "counts":
                     self._counts.append(Counts(*values))
-                elif what == "reduce":
+                elif command == "reduce":
                     self._reduce(*values)
                 else:
-                    self.events[what][values[0]] = values[1]
+                    self.events[command][values[0]] = values[1]
 
     def _reduce(self, number: int, values: list[float]) -> None:
-        given = self._given.setdefault(number, [])
-        given.append(values)
-        if len(given) == len(self.processes):
-            del self._given[number]
-            self.tell("result", number, [max(column) for column in zip(*given, strict=True)])
+        from_ranks = self._from_ranks.setdefault(number, [])
+        from_ranks.append(values)
+        if len(from_ranks) == len(self.processes):
+            del self._from_ranks[number]
+            self.tell("result", number, [max(column) for column in zip(*from_ranks, strict=True)])
 
     def tell(self, *message: Any, rank: int | None = None) -> None:
         """Send a message to all processes, or to that of a rank."""

@@ -83,7 +83,7 @@ class Advisor:
         devices: of the launch.
         free: bytes of a GPU that are free before the run, on which speed=auto depends.
         common: arguments of train.py that do not concern the strategy.
-        own: overrides of the strategy that the user has chosen; [] if it is the default.
+        chosen: overrides of the strategy that the user has chosen; [] if it is the default.
         rows: the plans, the simplest strategies first.
         notes: lines about the plans, and why a strategy has none.
     """
@@ -94,7 +94,7 @@ class Advisor:
     devices: Devices
     free: int
     common: list[str]
-    own: list[str] = field(default_factory=list[str])
+    chosen: list[str] = field(default_factory=list[str])
     rows: list[Row] = field(default_factory=list[Row])
     notes: list[str] = field(default_factory=list[str])
 
@@ -159,8 +159,10 @@ class Advisor:
             (pair and number > 2, ["strategy=ddp_pipeline", "strategy.pp=2"]),
             (pair and number > 2, ["strategy=mesh", "strategy.tp=2"]),
         ]
-        fitting = [self.own if {*each} == {*self.own} else each for fits, each in possible if fits]
-        return fitting if not self.own or self.own in fitting else [*fitting, self.own]
+        fitting = [
+            self.chosen if {*each} == {*self.chosen} else each for fits, each in possible if fits
+        ]
+        return fitting if not self.chosen or self.chosen in fitting else [*fitting, self.chosen]
 
     def plan(self, overrides: list[str]) -> Row:
         """Return the plan of a strategy.
@@ -172,7 +174,7 @@ class Advisor:
         """
         devices = self.devices
         cfg = self.cfg.copy()
-        if overrides != self.own:
+        if overrides != self.chosen:
             cfg.strategy = compose_config(overrides, None).strategy
         alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
         ranks = 1 if alone else devices.number
@@ -231,7 +233,7 @@ class Advisor:
             except (ConfigError, CannotPlan) as error:
                 refused[name_of(overrides)] = str(error).removeprefix(f"{overrides[0]}: ")
 
-        own_name = name_of(self.own)
+        own_name = name_of(self.chosen)
         if not self.rows:
             name = own_name or next(iter(refused))
             raise ConfigError(

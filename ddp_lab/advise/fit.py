@@ -159,7 +159,9 @@ def check_state(cfg: Config, job: Job, memory: int) -> None:
         return
     advisor = advisor_of(cfg, job.dataset, job.model, job.runtime, memory)
     try:
-        needed, rank = max((sum(plan.held.values()), plan.rank) for plan in advisor.plan([]).plans)
+        needed, rank = max(
+            (sum(plan.state_bytes.values()), plan.rank) for plan in advisor.plan([]).plans
+        )
     except RuntimeError:  # CannotPlan
         return
     if needed > memory:

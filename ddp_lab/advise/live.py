@@ -66,7 +66,7 @@ class Live(TorchDispatchMode):
         calls, sent: number of calls, and bytes that this rank sends, by collective.
         flops: FLOPs by place, with torch's formulas (torch.utils.flop_counter), of this rank's
             shards.
-        held: bytes by kind at each place, when the optimizer's step begins; of a sharded model
+        state_bytes: by kind at each place, when the optimizer's step begins; of a sharded model
             those of the shards.
     """
 
@@ -77,7 +77,7 @@ class Live(TorchDispatchMode):
         strategy = job.strategy
         self.modules = strategy.modules_by_device
         self.owned = [list(module.parameters()) for module in self.modules]
-        self.held: list[dict[str, int]] = [{} for _ in self.modules]
+        self.state_bytes: list[dict[str, int]] = [{} for _ in self.modules]
         self.calls = Counter[Collective]()
         self.sent = Counter[Collective]()
         self.flops = Counter[int]()
@@ -126,7 +126,7 @@ class Live(TorchDispatchMode):
         self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         # during an update, state can be that of local shards, by other keys
-        for place, bytes_held in enumerate(self.held):
+        for place, bytes_held in enumerate(self.state_bytes):
             bytes_held |= {
                 kind: nbytes(tensors)
                 for kind, tensors in self.state(place).items()
@@ -253,7 +253,7 @@ class Live(TorchDispatchMode):
                 self._places |= dict.fromkeys(map(key_of, tensors), place)
 
     def _begin_update(self) -> None:
-        for place, bytes_held in enumerate(self.held):
+        for place, bytes_held in enumerate(self.state_bytes):
             bytes_held["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
         self._place = 0

@@ -50,8 +50,8 @@ class DeviceEstimate(NamedTuple):
 
     Attributes:
         rank, place: the rank, and which of its devices.
-        held: parameters, gradients, optimizer, averages and buffers: exactly what the rank holds
-            after a backward pass.
+        state_bytes: of parameters, gradients, optimizer, averages and buffers: exactly what the
+            rank holds after a backward pass.
         peak: the parts of the memory at the peak of a step. Without `outside` it is what torch
             counts as allocated.
         outside: what torch does not count.
@@ -63,7 +63,7 @@ class DeviceEstimate(NamedTuple):
 
     rank: int
     place: int
-    held: dict[str, int]
+    state_bytes: dict[str, int]
     peak: dict[str, float]
     outside: float
     calls: dict[Collective, int]
@@ -229,7 +229,7 @@ def plan_rank(
 
 def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:
     """Return the plan of a device after the steps."""
-    bytes_held = live.held[place]
+    bytes_held = live.state_bytes[place]
     peak = live.peak(place)
     options = job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first

@@ -189,8 +189,8 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
         if part == "optimizer":
-            name, _, what = name.rpartition(".")
-            state.setdefault(name, {})[what] = tensor
+            name, _, key_of_state = name.rpartition(".")
+            state.setdefault(name, {})[key_of_state] = tensor
         else:
             parts[part][name] = tensor
 

@@ -14,7 +14,7 @@ PAIR = 1  # the target of (input, target): the only sample in which this place i
 TargetKey = str | int | None
 
 
-def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tuple[Any, Any]:
+def divide(item: Any, targets: TargetKey, subject: str, key: str = "targets") -> tuple[Any, Any]:
     """Return the inputs and the target of a sample, or of a batch that has the same form.
 
     Args:
@@ -22,7 +22,7 @@ def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tu
         targets: place of the target: a key of a dict or an index of a tuple; None: there is no
             target. The others are the inputs: as they are if a tuple has one other part, else a
             tuple or a dict.
-        what: begins the message.
+        subject: begins the message.
         key: name of the argument that chooses the place, for the message.
 
     Raises:
@@ -33,7 +33,7 @@ def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tu
     if isinstance(targets, str):
         if not isinstance(item, Mapping) or targets not in item or len(item) < 2:
             raise ConfigError(
-                f'{what} must be a dict with the target "{targets}" and inputs, got '
+                f'{subject} must be a dict with the target "{targets}" and inputs, got '
                 f"{describe_sample(item)}. Use the key or the place of the target as {key}; "
                 f"{none_of(key)} if there is no target"
             )
@@ -43,13 +43,13 @@ def divide(item: Any, targets: TargetKey, what: str, key: str = "targets") -> tu
     count = len(item) if is_tuple else 0
     if targets == PAIR and count != 2:
         raise ConfigError(
-            f"{what} must be (input, target), got {describe_sample(item)}. "
+            f"{subject} must be (input, target), got {describe_sample(item)}. "
             f"{advice_on_target(item, key)}"
         )
 
     if count < 2 or not -count <= targets < count:
         raise ConfigError(
-            f"{what} must be a tuple with the target at {key}={targets} and inputs, got "
+            f"{subject} must be a tuple with the target at {key}={targets} and inputs, got "
             f"{describe_sample(item)}. {advice_on_target(item, key)}"
         )
 

@@ -78,16 +78,16 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
     Raises:
         SampleError: their inputs, or their targets, have different shapes or other parts.
     """
-    for place, what in enumerate(("inputs", "targets")):
+    for place, role in enumerate(("inputs", "targets")):
         forms = [
-            {name: list(tensor.shape) for name, tensor in leaves(sample[place], what)}
+            {name: list(tensor.shape) for name, tensor in leaves(sample[place], role)}
             for sample in samples
         ]
         other = next((at for at, form in enumerate(forms) if form != forms[0]), None)
         if other is not None and forms[0].keys() != forms[other].keys():
             raise SampleError(
                 f"samples {numbers[0]} and {numbers[other]} of the dataset are in one batch, but "
-                f"their {what} are {', '.join(forms[0]) or None} and "
+                f"their {role} are {', '.join(forms[0]) or None} and "
                 f"{', '.join(forms[other]) or None}. Return the same parts for all samples"
             )
 

@@ -130,14 +130,14 @@ def describe_sum(value: float, ranks: int) -> str:
 
 
 def expect_tensor(
-    value: Any, shape: Sequence[int], what: str, dtype: torch.dtype = torch.float64
+    value: Any, shape: Sequence[int], name: str, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """Return a tensor of the learner's.
 
     Args:
         value: what the learner's function returned.
         shape: the shape it must have.
-        what: the subject of the message, for example "local_batch".
+        name: the subject of the message, for example "local_batch".
         dtype: the type that its elements must have.
 
     Raises:
@@ -145,15 +145,15 @@ def expect_tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise Wrong(
-            f"{what} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is "
+            f"{name} returned {type(value).__name__}: expected a tensor of shape {list(shape)}; is "
             "a `return` missing?"
         )
     if list(value.shape) != list(shape):
         raise Wrong(
-            f"{what} returned a tensor of shape {list(value.shape)}: expected {list(shape)}"
+            f"{name} returned a tensor of shape {list(value.shape)}: expected {list(shape)}"
         )
     if value.dtype != dtype:
         raise Wrong(
-            f"{what} returned a tensor of {value.dtype}: expected {dtype}, that of its input"
+            f"{name} returned a tensor of {value.dtype}: expected {dtype}, that of its input"
         )
     return value

@@ -190,12 +190,12 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame
         name = "wait"
     if name:
-        what = f"waits in {name}, its call number {len(calls)} of torch.distributed,"
+        state = f"waits in {name}, its call number {len(calls)} of torch.distributed,"
     else:
-        what = "is still busy"
+        state = "is still busy"
 
     return Outcome(
         "waits",
-        f"{what} at line {line}: `{linecache.getline(str(file), line).strip()}`",
+        f"{state} at line {line}: `{linecache.getline(str(file), line).strip()}`",
         Call(name, line),
     )

@@ -48,24 +48,24 @@ class Example:
         return apply(lambda tensor: torch.empty_like(tensor, device="meta"), self.inputs)
 
 
-def find_example(given: Any, parts: Parts) -> Example | None:
+def find_example(example: Any, parts: Parts) -> Example | None:
     """Return the example that a user has given.
 
     Args:
-        given: a sample, or its inputs; None: there is none.
+        example: a sample, or its inputs; None: there is none.
         parts: which part of it is the target.
 
     Raises:
         ConfigError: it does not consist of tensors.
     """
-    if given is None:
+    if example is None:
         return None
     if parts.collate_fn is not None:
-        inputs, targets = collate([given, given], parts.collate_fn, parts.targets, "example")
+        inputs, targets = collate([example, example], parts.collate_fn, parts.targets, "example")
         return Example(*as_loaded(inputs, targets), is_complete=True)
 
-    is_complete = has_target(given, parts.targets)
-    sample, target = divide(given, parts.targets if is_complete else None, "example")
+    is_complete = has_target(example, parts.targets)
+    sample, target = divide(example, parts.targets if is_complete else None, "example")
     if not is_complete and isinstance(sample, tuple) and len(sample) == 1:
         (sample,) = sample
     if not consists_of_tensors(sample):

@@ -291,7 +291,7 @@ class Lab:
             )
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
-        given = model
+        original = model
         model = in_blocks(model, strategy, tried)
         task = as_task(loss)
         for note in try_model(model, task, tried, strategy):
@@ -315,7 +315,7 @@ class Lab:
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
         number = next(self._numbers)
-        options = LoopOptions(given, shapes, self._log, self._calls, num_workers, parts, number)
+        options = LoopOptions(original, shapes, self._log, self._calls, num_workers, parts, number)
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

@@ -48,12 +48,12 @@ class Call(NamedTuple):
     Attributes:
         name: of the module; "" is the model.
         module: the module.
-        given: its first argument.
+        argument: its first one.
     """
 
     name: str
     module: nn.Module
-    given: Any
+    argument: Any
 
 
 class Dimension(NamedTuple):
@@ -114,7 +114,9 @@ def describe_mistake(error: BaseException, strategy: Strategy) -> str | None:
             problem = describe_problem(call, cause)
             if problem is not None:
                 layer = describe_layer(call)
-                return f"the model: {layer} got {describe(call.given)}{place_of(cause)}, {problem}"
+                return (
+                    f"the model: {layer} got {describe(call.argument)}{place_of(cause)}, {problem}"
+                )
         cause = cause.__cause__
     return None
 
@@ -158,7 +160,7 @@ def steps_of(first: TracebackType | None) -> Iterator[TracebackType]:
 
 def describe_problem(call: Call, error: BaseException) -> str | None:
     """Return what is wrong with the argument of a module, and what to do; None for other errors."""
-    argument = call.given
+    argument = call.argument
     module = call.module
     if isinstance(argument, torch.Tensor):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and "index out of range" in str(

@@ -75,7 +75,7 @@ class InitialWeights(Weights):
         self.blocks = {name: copy.deepcopy(block) for name, block in chain.named_children()}
         self.initializers = chain.initializers
         self.seed = seed
-        self.given: dict[str, torch.Tensor] = {}
+        self.from_file: dict[str, torch.Tensor] = {}
         for name, block in self.blocks.items():
             list(resettable(block, name))
 
@@ -84,7 +84,7 @@ class InitialWeights(Weights):
 
     def set_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Use these tensors, by their names in the complete model, in place of drawn ones."""
-        self.given = state
+        self.from_file = state
 
     @torch.no_grad()
     def fill(
@@ -117,7 +117,9 @@ class InitialWeights(Weights):
         """
         names = tensors_of(self.blocks[name]).keys()
         from_file = {
-            key: self.given[f"{name}.{key}"] for key in names if f"{name}.{key}" in self.given
+            key: self.from_file[f"{name}.{key}"]
+            for key in names
+            if f"{name}.{key}" in self.from_file
         }
         if from_file.keys() == names:
             return from_file

@@ -7,7 +7,7 @@ from torch.nn.parameter import is_lazy
 from ddp_lab.config.errors import ConfigError
 
 
-def give_own_memory(model: nn.Module, what: str) -> None:
+def give_own_memory(model: nn.Module, subject: str) -> None:
     """Make the buffers of a model contiguous, in place, so that they can be written into.
 
     An expanded buffer, for example a mask, has one element in memory for several of its own. torch
@@ -16,7 +16,7 @@ def give_own_memory(model: nn.Module, what: str) -> None:
 
     Args:
         model: with its weights, or on the meta device.
-        what: what the model is, for the message.
+        subject: what the model is, for the message.
 
     Raises:
         ConfigError: a parameter is expanded, so no optimizer can update it.
@@ -24,7 +24,7 @@ def give_own_memory(model: nn.Module, what: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_lazy(parameter) and is_expanded(parameter):
             raise ConfigError(
-                f"{what}: the parameter {name} is expanded: several of its elements share one "
+                f"{subject}: the parameter {name} is expanded: several of its elements share one "
                 "place in memory, so that no optimizer can update it. Make it by "
                 "nn.Parameter(tensor.expand(...).clone())"
             )

@@ -14,12 +14,12 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.real_view import real_view
 
 
-def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
+def require_tensor(outputs: object, source: str = "the model") -> torch.Tensor:
     """Return the outputs of a model.
 
     Args:
         outputs: what its `forward` has returned.
-        what: begins the message.
+        source: begins the message.
 
     Raises:
         ConfigError: they are no tensor.
@@ -28,8 +28,8 @@ def require_tensor(outputs: object, what: str = "the model") -> torch.Tensor:
         return outputs
     content, place = describe_content(outputs)
     raise ConfigError(
-        f"{what} returns {content}, but expected is one tensor [b, ...] for b samples. Wrap it in "
-        f"a module of a few lines, whose forward ends with `return self.model(inputs){place}`"
+        f"{source} returns {content}, but expected is one tensor [b, ...] for b samples. Wrap it "
+        f"in a module of a few lines, whose forward ends with `return self.model(inputs){place}`"
     )
 
 

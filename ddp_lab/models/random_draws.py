@@ -19,12 +19,12 @@ class Draws(TorchDispatchMode):
     """Records whether an operation draws from a random generator.
 
     Attributes:
-        found: whether one has.
+        has_drawn: whether one has.
     """
 
     def __init__(self):
         super().__init__()
-        self.found = False
+        self.has_drawn = False
 
     def __torch_dispatch__(
         self,
@@ -34,7 +34,7 @@ class Draws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found = self.found or has_dropout(func, args, kwargs or {})
+            self.has_drawn = self.has_drawn or has_dropout(func, args, kwargs or {})
         return func(*args, **kwargs or {})
 
 
@@ -69,4 +69,4 @@ def _draws(model: nn.Module, inputs: Tree) -> bool:
     draws = Draws()
     with draws, torch.no_grad():
         call(model.train(), inputs)
-    return draws.found
+    return draws.has_drawn

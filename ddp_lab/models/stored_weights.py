@@ -86,17 +86,17 @@ def open_directory(path: Path) -> dict[str, StoredTensor]:
                 "save_pretrained and trainer.save write it, or a file"
             )
         files = sorted({FILE} if places is None else {*places.values()})
-        found: dict[str, StoredTensor] = {}
+        stored: dict[str, StoredTensor] = {}
         for name in files:
             if Path(name).name != name:
                 raise ConfigError(f"{key}: {INDEX} names {name}, which is outside the directory")
             with safe_open(path / name, framework="pt") as file:
                 for tensor in file.keys():  # noqa: SIM118, it is no dict
                     # an empty part has the dtype, and nothing is read
-                    stored = file.get_slice(tensor)
-                    shape = torch.Size(stored.get_shape())
-                    dtype = stored[:0].dtype if shape else file.get_tensor(tensor).dtype
-                    found[tensor] = StoredTensor(path / name, tensor, shape, dtype)
+                    part = file.get_slice(tensor)
+                    shape = torch.Size(part.get_shape())
+                    dtype = part[:0].dtype if shape else file.get_tensor(tensor).dtype
+                    stored[tensor] = StoredTensor(path / name, tensor, shape, dtype)
     except OSError as error:
         reason = f"{error.filename or ''} {error.strerror or error}".strip()
         raise NodeError(
@@ -108,12 +108,12 @@ def open_directory(path: Path) -> dict[str, StoredTensor]:
             f"{key}: is damaged or no directory of safetensors ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''})"
         ) from None
-    if places is not None and (missing := sorted(places.keys() - found.keys())):
+    if places is not None and (missing := sorted(places.keys() - stored.keys())):
         raise ConfigError(
             f"{key}: {INDEX} names {len(missing)} tensors that its files do not have: "
             f"{', '.join(missing[:3])}. Copy all files of the directory again"
         )
-    return found
+    return stored
 
 
 @contextmanager
@@ -163,7 +163,7 @@ class StoredWeights(Weights):
 
     def __init__(self, model: nn.Module, stored: Mapping[str, StoredTensor | torch.Tensor]):
         self.stored = stored
-        self.own = {
+        self.drawn = {
             name: tensor for name, tensor in tensors_of(model).items() if name not in stored
         }
 
@@ -179,7 +179,7 @@ class StoredWeights(Weights):
         blocks.to_empty(device=device)
         tie(blocks, tied)
         for name, tensor in tensors_of(blocks).items():
-            put(self.stored[name] if name in self.stored else self.own[name], tensor)
+            put(self.stored[name] if name in self.stored else self.drawn[name], tensor)
 
 
 def with_tied_names(

@@ -207,11 +207,11 @@ class Head(nn.Module):
         return self.linear(tokens.mean(1) if self.pool == "mean" else tokens[:, 0])
 
 
-def require_divisor(option: str, value: int, what: str, size: int) -> None:
+def require_divisor(option: str, value: int, size_name: str, size: int) -> None:
     """Raise a ConfigError unless an option of a model divides a size."""
     if size % value:
         raise ConfigError(
-            f"model.{option}={value}: must divide the {what}, {size}; use {divisors(size)}"
+            f"model.{option}={value}: must divide the {size_name}, {size}; use {divisors(size)}"
         )
 
 

@@ -96,7 +96,7 @@ def match_weights(
     }
     if any(problems.values()):
         text = "; ".join(
-            f"{len(names)} {what}: {some(names)}" for what, names in problems.items() if names
+            f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names
         )
         raise ConfigError(
             f"{key}: are not the weights of this model: {text}. Use the model that they were "

@@ -44,7 +44,7 @@ class LogFile(logging.FileHandler):
 
 
 @contextmanager
-def log_if_slow(what: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
+def log_if_slow(activity: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
     """Log what the body does if it takes longer than a few seconds, and repeat it until it ends.
 
     `tell` is used before the log is set up.
@@ -54,7 +54,7 @@ def log_if_slow(what: str, tell: Callable[[str], object] = log.info) -> Generato
     def repeat() -> None:
         wait = SLOW
         while not ended.wait(wait):
-            tell(f"{what} ...")
+            tell(f"{activity} ...")
             wait = AGAIN
 
     threading.Thread(target=repeat, daemon=True).start()

@@ -233,20 +233,20 @@ class Guard(Hook):
         preempted, save_failed, *_ = exchanged.flags
         if exchanged.not_finite:
             bad, rank = exchanged.not_finite
-            what = (
+            problem = (
                 f"the loss of step {bad} (epoch {position.epoch}) is not finite, on rank {rank} "
                 "first"
             )
             if self.on_nan == "stop":
                 raise TrainingError(
-                    f"{what}. The last checkpoint is from an earlier step. Lower optimizer.lr, set "
-                    "max_grad_norm, or use on_nan=skip, with which the gradient of such a batch "
-                    "counts as zero",
+                    f"{problem}. The last checkpoint is from an earlier step. Lower optimizer.lr, "
+                    "set max_grad_norm, or use on_nan=skip, with which the gradient of such a "
+                    "batch counts as zero",
                     "not_finite",
                     rank,
                 )
             if self.run.strategy.runtime.is_main:
-                log.warning(f"{what}; its gradient counts as zero (on_nan=skip)")
+                log.warning(f"{problem}; its gradient counts as zero (on_nan=skip)")
 
         if exchanged.weights_not_finite:
             raise TrainingError(

@@ -82,12 +82,12 @@ class Watchdog:
         # A hang is judged when the heartbeats of all ranks show who waits in a collective.
         self.settled = timeout + 2 * BEAT + (4.0 if runtime.nodes > 1 else 0)
 
-        self.own: Heartbeat = {
+        self.record: Heartbeat = {
             "rank": runtime.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        self.own |= {
+        self.record |= {
             "epoch": 0,
             "step": 0,
             "doing": STARTING,
@@ -106,7 +106,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self.table = Table(self.runtime)
-        self.heartbeat = OwnHeartbeat(self.table, self.runtime.local_rank, self.own)
+        self.heartbeat = OwnHeartbeat(self.table, self.runtime.local_rank, self.record)
         self.heartbeat.write()
         # sends the node's first heartbeat: a node that has never sent one cannot be missed
         self._leads()
@@ -119,7 +119,7 @@ class Watchdog:
         if error is None or isinstance(error, ConfigError):
             self.stop()
             if error is not None and self.rank == 0:
-                write_status(self.run_dir, "failed", self.own["epoch"], self.own["step"])
+                write_status(self.run_dir, "failed", self.record["epoch"], self.record["step"])
             return
         try:
             self.failed(error)
@@ -145,7 +145,7 @@ class Watchdog:
 
         Return whether a failure is known, after this rank has left.
         """
-        self.own["beat"] += 1
+        self.record["beat"] += 1
         self.heartbeat.write()
         leads = self._leads()
         if self.table.read("failure"):
@@ -204,23 +204,23 @@ class Watchdog:
         is the rank with the least progress, or one that lacks the collective in which that rank
         waits. If it can report its stack, it reports itself.
         """
-        still = self._unchanged.count("own", self.own["since"]) * BEAT
+        still = self._unchanged.count("own", self.record["since"]) * BEAT
         if self.rank == 0 and still and still % SILENT == 0:
             log.info(
-                f"{self.own['doing']} for {still:.0f} s (epoch {self.own['epoch']}, step "
-                f"{self.own['step']})"
+                f"{self.record['doing']} for {still:.0f} s (epoch {self.record['epoch']}, step "
+                f"{self.record['step']})"
             )
 
         # early, because on a busy machine this rank may count late what others need to judge
         if still < self.timeout / 4:
-            self.own |= BUSY
+            self.record |= BUSY
             return None
         from ddp_lab.resilience import flight_recorder
 
         frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
-        self.own["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
-        if not self.own["called"]:
-            self.own |= flight_recorder.last_calls()
+        self.record["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
+        if not self.record["called"]:
+            self.record |= flight_recorder.last_calls()
         if still < self.settled:
             return None
 
@@ -247,7 +247,7 @@ class Watchdog:
 
         if self.runtime.world_size > 1:
             folder = flight_recorder.folder_of(self.run_dir, suspect["step"])
-            problem += flight_recorder.describe_waits(self.own, everyone, folder)
+            problem += flight_recorder.describe_waits(self.record, everyone, folder)
         return suspect, "hang", problem
 
     def failed(self, error: BaseException) -> None:
@@ -266,12 +266,12 @@ class Watchdog:
             time.sleep(BEAT / 5)
 
         if isinstance(error, TrainingError):  # its message contains the step and the rank
-            first = self._report(self.own, error.kind, f"error: {error}")
+            first = self._report(self.record, error.kind, f"error: {error}")
         else:
             shown = f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"
             problem = str(error) if isinstance(error, SampleError) else shown
             first = self._report(
-                self.own, "exception", describe(self.own, problem, self.table.everyone())
+                self.record, "exception", describe(self.record, problem, self.table.everyone())
             )
 
         if not first:
@@ -321,7 +321,7 @@ class Watchdog:
 
     def leave(self, grace: float) -> None:
         """Exit with code 1 unless the main thread stops the watchdog within `grace` seconds."""
-        if self.own["called"] and (failure := self.table.read("failure")):
+        if self.record["called"] and (failure := self.table.read("failure")):
             from ddp_lab.resilience import flight_recorder
 
             flight_recorder.save(self.run_dir, failure["step"], self.rank)

@@ -164,9 +164,9 @@ def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
             )
 
         if name in NEEDED and name not in dataset.sets:
-            what, remedy = NEEDED[name]
+            set_name, remedy = NEEDED[name]
             raise ConfigError(
-                f"{key}={value}: needs a {what} set, which these data do not have. Use {remedy}"
+                f"{key}={value}: needs a {set_name} set, which these data do not have. Use {remedy}"
             )
 
 

@@ -121,7 +121,10 @@ def write_table(file: TextIO, predictions: list[Prediction]) -> None:
     writer = csv.writer(file, lineterminator="\n")
     top = len(predictions[0].classes) if predictions else 0
     writer.writerow(
-        ["file", *(f"{what}_{i}" for i in range(1, top + 1) for what in ("class", "probability"))]
+        [
+            "file",
+            *(f"{column}_{i}" for i in range(1, top + 1) for column in ("class", "probability")),
+        ]
     )
     for path, classes, probabilities in predictions:
         pairs = zip(classes, probabilities, strict=True)

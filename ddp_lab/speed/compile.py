@@ -119,11 +119,11 @@ def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> G
     if step.strategy.device.type == "cuda":
         pad_convolutions(step.strategy.module)
 
-    what = f"compiling the training step: {compile_passes(step.strategy, compile_fn)}"
+    activity = f"compiling the training step: {compile_passes(step.strategy, compile_fn)}"
     if loader is not None:
         loader.compile(compile_fn)
         step.compile(compile_fn)
-    log.info(f"{what} ...")
+    log.info(f"{activity} ...")
     start = time.perf_counter()
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     cudnn: Any = torch.backends.cudnn
@@ -139,4 +139,4 @@ def compiling(step: Step, loader: DeviceLoader | None, channels_last: bool) -> G
         cudnn.benchmark, cudnn.benchmark_limit = before
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
     torch.compiler.set_stance("eager_on_recompile")  # until `backend_flags` ends
-    log.info(f"{what}: took {time.perf_counter() - start:.1f} s")
+    log.info(f"{activity}: took {time.perf_counter() - start:.1f} s")

@@ -183,7 +183,7 @@ def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | Non
     # 0.15; two H200s, torch 2.11).
     total = cast(
         "Callable[[torch.Tensor], torch.Tensor]",
-        torch.compiler.disable(lambda own: SumOverRanks.apply(own, group)),
+        torch.compiler.disable(lambda sums: SumOverRanks.apply(sums, group)),
     )
     for layer in filter(is_batch_norm, model.modules()):
         if not isinstance(layer, SyncBatchNorm):

@@ -29,14 +29,14 @@ class Functional(TorchFunctionMode):
 
     Attributes:
         running: names of the modules whose `forward` is running, the innermost one last.
-        found: names of the innermost modules that do so.
+        without_layer: names of the innermost modules that do so.
     """
 
     def __init__(self, layers: set[str]):
         super().__init__()
         self.layers = layers
         self.running = [""]
-        self.found: list[str] = []
+        self.without_layer: list[str] = []
 
     def __torch_function__(
         self,
@@ -49,7 +49,7 @@ class Functional(TorchFunctionMode):
         if getattr(func, "__name__", "") in FUNCTIONS:
             training = args[TRAINING] if len(args) > TRAINING else kwargs.get("training", False)
             if training and self.running[-1] not in self.layers:
-                self.found.append(self.running[-1])
+                self.without_layer.append(self.running[-1])
         return func(*args, **kwargs)
 
 
@@ -70,7 +70,7 @@ def other_statistics(model: nn.Module, example: Tree) -> tuple[str, str] | None:
         with suppress(Exception), state_kept(model):
             results.append(buffers_after_step(model, samples(model, example, draw), recorder))
 
-    for name in recorder.found:
+    for name in recorder.without_layer:
         return (
             name,
             "it calls F.batch_norm with training=True, whose statistics would be those of the "

@@ -74,11 +74,14 @@ class RecomputedBlock(nn.Module):
         # The first pass may change a list or dict of the caller. The second one gets it as it was
         # before. torch cares for the tensors that it gets by position only.
         leaves, form = tree_flatten((args, kwargs))
-        given = [(args, kwargs)]
+        first_arguments = [(args, kwargs)]
 
         def compute(*leaves: Any) -> Any:
-            own_args, own_kwargs = given.pop() if given else tree_unflatten(leaves, form)
-            return call(*own_args, **own_kwargs)
+            if first_arguments:
+                call_args, call_kwargs = first_arguments.pop()
+            else:
+                call_args, call_kwargs = tree_unflatten(leaves, form)
+            return call(*call_args, **call_kwargs)
 
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in inputs]

@@ -76,13 +76,13 @@ class TracedModel:
             to_device: moves a part of it to the device, or gives it its weights there.
         """
         tensors = [*model.parameters(), *model.buffers()]
-        own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        self.weights.keep(own, self.rank)
-        own = to_device(own)
-        for name, parameter in own.named_parameters(remove_duplicate=False):
+        copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        self.weights.keep(copied, self.rank)
+        copied = to_device(copied)
+        for name, parameter in copied.named_parameters(remove_duplicate=False):
             path, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(path), own_name, parameter)
-        return own
+        return copied
 
     def executor(self, model: nn.Module, group: dist.ProcessGroup, task: Task) -> TracedExecutor:
         """Return what runs batches through the stages.

@@ -11,17 +11,17 @@ class Advice:
     Attributes:
         modules: names of the model's modules, in the order of their definition.
         units: names of its units.
-        given: patterns that `strategy.keep_whole` has now.
+        from_user: patterns that `strategy.keep_whole` has now.
     """
 
     modules: Sequence[str]
     units: Collection[str]
-    given: Sequence[str] = ()
+    from_user: Sequence[str] = ()
 
     def keep(self, names: Collection[str]) -> str:
         """Return the option to keep these modules whole, too, on the command line and in a Lab."""
         added = sorted(names, key=self.modules.index)
-        patterns = list(dict.fromkeys([*self.given, *added]))
+        patterns = list(dict.fromkeys([*self.from_user, *added]))
         quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
         return f"strategy.keep_whole=[{','.join(patterns)}], in a Lab keep_whole=[{quoted}]"
 
@@ -33,7 +33,7 @@ class Advice:
         """
         added = sorted(names, key=self.modules.index)
         patterns = [self._pattern(name, names) for name in added]
-        return Advice([*self.modules, *patterns], self.units, self.given).keep(patterns)
+        return Advice([*self.modules, *patterns], self.units, self.from_user).keep(patterns)
 
     def _pattern(self, name: str, others: Collection[str]) -> str:
         parent, _, own_name = name.rpartition(".")

@@ -54,7 +54,9 @@ class UnitGradients:
         self._empty = {
             index for parameter, index in self._originals.items() if not parameter.numel()
         }
-        self._own: dict[nn.Module, list[int]] = {}  # the parameters that are gathered with a unit
+        self._gathered_with: dict[
+            nn.Module, list[int]
+        ] = {}  # the parameters that are gathered with a unit
         self._gathered: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # in this step
         self._used = set[int]()  # in this step
         self._decided: dict[tuple[int, ...], list[int]] = {}
@@ -63,7 +65,7 @@ class UnitGradients:
     def before_sharding(self, unit: nn.Module) -> None:
         """Prepare a unit, after those within it, and before fully_shard is applied to it."""
         originals = self._originals
-        self._own[unit] = [
+        self._gathered_with[unit] = [
             originals[parameter] for parameter in unit.parameters() if parameter in originals
         ]
 
@@ -79,7 +81,7 @@ class UnitGradients:
         backward pass.
         """
         if torch.is_grad_enabled():
-            parameters = self._own[unit]
+            parameters = self._gathered_with[unit]
             self._gathered[unit] = [(index, getattr(*self._places[index])) for index in parameters]
 
     def complete(self, unit: nn.Module) -> None:

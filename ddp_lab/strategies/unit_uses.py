@@ -69,7 +69,7 @@ class Uses:
             usage = record(self._copy, to(inputs, "meta"))
             names = {module: name for name, module in self._copy.named_modules()}
             gathered_in_time = {
-                names[unit] for unit in find_units(self._copy, usage, self.advice.given)
+                names[unit] for unit in find_units(self._copy, usage, self.advice.from_user)
             }
             elsewhere = [name for name in units if name not in gathered_in_time]
             return elsewhere or units

@@ -147,8 +147,8 @@ def refuse_different(strategy: "Strategy", model: nn.Module, written: Mapping[st
             )
             if different is None:
                 why = "may depend on the samples of the batch: a trial of it cannot run here"
-            what = f"{describe(strategy, name, module)}. What it writes {why}"
-            raise ConfigError(f"{what}. {REMEDY}; or use strategy=single")
+            problem = f"{describe(strategy, name, module)}. What it writes {why}"
+            raise ConfigError(f"{problem}. {REMEDY}; or use strategy=single")
 
         if strategy.find_unused_parameters:
             raise ConfigError(

@@ -168,11 +168,13 @@ class Task(nn.Module):
 
         if not self.weighted and (weights is not losses or losses.dim() != 1):
             shape = list(losses.shape)
-            what = f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
+            returned_shapes = (
+                f"losses {shape}" if weights is losses else f"(losses, weights) of {shape}"
+            )
             raise TrainingError(
                 "weighted=False declares one loss of weight 1 for each sample, "
-                f"[{samples}], but the loss returned {what}. Remove the attribute weighted of "
-                "the loss or the task, or set it to True",
+                f"[{samples}], but the loss returned {returned_shapes}. Remove the attribute "
+                "weighted of the loss or the task, or set it to True",
             )
         return returned
 

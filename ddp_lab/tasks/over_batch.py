@@ -153,9 +153,9 @@ def compare_with(
     ):
         size = max(abs(value), sum(map(abs, each)))
         if not is_close(value, sum(each), tolerance, size):
-            what = "is" if name == "loss" else "has the weight"
+            verb = "is" if name == "loss" else "has the weight"
             return (
-                f"{what} {value:.6g} for {count} samples together, and {sum(each):.6g} for each "
+                f"{verb} {value:.6g} for {count} samples together, and {sum(each):.6g} for each "
                 "alone, in sum"
             )
     return None

@@ -128,8 +128,8 @@ class Steps(NamedTuple):
         if only is None:
             optimizer = construct_optimizer(self.make, param_groups(trained, self.decays_all))
         else:
-            own = [trained[only]]
-            optimizer = PartOptimizer(self.make, self.decays_all, own, trained).construct()
+            part = [trained[only]]
+            optimizer = PartOptimizer(self.make, self.decays_all, part, trained).construct()
         if trained[0].device.type == "cpu":
             optimizer = for_cpu(optimizer)
         step = step_of(optimizer)

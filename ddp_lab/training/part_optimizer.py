@@ -28,14 +28,14 @@ HOOKS = "_optimizer_"  # how the names of the attributes begin that hold hooks
 def construct_for_part(
     make: MakeOptimizer,
     decays_all: bool,
-    own: Sequence[nn.Parameter],
+    trained: Sequence[nn.Parameter],
     model: nn.Module,
     idle: Collection[str],
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates.
 
     Args:
-        make, decays_all, own: as in `PartOptimizer`.
+        make, decays_all, trained: as in `PartOptimizer`.
         model: the complete model. The parameters of other stages stay where they were before
             `Strategy.setup`, maybe on the meta device.
         idle: names of those that one device would update, and that are frozen here.
@@ -48,9 +48,9 @@ def construct_for_part(
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or name in idle
     ]
-    if {*map(id, own)} < {*map(id, on_one_device)}:
-        return PartOptimizer(make, decays_all, own, on_one_device).construct()
-    return construct_optimizer(make, param_groups(own, decays_all))
+    if {*map(id, trained)} < {*map(id, on_one_device)}:
+        return PartOptimizer(make, decays_all, trained, on_one_device).construct()
+    return construct_optimizer(make, param_groups(trained, decays_all))
 
 
 class PartOptimizer(NamedTuple):
@@ -59,14 +59,14 @@ class PartOptimizer(NamedTuple):
     Attributes:
         make: the user's function of parameters.
         decays_all: as in `param_groups`.
-        own: the parameters that are updated.
+        trained: the parameters that are updated.
         all: those that one device would update, in the order of the complete model. Those of other
             stages may be on other devices.
     """
 
     make: MakeOptimizer
     decays_all: bool
-    own: Sequence[nn.Parameter]
+    trained: Sequence[nn.Parameter]
     all: Sequence[nn.Parameter]
 
     def construct(self) -> torch.optim.Optimizer:
@@ -75,14 +75,14 @@ class PartOptimizer(NamedTuple):
         Raises:
             ConfigError: it cannot be made, or its step needs a closure.
         """
-        return restrict(self._of_all(), self.own) if self._needs_all() else self._of_own()
+        return restrict(self._of_all(), self.trained) if self._needs_all() else self._of_own()
 
     def _of_own(self) -> torch.optim.Optimizer:
-        return construct_optimizer(self.make, param_groups(self.own, self.decays_all))
+        return construct_optimizer(self.make, param_groups(self.trained, self.decays_all))
 
     def _of_all(self) -> torch.optim.Optimizer:
         with all_trained(self.all):
-            groups = param_groups(self.all, self.decays_all, kept=self.own)
+            groups = param_groups(self.all, self.decays_all, kept=self.trained)
             return construct_optimizer(self.make, groups)
 
     def _needs_all(self) -> bool:
@@ -102,9 +102,9 @@ class PartOptimizer(NamedTuple):
                 of_own = None
         kind = type(of_all).__name__
         keeps_tensors = holds_tensors(of_all)
-        expected = groups_of(of_all, self.own)
+        expected = groups_of(of_all, self.trained)
         if of_own is not None and type(of_own) is type(of_all):
-            groups = groups_of(of_own, self.own)
+            groups = groups_of(of_own, self.trained)
             if same_groups(groups, expected):
                 return False
             if keeps_tensors and same_options(groups, expected):

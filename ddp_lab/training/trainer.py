@@ -144,7 +144,7 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
             f"{type(make).__name__}"
         )
     decays_all = recipe.decay_norms_and_biases
-    own = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
     has_part = strategy.axes.get("pp", 1) > 1 or bool(strategy.idle)
     optimizer = None
     problem = ""
@@ -152,9 +152,9 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
         if has_part:
             from ddp_lab.training.part_optimizer import construct_for_part
 
-            optimizer = construct_for_part(make, decays_all, own, model, strategy.idle)
+            optimizer = construct_for_part(make, decays_all, trained, model, strategy.idle)
         else:
-            optimizer = construct_optimizer(make, param_groups(own, decays_all))
+            optimizer = construct_optimizer(make, param_groups(trained, decays_all))
     except ConfigError as error:
         problem = str(error)
     except (TypeError, ValueError, AttributeError) as error:

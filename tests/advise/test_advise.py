@@ -161,7 +161,7 @@ def test_thousands_of_ranks_are_planned():
 
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
     """A compiled step warms up once: the optimizer has no state yet that would be copied."""
-    state = planned("ddp", *VIT).fullest.held
+    state = planned("ddp", *VIT).fullest.state_bytes
     for keys, expected in {
         "cuda_graph=true": state["parameters"] + state["optimizer"] + state["buffers"],
         "compile=true": state["parameters"] + state["buffers"],
@@ -180,8 +180,8 @@ def test_unsharded_gradients_of_accumulation_are_counted():
 
 def test_own_strategy_is_planned_with_its_options_as_they_were_given():
     planner = advisor("strategy=fsdp", "strategy.reshard_after_forward=false", *SYNTHETIC)
-    assert planner.own in planner.candidates()
-    row = planner.plan(planner.own)
+    assert planner.chosen in planner.candidates()
+    row = planner.plan(planner.chosen)
     assert row.name == "fsdp reshard_after_forward=false"
     assert shlex.split(row.launch)[-2:] == ["strategy=fsdp", "strategy.reshard_after_forward=false"]
 
@@ -190,7 +190,7 @@ def test_strategy_of_the_user_is_planned_without_a_method_for_it(tmp_path):
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "mine.yaml").write_text("_target_: own_strategies.Mine\n")
     planner = Advisor.of(["strategy=mine", *VIT], str(tmp_path), find_devices("4xH100"))
-    row = planner.plan(planner.own)
+    row = planner.plan(planner.chosen)
     assert sum(row.fullest.calls.values()) == len(list(planner.model.parameters())), (
         "an all-reduce for each parameter"
     )

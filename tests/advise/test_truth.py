@@ -151,7 +151,7 @@ def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
         (planned,) = plan(case, 4, rank)
         real = world(SECOND if case in SECOND else ON_FOUR)[rank][case]
-        assert planned.held == real.held, f"rank {rank}"
+        assert planned.state_bytes == real.held, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 
 
@@ -159,7 +159,7 @@ def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
 def test_plan_is_what_one_process_holds_and_needs(case):
     (planned,) = plan(case, 1, 0)
     real = measure(Runtime("cpu"), case)
-    assert planned.held == real.held
+    assert planned.state_bytes == real.held
     assert planned.allocated == pytest.approx(real.peak, rel=0.05)
 
 
@@ -167,7 +167,7 @@ def test_split_holds_a_stage_on_each_device():
     case = "split devices=[cpu,cpu,cpu]"
     trainer = build(config_of(case), Runtime("cpu")).trainer()
     held = [nbytes(stage.parameters()) for stage in trainer.strategy.stages]
-    assert [planned.held["parameters"] for planned in plan(case, 1, 0)] == held
+    assert [planned.state_bytes["parameters"] for planned in plan(case, 1, 0)] == held
 
 
 IMAGES = (

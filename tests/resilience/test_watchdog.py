@@ -50,7 +50,7 @@ def watch(tmp_path: Path, table: Table, rank: int = 0, timeout: float = 60) -> W
     made = Watchdog(SimpleNamespace(path=tmp_path), Runtime("cpu", rank_info=rank_info), timeout)
     made.table = table
     made.leave = lambda grace: None
-    made.heartbeat = OwnHeartbeat(table, rank, made.own)
+    made.heartbeat = OwnHeartbeat(table, rank, made.record)
     return made
 
 

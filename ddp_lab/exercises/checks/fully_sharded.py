@@ -10,7 +10,7 @@ from ddp_lab.exercises.explain import Call, Wrong, expect_only, expect_tensor, u
 WRITE = ("gather", "gradient_of_own_rows")
 RANKS = (2, 3)
 HINTS = (
-    "dist.all_gather(list of tensors, own) fills the list in the order of the ranks; torch.cat "
+    "dist.all_gather(list of tensors, shard) fills the list in the order of the ranks; torch.cat "
     "joins it.",
     "The gradient of half the squares of inputs @ weight.T is outputs.T @ inputs, of the shape of "
     "the weight.",

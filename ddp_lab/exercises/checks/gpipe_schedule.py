@@ -33,7 +33,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         )
 
         for each, actions in enumerate(schedules):
-            kinds = "".join(what for what, _ in actions)
+            kinds = "".join(letter for letter, _ in actions)
             if "BF" in kinds:
                 text = f"Stage {each} computes {kinds} ({text[:-2]}). "
                 raise Wrong(
@@ -42,7 +42,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
         if time != expected:
             orders = {
-                tuple(m for what, m in actions if what == kind)
+                tuple(m for letter, m in actions if letter == kind)
                 for kind in "FB"
                 for actions in schedules
             }

@@ -21,14 +21,14 @@ def layer(ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 def compare(
-    value: object, expected: torch.Tensor, what: str, causes: dict[str, torch.Tensor]
+    value: object, expected: torch.Tensor, name: str, causes: dict[str, torch.Tensor]
 ) -> None:
     """Compare a tensor.
 
     Args:
         value: of the learner.
         expected: what it should be.
-        what: the subject of the message.
+        name: the subject of the message.
         causes: what it would be, by the explanation.
 
     Raises:
@@ -41,10 +41,10 @@ def compare(
             and torch.allclose(value, other)
         )
         if same and not (other.shape == expected.shape and torch.allclose(other, expected)):
-            raise Wrong(f"{what} is wrong. {text}")
-    result = expect_tensor(value, expected.shape, what)
+            raise Wrong(f"{name} is wrong. {text}")
+    result = expect_tensor(value, expected.shape, name)
     if not torch.allclose(result, expected):
         raise Wrong(
-            f"{what} begins with {float(result.flatten()[0]):.4g}, expected "
+            f"{name} begins with {float(result.flatten()[0]):.4g}, expected "
             f"{float(expected.flatten()[0]):.4g}."
         )

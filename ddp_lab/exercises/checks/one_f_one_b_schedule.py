@@ -31,7 +31,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         expected = 2 * (micro_batches + stages - 1)
         text = f"With {micro_batches} micro-batches on {stages} stages, "
         for each, actions in enumerate(schedules):
-            kinds = "".join(what for what, _ in actions)
+            kinds = "".join(letter for letter, _ in actions)
             allowed = min(stages - each, micro_batches)
             if peak(actions) > allowed:
                 text += (

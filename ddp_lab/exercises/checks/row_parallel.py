@@ -10,9 +10,9 @@ from ddp_lab.exercises.explain import Call, Wrong, unchanged
 WRITE = ("forward", "backward")
 RANKS = (2, 3)
 HINTS = (
-    "own_x @ own.T has the shape of all outputs, but only the terms of the own inputs.",
+    "own_x @ shard.T has the shape of all outputs, but only the terms of the own inputs.",
     "Add the bias once: after the all_reduce.",
-    "Backward: grad_y @ own, grad_y.T @ own_x and grad_y.sum(0), all without communication.",
+    "Backward: grad_y @ shard, grad_y.T @ own_x and grad_y.sum(0), all without communication.",
 )
 
 

@@ -23,8 +23,8 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
     ):
         raise Wrong(text + 'Expected a list of pairs such as ("F", 0).')
 
-    actions = [(what, int(micro_batch)) for what, micro_batch in cast(Any, actions)]
-    expected = {(what, micro_batch) for what in "FB" for micro_batch in range(micro_batches)}
+    actions = [(kind, int(micro_batch)) for kind, micro_batch in cast(Any, actions)]
+    expected = {(kind, micro_batch) for kind in "FB" for micro_batch in range(micro_batches)}
     missing = sorted(expected - set(actions))
     others = sorted(set(actions) - expected)
     if missing or others:
@@ -63,9 +63,9 @@ def simulate(schedules: list[list[Action]]) -> int:
         ready = list[int]()
         for stage, actions in enumerate(schedules):
             if positions[stage] < len(actions):
-                what, micro_batch = actions[positions[stage]]
-                before = stage - 1 if what == "F" else stage + 1
-                if not 0 <= before <= last or done.get((before, what, micro_batch), time) < time:
+                kind, micro_batch = actions[positions[stage]]
+                before = stage - 1 if kind == "F" else stage + 1
+                if not 0 <= before <= last or done.get((before, kind, micro_batch), time) < time:
                     ready.append(stage)
 
         if not ready:
@@ -86,7 +86,7 @@ def simulate(schedules: list[list[Action]]) -> int:
 def peak(actions: list[Action]) -> int:
     """Return the largest number of micro-batches whose activations a stage keeps at a time."""
     in_memory = highest = 0
-    for what, _ in actions:
-        in_memory += 1 if what == "F" else -1
+    for kind, _ in actions:
+        in_memory += 1 if kind == "F" else -1
         highest = max(highest, in_memory)
     return highest

@@ -78,7 +78,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             )
 
 
-def expect_rows(value: object, what: str) -> torch.Tensor:
+def expect_rows(value: object, name: str) -> torch.Tensor:
     """Return the local batch, which must be two-dimensional as the global one."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         if isinstance(value, torch.Tensor):
@@ -86,7 +86,7 @@ def expect_rows(value: object, what: str) -> torch.Tensor:
         else:
             got = type(value).__name__
         raise Wrong(
-            f"{what}: local_batch returned {got}: expected a tensor of 2 dimensions like the "
+            f"{name}: local_batch returned {got}: expected a tensor of 2 dimensions like the "
             "global batch"
         )
     return value

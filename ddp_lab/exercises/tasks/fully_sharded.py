@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 
 
-def gather(own: torch.Tensor) -> torch.Tensor:
+def gather(shard: torch.Tensor) -> torch.Tensor:
     """Return the whole weight.
 
     Args:
-        own: [rows / world_size, columns], the rows of this rank; rank 0 has the first ones.
+        shard: [rows / world_size, columns], the rows of this rank; rank 0 has the first ones.
 
     Returns:
         [rows, columns]
     """
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    rows = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, shard)
     return torch.cat(rows)
 
 
 def gradient_of_own_rows(
-    own: torch.Tensor, inputs: torch.Tensor, global_batch_size: int
+    shard: torch.Tensor, inputs: torch.Tensor, global_batch_size: int
 ) -> torch.Tensor:
     """Return this rank's rows of the gradient of the mean loss over the global batch.
 
@@ -36,16 +36,16 @@ def gradient_of_own_rows(
     outputs.
 
     Args:
-        own: [rows / world_size, columns], the rows of this rank.
+        shard: [rows / world_size, columns], the rows of this rank.
         inputs: [local samples, columns].
         global_batch_size: number of samples of all ranks.
 
     Returns:
         [rows / world_size, columns], summed over the ranks.
     """
-    weight = gather(own)
+    weight = gather(shard)
     outputs = inputs @ weight.T
     gradient = outputs.T @ inputs / global_batch_size
-    summed = torch.empty_like(own)
+    summed = torch.empty_like(shard)
     dist.reduce_scatter_tensor(summed, gradient)
     return summed

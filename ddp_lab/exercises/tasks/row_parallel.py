@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 
 
-def forward(own_x: torch.Tensor, own: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def forward(own_x: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return all outputs, [samples, outputs], the same on all ranks.
 
     Args:
         own_x: [samples, inputs / world_size], the inputs of this rank.
-        own: [outputs, inputs / world_size], their columns of the weight.
+        shard: [outputs, inputs / world_size], their columns of the weight.
         bias: [outputs], the same on all ranks.
     """
-    y = own_x @ own.T
+    y = own_x @ shard.T
     dist.all_reduce(y)
     return y + bias
 
 
 def backward(
-    own_x: torch.Tensor, own: torch.Tensor, grad_y: torch.Tensor
+    own_x: torch.Tensor, shard: torch.Tensor, grad_y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of the own inputs, of the own columns, and of the bias.
 
     Args:
         own_x: as in `forward`.
-        own: as in `forward`.
+        shard: as in `forward`.
         grad_y: [samples, outputs], the gradient of all outputs, the same on all ranks.
     """
-    return grad_y @ own, grad_y.T @ own_x, grad_y.sum(0)
+    return grad_y @ shard, grad_y.T @ own_x, grad_y.sum(0)

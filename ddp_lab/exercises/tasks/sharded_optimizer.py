@@ -31,8 +31,8 @@ class ShardedSGD:
         self.parameters = parameters
         self.lr = lr
         self.momentum = momentum
-        own = range(dist.get_rank(), len(parameters), dist.get_world_size())
-        self.buffers = {index: torch.zeros_like(parameters[index]) for index in own}
+        indices = range(dist.get_rank(), len(parameters), dist.get_world_size())
+        self.buffers = {index: torch.zeros_like(parameters[index]) for index in indices}
 
     @torch.no_grad()
     def step(self) -> None:
