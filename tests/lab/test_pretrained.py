@@ -16,6 +16,7 @@ from torch.optim import SGD
 from worlds import once, run_world
 
 from ddp_lab import Lab
+from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.models.transformers_models import transformers_model
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -25,6 +26,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "pipeline": {"schedule": "gpipe", "num_microbatches": 2},
 }
+# ddp has complete models, as single
+DIVIDED = ["fsdp", "pipeline", pytest.param("ddp", marks=pytest.mark.slow)]
 
 
 def last_token(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,7 @@ def trained(strategy: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", DIVIDED)
 def test_model_and_adapters_equal_single(strategy, name, folder):
     trained("single", folder)
     trained(strategy, folder)
@@ -113,6 +116,14 @@ def test_model_and_adapters_equal_single(strategy, name, folder):
     found = load_file(folder / f"{strategy}-{name}.safetensors")
     assert found.keys() == expected.keys()
     assert max((found[key] - tensor).abs().max().item() for key, tensor in expected.items()) < 1e-12
+
+
+def test_only_adapters_are_collected():
+    names = Pretrained(adapted()).names
+    assert len(names) == 4 * 2 * 2 + 1
+    assert all("lora_" in name or "modules_to_save" in name for name in names)
+    assert Pretrained(llama()).names == {*llama().state_dict()}
+    assert Pretrained.of(torch.nn.Linear(2, 2)) is None
 
 
 def test_base_of_adapters_stays_frozen(folder):
@@ -124,7 +135,7 @@ def test_base_of_adapters_stays_frozen(folder):
     assert all("lora_" in name or "modules_to_save" in name for name in changed)
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["single", *DIVIDED])
 def test_directory_is_read_by_transformers_with_equal_outputs(strategy, folder):
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +152,7 @@ def test_directory_is_read_by_transformers_with_equal_outputs(strategy, folder):
     assert "lm_head.weight" not in saved, "the tied weight is stored twice"
 
 
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["single", *DIVIDED])
 def test_directory_of_adapters_has_them_alone_and_is_read_by_peft(strategy, folder):
     from peft import PeftModel
 
