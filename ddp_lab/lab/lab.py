@@ -30,6 +30,7 @@ from ddp_lab.lab.arguments import (
 from ddp_lab.lab.calls import Calls
 from ddp_lab.lab.example import Parts, find_example
 from ddp_lab.lab.log import LabLogger
+from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
@@ -297,6 +298,7 @@ class Lab:
         for note in try_model(model, task, tried, strategy):
             self.print(note)
 
+        pretrained = Pretrained.of(original)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.checkpoint_activations = checkpoint_activations
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
@@ -315,7 +317,9 @@ class Lab:
         scheduler = partial(LambdaLR, lr_lambda=factor)
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
         number = next(self._numbers)
-        options = LoopOptions(original, shapes, self._log, self._calls, num_workers, parts, number)
+        options = LoopOptions(
+            original, shapes, self._log, self._calls, num_workers, parts, number, pretrained
+        )
         trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer

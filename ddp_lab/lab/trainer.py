@@ -22,6 +22,7 @@ from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
 from ddp_lab.lab.log import LabLogger
 from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.lab.own_loop import OwnLoop
+from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.lab.trainer_files import TrainerFiles
 from ddp_lab.models.outputs import map_outputs, require_samples
 from ddp_lab.strategies.base import Strategy, total
@@ -52,6 +53,7 @@ class LoopOptions:
             0: the rank itself.
         parts: how samples become batches.
         number: of the trainer in its Lab, from 0.
+        pretrained: how the library of the model saves it; None: it has no such way.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class LoopOptions:
     num_workers: int
     parts: Parts
     number: int
+    pretrained: Pretrained | None
 
 
 class Trainer(OwnLoop, training.Trainer):
@@ -103,7 +106,7 @@ class Trainer(OwnLoop, training.Trainer):
             "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
         )
         self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
-        self._files = TrainerFiles(self.state)
+        self._files = TrainerFiles(self.state, options.pretrained)
         self._resumed = False
         self._late_hooks = LateHooks(strategy, options.model)
         self._notes = NotFiniteNotes(strategy.runtime.is_main)
@@ -383,10 +386,12 @@ class Trainer(OwnLoop, training.Trainer):
         """Write the weights of the complete model as safetensors, for use without ddp_lab.
 
         With averaged weights (`ema`) the averages are written. Rank 0 writes the file under a
-        temporary name and renames it.
+        temporary name and renames it. A model of transformers is written as its `from_pretrained`
+        reads it, and of a model of PEFT the adapters alone.
 
         Args:
-            path: file to write; its folder is made if necessary.
+            path: file to write; its folder is made if necessary. Of a model of transformers or PEFT
+                a directory, unless it ends with .safetensors.
 
         Raises:
             ConfigError: the file cannot be written.

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from ddp_lab.checkpoints.checkpoints import Checkpoints
 from ddp_lab.checkpoints.state import State, gather_full_state
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.models.weights import write_weights
 from ddp_lab.training.progress import Progress
 
@@ -17,10 +18,12 @@ class TrainerFiles:
 
     Args:
         state: of the trainer.
+        pretrained: how the library of the model saves it; None: it has no such way.
     """
 
-    def __init__(self, state: State):
+    def __init__(self, state: State, pretrained: Pretrained | None = None):
         self.state = state
+        self.pretrained = pretrained
         self.runtime = state.strategy.runtime
         self._checkpoints: dict[Path, Checkpoints] = {}
 
@@ -30,15 +33,27 @@ class TrainerFiles:
         Raises:
             ConfigError: the file cannot be written.
         """
-        full, _ = gather_full_state(self.state.strategy, self.state.weights())
+        pretrained = self.pretrained if path.suffix != ".safetensors" else None
+        names = {*self.state.shapes} if pretrained is None else pretrained.names
+        tensors = {
+            key: tensor
+            for key, tensor in self.state.weights().items()
+            if key.partition(".")[2] in names
+        }
+        full, _ = gather_full_state(self.state.strategy, tensors)
         weights = {}
         if full:
             weights = {
-                name: full.get(f"ema.{name}", full[f"model.{name}"]) for name in self.state.shapes
+                name: full.get(f"ema.{name}", full[f"model.{name}"])
+                for name in self.state.shapes
+                if name in names
             }
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if pretrained is not None:
+                pretrained.write(path, weights)
+                return
             temporary = path.with_name(f"{path.name}.tmp")
             write_weights(temporary, weights, {})
             temporary.replace(path)

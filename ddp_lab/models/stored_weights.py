@@ -83,7 +83,8 @@ def open_directory(path: Path) -> dict[str, StoredTensor]:
         elif not (path / FILE).exists():
             raise ConfigError(
                 f"{key}: has neither {INDEX} nor {FILE}. Use a directory of safetensors, as "
-                "save_pretrained and trainer.save write it, or a file"
+                "save_pretrained and trainer.save write it, or the path of a file; of a sharded "
+                f"checkpoint `ddp-lab merge RUN --checkpoint {path}` makes one"
             )
         files = sorted({FILE} if places is None else {*places.values()})
         stored: dict[str, StoredTensor] = {}

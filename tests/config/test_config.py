@@ -22,7 +22,18 @@ LINES = f"{GIVEN}.own_trackers.Lines"
 GROUPS = ["data", "model", "strategy", "task", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 # of the tests of models, data, and tasks
-OTHERS = {"own", "torchvision", "tensors", "text", "hf", "gpt", "gpt2", "default"}
+OTHERS = {
+    "own",
+    "torchvision",
+    "timm",
+    "transformers",
+    "tensors",
+    "text",
+    "hf",
+    "gpt",
+    "gpt2",
+    "default",
+}
 OPTIONS = [
     (group, name) for group, name in OPTIONS if name not in OTHERS and not name.startswith("vit_")
 ]

@@ -105,7 +105,7 @@ def test_progress_bar_is_shown_on_a_terminal_and_not_in_the_log(tmp_path):
 OWN = "model=own model._target_=own_models."
 REJECTED = {  # overrides on two ranks: an excerpt of the message
     "batchsize=32": "batchsize=32: there is no such key; did you mean batch_size? allowed: seed, "
-    "epochs, batch_size,",
+    "epochs, max_steps,",
     "strategy=ddp optimizer.speed=1": "optimizer.speed=1: there is no such key; did you mean "
     "optimizer.fused? allowed: optimizer.lr, optimizer.momentum",
     "strategy=ddp tracker_options.mlflow.url=a": "tracker_options.mlflow.url=a: there is no such "
