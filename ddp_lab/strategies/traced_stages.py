@@ -1,6 +1,7 @@
 """Runs batches through the stages of a module that is cut by a trace, in micro-batches."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.executor import Executor, Prepared
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.traced import Blueprint, Traced, bind
+from ddp_lab.strategies.traced_values import TracedStage
 from ddp_lab.tasks.base import Task
 
 
@@ -30,6 +32,24 @@ class TracedSchedule(NamedTuple):
     schedule: Any
     outputs: list[torch.Tensor]
     form: TreeSpec
+
+
+class InPrecision(nn.Module):
+    """A stage whose forward pass runs in a context, which a trace does not contain.
+
+    Args:
+        stage: of a trace.
+        autocast: returns the context.
+    """
+
+    def __init__(self, stage: TracedStage, autocast: Callable[[], AbstractContextManager[object]]):
+        super().__init__()
+        self.stage = stage
+        self.autocast = autocast
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.autocast():
+            return self.stage(*tensors)
 
 
 class TracedExecutor(Executor):
@@ -93,7 +113,8 @@ class TracedExecutor(Executor):
             bind(stage.graph, self.model, self.device)
             inputs = examples_of(stage.inputs, index > 0)
             outputs = examples_of(stage.outputs, True)
-            stages.append(self.make_stage(index, stage, inputs, outputs))
+            module = InPrecision(stage, self.blueprint.autocast)
+            stages.append(self.make_stage(index, module, inputs, outputs))
         return self.make_schedule(stages, training)
 
 

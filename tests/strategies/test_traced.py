@@ -218,6 +218,44 @@ def test_traced_model_on_several_devices_equals_single(name, case):
     assert_same(trained, alone(name))
 
 
+def in_bf16(strategy: str, options: dict) -> tuple[list[float], torch.Tensor]:
+    """Return the losses of two epochs with mixed precision, and the outputs after them."""
+    torch.set_default_dtype(torch.float32)
+    dataset = Sentences()
+    with Lab(strategy, device="cpu", timeout=60, precision="bf16", **options) as lab:
+        torch.manual_seed(3)
+        trainer = lab.trainer(
+            Language(),
+            tasks.Classification(),
+            SGD,
+            batch_size=8,
+            example=dataset[0],
+            targets="label",
+        )
+        losses = []
+        for epoch in range(2):
+            losses += [trainer.step(*batch).item() for batch in trainer.batches(dataset, epoch)]
+        inputs, _ = next(iter(trainer.batches(dataset, 0, shuffle=False)))
+        outputs = trainer.predict(inputs)
+        return losses, outputs["logits"] if isinstance(outputs, dict) else outputs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "options"),
+    [
+        ("pipeline", 2, {"schedule": "1f1b", "num_microbatches": 2}),
+        ("split", 1, {"devices": ["cpu", "cpu"], "num_microbatches": 2}),
+    ],
+)
+def test_traced_stages_compute_in_bf16(strategy, ranks, options):
+    expected, expected_outputs = run_world(1, in_bf16, "single", {})[0]
+    assert expected_outputs.dtype is torch.bfloat16
+    for losses, outputs in run_world(ranks, in_bf16, strategy, options, timeout=200):
+        assert losses == pytest.approx(expected, rel=2e-3)
+        assert outputs.dtype is torch.bfloat16
+        assert torch.allclose(outputs.float(), expected_outputs.float(), atol=0.02)
+
+
 class Branching(Language):
     def forward(self, input_ids, attention_mask):
         if input_ids.sum() > 0:
