@@ -147,10 +147,10 @@ def command(monkeypatch, capsys):
     monkeypatch.setattr("faulthandler.enable", lambda: None)  # it would replace pytest's
 
     def run(main, *arguments) -> tuple[object, str, str]:
-        given = list(map(str, arguments))
+        words = list(map(str, arguments))
         try:
             with launch_command():
-                main(given)
+                main(words)
             code = 0
         except SystemExit as ended:
             code = ended.code

@@ -75,14 +75,14 @@ def evaluations(folder: Path, strategies: list[str]) -> dict[str, dict]:
 def test_evaluation_under_any_strategy_equals_the_one_of_training(trained):
     logged = read_metrics(trained)[-1]
     ranks = run_world(2, evaluations, trained, ["ddp", "scratch", "fsdp", "tp", "pipeline"])
-    found = ranks[0] | evaluations(trained, ["single", "split"])
+    results = ranks[0] | evaluations(trained, ["single", "split"])
     assert ranks[0] == ranks[1]
-    for strategy, values in found.items():
+    for strategy, values in results.items():
         assert (values["samples"], values["epoch"], values["step"]) == (50, 2, 10), strategy
         assert values["test_accuracy"] == logged["test_accuracy"], strategy
         assert values["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6), strategy
-    assert found["ddp"]["test_loss"] == logged["test_loss"]
-    assert found["ddp"].get("test_top5_accuracy") == logged.get("test_top5_accuracy")
+    assert results["ddp"]["test_loss"] == logged["test_loss"]
+    assert results["ddp"].get("test_top5_accuracy") == logged.get("test_top5_accuracy")
 
 
 @pytest.mark.covers("evaluate --json")
@@ -277,8 +277,8 @@ def test_predictions_of_files_equal_those_of_the_test_set(trained, command, tmp_
     for number, pixels in enumerate(images):
         save(pixels, tmp_path / "images" / f"{number:02d}.png")
     (tmp_path / "p.csv").write_text("old")
-    given = "--output", tmp_path / "p.csv", "--force", "--top=3", "--batch-size=17"
-    code, output, errors = command(predict.main, trained, tmp_path / "images", *given)
+    options = "--output", tmp_path / "p.csv", "--force", "--top=3", "--batch-size=17"
+    code, output, errors = command(predict.main, trained, tmp_path / "images", *options)
     weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
     assert (code, output, errors) == (0, "", weights)
     header, *rows = csv.reader((tmp_path / "p.csv").open())
@@ -445,9 +445,9 @@ def test_commands_read_sharded_checkpoints(sharded, command, tmp_path):
         f"{sharded}/checkpoints/step_00000010.sharded, epoch 2: test loss "
         f"{logged['test_loss']:.4f} "
     )
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert (found["test_accuracy"], found["step"]) == (logged["test_accuracy"], 10)
-    assert found["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6)
+    results = json.loads((tmp_path / "a.json").read_text())
+    assert (results["test_accuracy"], results["step"]) == (logged["test_accuracy"], 10)
+    assert results["test_loss"] == pytest.approx(logged["test_loss"], rel=1e-6)
     code, _, errors = command(export.main, sharded, "--output", tmp_path / "model.safetensors")
     assert (code, errors) == (0, "")
     averages = open_checkpoint(sharded / "checkpoints" / "step_00000010.sharded").content()["ema"]

@@ -146,12 +146,12 @@ def test_train_refuses_a_machine_before_it_writes_anything(name, tmp_path):
 def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp_path):
     code, output, errors = command(doctor.main, f"runs_dir={tmp_path}/runs", "device=cpu")
     assert (code, errors) == (0, "")
-    found = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in output.splitlines())
-    assert list(found) == CHECKS
+    lines = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in output.splitlines())
+    assert list(lines) == CHECKS
     assert output.count("ok       ") == len(CHECKS)
-    assert found["devices"].startswith(f"{HERE}: cpu")
-    assert found["dataset"] == "train 1,437, test 360 images of 1x28x28, 10 classes"
-    assert found["batch"] == "1 rank, global batch 64 = 1 x 64, 23 steps an epoch, lr 0.1"
+    assert lines["devices"].startswith(f"{HERE}: cpu")
+    assert lines["dataset"] == "train 1,437, test 360 images of 1x28x28, 10 classes"
+    assert lines["batch"] == "1 rank, global batch 64 = 1 x 64, 23 steps an epoch, lr 0.1"
     assert not list((tmp_path / "runs").iterdir())
     code, output, _ = command(
         doctor.main,
@@ -177,12 +177,12 @@ def test_doctor_reports_versions_environment_and_config_without_secrets(
     command, monkeypatch, tmp_path
 ):
     """A refused config has the report, too: the key that may be a secret does not exist."""
-    given = {
+    environment = {
         "WANDB_API_KEY": "s3cr3t",
         "MLFLOW_TRACKING_URI": "https://me:s3cr3t@host/a?sig=s3cr3t",
         "EDITOR": "s3cr3t",
     }
-    for key, value in (given | {"NCCL_DEBUG": "INFO"}).items():
+    for key, value in (environment | {"NCCL_DEBUG": "INFO"}).items():
         monkeypatch.setenv(key, value)
     line = [
         f"runs_dir={tmp_path}",
@@ -193,22 +193,22 @@ def test_doctor_reports_versions_environment_and_config_without_secrets(
     ]
     code, output, errors = command(doctor.main, *line)
     assert (code, errors.startswith("error: model.api_token")) == (2, True), errors
-    found = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in output.splitlines())
-    assert list(found) == ["versions", "environment", "config"]
-    assert f"torch {torch.__version__}".split("+")[0] in found["versions"]
-    assert "ddp_lab " in found["versions"]
-    assert re.search(r", commit [0-9a-f]{7}", found["versions"])
-    variables = found["environment"].split()
+    lines = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in output.splitlines())
+    assert list(lines) == ["versions", "environment", "config"]
+    assert f"torch {torch.__version__}".split("+")[0] in lines["versions"]
+    assert "ddp_lab " in lines["versions"]
+    assert re.search(r", commit [0-9a-f]{7}", lines["versions"])
+    variables = lines["environment"].split()
     assert {
         "WANDB_API_KEY=(hidden)",
         "MLFLOW_TRACKING_URI=https://(hidden)@host/a?(hidden)",
         "NCCL_DEBUG=INFO",
     } <= {*variables}
     assert {"epochs=3", "model.api_token=(hidden)", f"runs_dir={tmp_path}"} <= {
-        *found["config"].split()
+        *lines["config"].split()
     }
-    assert "data.dataset._target_=ddp_lab.data.datasets." in found["config"]
-    assert "batch_size" not in found["config"], "it has its default"
+    assert "data.dataset._target_=ddp_lab.data.datasets." in lines["config"]
+    assert "batch_size" not in lines["config"], "it has its default"
     assert "s3cr3t" not in output
 
 

@@ -216,10 +216,10 @@ def run_automatically(cases: list[str], device: str, compiles: bool) -> dict:
     """Run the cases and check which of them were captured, and compiled if `compiles`."""
     done: list[str] = []
 
-    def noting(what: str, function):
+    def noting(event: str, function):
         @wraps(function)
         def noted(*arguments, **more):
-            done.append(what)
+            done.append(event)
             return function(*arguments, **more)
 
         return noted
@@ -376,9 +376,9 @@ def test_captured_pipeline_drops_what_the_eager_one_does():
     """The stages draw other masks than one device, but a replay the same ones as an eager step."""
     eager = "pipeline regression model.dropout=0.5 float64"
     captured = f"{eager} {GRAPH}"
-    found = run_world(2, run_cases, [eager, captured, f"{eager} seed=8"], "cuda", timeout=120)[0]
-    assert largest_difference(found[captured].weights, found[eager].weights) < 1e-6
-    assert largest_difference(found[f"{eager} seed=8"].weights, found[eager].weights) > 1e-3
+    outcomes = run_world(2, run_cases, [eager, captured, f"{eager} seed=8"], "cuda", timeout=120)[0]
+    assert largest_difference(outcomes[captured].weights, outcomes[eager].weights) < 1e-6
+    assert largest_difference(outcomes[f"{eager} seed=8"].weights, outcomes[eager].weights) > 1e-3
 
 
 def own_steps(strategy: str) -> list[float]:

@@ -31,16 +31,16 @@ def height(module: str) -> int:
 
 def imports_of(path: Path) -> list[str]:
     """Return the modules of ddp_lab that a file imports, anywhere in it, without `ddp_lab.`."""
-    found = []
+    imported = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
             if (PACKAGE.parent / node.module.replace(".", "/")).is_dir():
-                found += [f"{node.module}.{name.name}" for name in node.names]
+                imported += [f"{node.module}.{name.name}" for name in node.names]
             else:
-                found.append(node.module)
+                imported.append(node.module)
         elif isinstance(node, ast.Import):
-            found += [name.name for name in node.names if name.name.startswith("ddp_lab.")]
-    return [name.removeprefix("ddp_lab.") for name in found]
+            imported += [name.name for name in node.names if name.name.startswith("ddp_lab.")]
+    return [name.removeprefix("ddp_lab.") for name in imported]
 
 
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
@@ -48,11 +48,11 @@ FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_imports_only_subpackages_below_its_own(path):
-    own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     upward = [
         name
         for name in imports_of(path)
-        if height(name) > height(own) or name.partition(".")[0] == "commands"
+        if height(name) > height(module) or name.partition(".")[0] == "commands"
     ]
     assert not upward, f"{path} imports {upward}"
 
@@ -114,8 +114,8 @@ def test_tests_that_the_makefile_and_the_manual_name_exist():
 
 def test_files_of_tests_that_documents_name_exist():
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    found = [re.findall(r"\btests/[\w/]+\.py\b", path.read_text()) for path in documents]
-    named = {name for names in found for name in names}
+    paths = [re.findall(r"\btests/[\w/]+\.py\b", path.read_text()) for path in documents]
+    named = {name for names in paths for name in names}
     assert len(named) > 20
     assert not [name for name in named if not (ROOT / name).exists()]
 

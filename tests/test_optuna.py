@@ -82,11 +82,11 @@ def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
     assert {path.parent.name for path in search.glob("*/status.json")} == {
         row["job"] for row in rows
     }
-    found = OmegaConf.load(search / "optimization_results.yaml")
-    assert found.best_value == study.best_value
+    results = OmegaConf.load(search / "optimization_results.yaml")
+    assert results.best_value == study.best_value
     assert (
-        f"best of 3: optimizer.lr={found.best_params['optimizer.lr']}, val accuracy "
-        f"{found.best_value:.4f}" in output
+        f"best of 3: optimizer.lr={results.best_params['optimizer.lr']}, val accuracy "
+        f"{results.best_value:.4f}" in output
     )
     assert (search / "results.png").read_bytes().startswith(b"\x89PNG")
 

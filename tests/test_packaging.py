@@ -208,12 +208,16 @@ def pins(text: str) -> list[Requirement]:
 
 def pinned(text: str, name: str) -> list[str | None]:
     """Return the version of a package on each of SYSTEMS; None where it has no pin or several."""
-    own = [pin for pin in pins(text) if pin.name == name]
-    held = [
-        [str(pin.specifier)[2:] for pin in own if not pin.marker or pin.marker.evaluate(system)]
+    pins_of_name = [pin for pin in pins(text) if pin.name == name]
+    by_system = [
+        [
+            str(pin.specifier)[2:]
+            for pin in pins_of_name
+            if not pin.marker or pin.marker.evaluate(system)
+        ]
         for system in SYSTEMS
     ]
-    return [versions[0] if len(versions) == 1 else None for versions in held]
+    return [versions[0] if len(versions) == 1 else None for versions in by_system]
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
 def test_modules_do_not_import_heavy_packages_at_the_top():
     ended = interpret(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr
-    found, modules = json.loads(ended.stdout.splitlines()[-1])
+    importers, modules = json.loads(ended.stdout.splitlines()[-1])
     assert modules > 1000, "the modules were not imported at all"
     # This module is imported where a run has sharded checkpoints, and only there.
-    assert found == {"ddp_lab.checkpoints.sharded": ["torch.distributed.checkpoint"]}, (
-        f"imported by: {found}"
+    assert importers == {"ddp_lab.checkpoints.sharded": ["torch.distributed.checkpoint"]}, (
+        f"imported by: {importers}"
     )
 
 

@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    return [Block(*found) for found in FENCED.findall(TUTORIAL.read_text())]
+    return [Block(*groups) for groups in FENCED.findall(TUTORIAL.read_text())]
 
 
 def close(shown: str, real: str, timings: bool) -> bool:
@@ -81,7 +81,8 @@ def same_line(shown: str, real: str, timings: bool = False) -> bool:
     numbers = [(part, parts[i + 1]) for i, part in enumerate(parts) if i % 2 and part != "..."]
     pairs = zip(numbers, match.groups(), strict=True)
     return all(
-        RATE.match(after) or close(number, found, timings) for (number, after), found in pairs
+        RATE.match(after) or close(number, shown_number, timings)
+        for (number, after), shown_number in pairs
     )
 
 
@@ -126,8 +127,8 @@ def test_every_command_prints_the_output_in_the_text(tmp_path):
     copy_tree(tree)
     exported = ""
     wrong = []
-    found = blocks()
-    for block, shown in pairwise(found):
+    all_blocks = blocks()
+    for block, shown in pairwise(all_blocks):
         if block.info != "bash":
             continue
         code, output = run(block.text, exported, tree)
@@ -145,16 +146,22 @@ def test_every_command_prints_the_output_in_the_text(tmp_path):
 
 
 def test_blocks_have_known_kinds_and_python_excerpts_exist():
-    found = blocks()
-    assert {block.info for block in found} <= {"bash", "output", "output timings", "python", "text"}
-    followed = list(pairwise(found))
+    all_blocks = blocks()
+    assert {block.info for block in all_blocks} <= {
+        "bash",
+        "output",
+        "output timings",
+        "python",
+        "text",
+    }
+    followed = list(pairwise(all_blocks))
     assert all(
         (block.info == "bash") == after.info.startswith("output") for block, after in followed
     )
-    assert sum(block.info == "bash" for block in found) >= 15, (
+    assert sum(block.info == "bash" for block in all_blocks) >= 15, (
         "too few blocks: the fences may not be parsed correctly"
     )
-    for block in found:
+    for block in all_blocks:
         if block.info == "python":
             named, _, excerpt = block.text.partition("\n")
             assert excerpt in (ROOT / named.removeprefix("# ")).read_text(), named

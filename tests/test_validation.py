@@ -25,7 +25,7 @@ RUN += ["optimizer.lr=0.3", "scheduler=constant", "strategy=ddp", "name=mine"]
 def test_validation_set_is_held_out_by_the_seed():
     whole = Synthetic(59, 7, 1, 6, 3).load()
     dataset = hold_out(whole, 0.2, seed=5)
-    assert {name: found.size for name, found in dataset.sets.items()} == {
+    assert {name: data.size for name, data in dataset.sets.items()} == {
         "train": 47,
         "val": 12,
         "test": 7,
@@ -197,14 +197,14 @@ def test_resume_drops_the_rows_after_its_position(tmp_path):
 )
 def test_objective_is_the_best_validation_metric_or_the_last_test_accuracy(choice, value, tmp_path):
     assert objective(write_rows(tmp_path / "metrics.jsonl", ROWS), choice)[1] == value
-    tested = [{"epoch": n, "test_accuracy": found} for n, found in ((1, 0.9), (2, 0.2))]
+    tested = [{"epoch": n, "test_accuracy": value} for n, value in ((1, 0.9), (2, 0.2))]
     assert objective(write_rows(tmp_path / "tested.jsonl", tested), "auto") == (
         "test_accuracy",
         0.2,
     )
     diverged = [
-        {"epoch": n, "val_loss": found}
-        for n, found in ((1, float("nan")), (2, 3.0), (3, float("nan")))
+        {"epoch": n, "val_loss": value}
+        for n, value in ((1, float("nan")), (2, 3.0), (3, float("nan")))
     ]
     assert objective(write_rows(tmp_path / "diverged.jsonl", diverged), "auto") == ("val_loss", 3.0)
     assert objective(write_rows(tmp_path / "lost.jsonl", diverged[:1]), "auto") == (

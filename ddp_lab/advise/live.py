@@ -126,8 +126,8 @@ class Live(TorchDispatchMode):
         self._data = [key_of(tensor) for _, tensor in leaves(batch[:2])]
         self.trainer.eager_step(batch)
         # during an update, state can be that of local shards, by other keys
-        for place, bytes_held in enumerate(self.state_bytes):
-            bytes_held |= {
+        for place, bytes_by_kind in enumerate(self.state_bytes):
+            bytes_by_kind |= {
                 kind: nbytes(tensors)
                 for kind, tensors in self.state(place).items()
                 if kind != "gradients"
@@ -253,8 +253,8 @@ class Live(TorchDispatchMode):
                 self._places |= dict.fromkeys(map(key_of, tensors), place)
 
     def _begin_update(self) -> None:
-        for place, bytes_held in enumerate(self.state_bytes):
-            bytes_held["gradients"] = nbytes(self.state(place)["gradients"])
+        for place, bytes_by_kind in enumerate(self.state_bytes):
+            bytes_by_kind["gradients"] = nbytes(self.state(place)["gradients"])
         self._locate()
         self._place = 0
 

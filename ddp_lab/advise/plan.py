@@ -229,7 +229,7 @@ def plan_rank(
 
 def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -> DeviceEstimate:
     """Return the plan of a device after the steps."""
-    bytes_held = live.state_bytes[place]
+    state_bytes = live.state_bytes[place]
     peak = live.peak(place)
     options = job.options
     # A warm-up restores what it changed: of the optimizer's state only a second one, as the first
@@ -242,7 +242,7 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     else:
         copied = set[str]()
 
-    peak["copies"] = sum(bytes_held[kind] for kind in copied)
+    peak["copies"] = sum(state_bytes[kind] for kind in copied)
     outside = 0.0
     if runtime.kind == "cuda":
         peak["data"] += (job.options.loader == "device") * (bytes_of(job.dataset) or 0)
@@ -254,7 +254,7 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     return DeviceEstimate(
         runtime.rank,
         place,
-        bytes_held,
+        state_bytes,
         peak,
         outside,
         live.calls,

@@ -117,6 +117,7 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
                 "allocated": plan.allocated,
                 "total": plan.total,
             }
+            values["held"] = values.pop("state_bytes")  # the file keeps its keys
             sent = values.pop("sent")
             values["collectives"] = [
                 {
@@ -130,8 +131,14 @@ def as_json(advisor: Advisor) -> dict[str, Any]:
             rows[-1]["plans"].append(values)
 
     recommended = advisor.ranked[0].overrides if advisor.ranked else None
-    shown = {key: getattr(advisor, key) for key in ("own", "notes", "conclusion")}
-    return shown | {"head": head(advisor), "rows": rows, "recommended": recommended}
+    return {
+        "own": advisor.chosen,
+        "notes": advisor.notes,
+        "conclusion": advisor.conclusion,
+        "head": head(advisor),
+        "rows": rows,
+        "recommended": recommended,
+    }
 
 
 def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:

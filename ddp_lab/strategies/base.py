@@ -29,6 +29,9 @@ from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
 
+# The imports within methods below are of files that a plain run does not use: one tensor as input,
+# one rank, no option of the strategy. tests/test_startup.py limits how many files it may load, and
+# there is none to spare. Whatever imports such a file at the top of this one adds it to every run.
 if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights

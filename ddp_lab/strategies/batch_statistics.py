@@ -80,7 +80,7 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
         copied = cast(_BatchNorm, trial_copy(layer).train(training))
         plain = copy.deepcopy(copied)
         torch.default_generator.manual_seed(0)  # of dropout
-        with Operations() as of_own:
+        with Operations() as of_copy:
             outputs = copied.forward(inputs)
         torch.default_generator.manual_seed(0)
         with Operations() as of_plain:
@@ -88,7 +88,7 @@ def is_same_for(layer: _BatchNorm, inputs: torch.Tensor, training: bool) -> bool
             for child in plain.children():
                 expected = child(expected)
 
-        if of_own.names != of_plain.names:
+        if of_copy.names != of_plain.names:
             return False
         buffers = zip(copied.buffers(), plain.buffers(), strict=True)
         return torch.equal(outputs, expected) and all(

@@ -170,10 +170,10 @@ class Split(Strategy):
             (inputs, to(targets, self.devices[-1])), self.num_microbatches
         )
         for micro_batch, expected in batch:
-            num_own = min(num_valid, len(micro_batch))
-            num_valid -= num_own
+            num_samples = min(num_valid, len(micro_batch))
+            num_valid -= num_samples
             loss, sums = measure(
-                self.task_on_last, self._through_stages(micro_batch), expected, num_own, divisor
+                self.task_on_last, self._through_stages(micro_batch), expected, num_samples, divisor
             )
             losses.append(loss)
             results.append(sums)

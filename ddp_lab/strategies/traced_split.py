@@ -193,13 +193,13 @@ class TracedSplit:
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
         for index in repeated.chunk(self.num_microbatches):
-            num_own = min(num_valid, len(index))
-            num_valid -= num_own
+            num_samples = min(num_valid, len(index))
+            num_valid -= num_samples
             tensors = self.run(prepared, rows(inputs, index.to(device_of(inputs))))
-            num_rows = max(num_own, 1)  # `measure` cannot cut padding from all outputs
+            num_rows = max(num_samples, 1)  # `measure` cannot cut padding from all outputs
             outputs = tree_unflatten([tensor[:num_rows] for tensor in tensors], prepared.form)
             expected = rows(targets, index[:num_rows].to(self.devices[-1]))
-            loss, sums = measure(task, outputs, expected, num_own, divisor)
+            loss, sums = measure(task, outputs, expected, num_samples, divisor)
             losses.append(loss)
             results.append(sums)
         reduce(torch.add, losses).backward()

@@ -75,9 +75,9 @@ class PartOptimizer(NamedTuple):
         Raises:
             ConfigError: it cannot be made, or its step needs a closure.
         """
-        return restrict(self._of_all(), self.trained) if self._needs_all() else self._of_own()
+        return restrict(self._of_all(), self.trained) if self._needs_all() else self._of_trained()
 
-    def _of_own(self) -> torch.optim.Optimizer:
+    def _of_trained(self) -> torch.optim.Optimizer:
         return construct_optimizer(self.make, param_groups(self.trained, self.decays_all))
 
     def _of_all(self) -> torch.optim.Optimizer:
@@ -97,14 +97,14 @@ class PartOptimizer(NamedTuple):
             except Exception:  # it cannot be made of parameters on several devices
                 return False
             try:
-                of_own = self._of_own()
+                of_trained = self._of_trained()
             except Exception:  # for example because none of them has two dimensions
-                of_own = None
+                of_trained = None
         kind = type(of_all).__name__
         keeps_tensors = holds_tensors(of_all)
         expected = groups_of(of_all, self.trained)
-        if of_own is not None and type(of_own) is type(of_all):
-            groups = groups_of(of_own, self.trained)
+        if of_trained is not None and type(of_trained) is type(of_all):
+            groups = groups_of(of_trained, self.trained)
             if same_groups(groups, expected):
                 return False
             if keeps_tensors and same_options(groups, expected):

@@ -70,7 +70,7 @@ def test_chosen_global_batch_is_at_most_the_training_set(scaling, ranks, largest
 
 
 @pytest.mark.parametrize(
-    ("limit", "kind", "found"),
+    ("limit", "kind", "memory"),
     [
         (None, "cpu", [0, 500]),  # of a host's memory, what is free, for each of its two ranks
         (None, "cuda", [900, 300]),  # of a GPU all of it, and what is free
@@ -78,13 +78,13 @@ def test_chosen_global_batch_is_at_most_the_training_set(scaling, ranks, largest
         (0.5, "cuda", [2**29, 2**29]),
     ],
 )
-def test_memory_is_the_limit_or_else_that_of_the_device(limit, kind, found, monkeypatch):
+def test_memory_is_the_limit_or_else_that_of_the_device(limit, kind, memory, monkeypatch):
     cfg = compose_config([f"memory_limit={limit or 'null'}"], None)
     runtime = planned(2, "cpu")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 900))
     runtime.device = torch.device(kind)
-    assert fit.memory_of(cfg, runtime) == found
+    assert fit.memory_of(cfg, runtime) == memory
 
 
 def test_run_on_a_cpu_without_a_limit_is_not_refused(monkeypatch):

@@ -51,7 +51,7 @@ ALONE = ["single", f"single {VIT} adamw ema=0.8", f"single checkpoint_activation
 class Real(NamedTuple):
     """What a rank held when the optimizer's step began, by kind, and the step's most bytes."""
 
-    held: dict[str, int]
+    state_bytes: dict[str, int]
     peak: int
 
 
@@ -93,7 +93,7 @@ def measure(runtime: Runtime, case: str) -> Real:
         # The least of several steps, because gloo's threads free at different times.
         peak = min(growth(lambda: trainer.eager_step(batch)) for _ in range(3))
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-        held = {
+        state_bytes = {
             "parameters": nbytes(parameters),
             "gradients": gradients[0],
             "optimizer": nbytes(value for value in states if isinstance(value, torch.Tensor)),
@@ -102,15 +102,15 @@ def measure(runtime: Runtime, case: str) -> Real:
         }
     # What lives between steps: the state without gradients, the batch, the running sums of the
     # loss, and buffers.
-    buckets = held["gradients"] if "ddp" in job.strategy.name else 0
+    buckets = state_bytes["gradients"] if "ddp" in job.strategy.name else 0
     buckets += sum(size for key, size in receive_buffers().items() if key not in others)
     between = (
-        sum(held.values())
-        - held["gradients"]
+        sum(state_bytes.values())
+        - state_bytes["gradients"]
         + nbytes([*batch[:2], *trainer.eager_step.running_sums.state])
         + buckets
     )
-    return Real(held, between + peak)
+    return Real(state_bytes, between + peak)
 
 
 def growth(step: Callable[[], object]) -> int:
@@ -151,7 +151,7 @@ def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
     for rank in (0, 3):
         (planned,) = plan(case, 4, rank)
         real = world(SECOND if case in SECOND else ON_FOUR)[rank][case]
-        assert planned.state_bytes == real.held, f"rank {rank}"
+        assert planned.state_bytes == real.state_bytes, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 
 
@@ -159,15 +159,15 @@ def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
 def test_plan_is_what_one_process_holds_and_needs(case):
     (planned,) = plan(case, 1, 0)
     real = measure(Runtime("cpu"), case)
-    assert planned.state_bytes == real.held
+    assert planned.state_bytes == real.state_bytes
     assert planned.allocated == pytest.approx(real.peak, rel=0.05)
 
 
 def test_split_holds_a_stage_on_each_device():
     case = "split devices=[cpu,cpu,cpu]"
     trainer = build(config_of(case), Runtime("cpu")).trainer()
-    held = [nbytes(stage.parameters()) for stage in trainer.strategy.stages]
-    assert [planned.state_bytes["parameters"] for planned in plan(case, 1, 0)] == held
+    state_bytes = [nbytes(stage.parameters()) for stage in trainer.strategy.stages]
+    assert [planned.state_bytes["parameters"] for planned in plan(case, 1, 0)] == state_bytes
 
 
 IMAGES = (

@@ -59,13 +59,13 @@ def readers_of(first: int) -> list[tuple[str, str, str, str]]:
     Args:
         first: the index in FORMS for the first run of a model; it alternates.
     """
-    found = []
+    cases = []
     for model, runs in RUNS.items():
         names = list(runs)
         for i, strategy in enumerate(names):
             form, back = FORMS[(first + i) % 2]
-            found.append((model, names[i - back % len(names)], strategy, form))
-    return found
+            cases.append((model, names[i - back % len(names)], strategy, form))
+    return cases
 
 
 QUICK = readers_of(0)
@@ -95,8 +95,8 @@ def outcomes_of(launches: dict[Any, tuple[str, int]]) -> dict[Any, list[Outcome]
     outcomes = {}
     for size in (1, 2, 4):
         cases = {key: case for key, (case, ranks) in launches.items() if ranks == size}
-        found = run_world(size, run_cases, list(cases.values()), timeout=240)
-        outcomes |= {key: [rank[case] for rank in found] for key, case in cases.items()}
+        ranks = run_world(size, run_cases, list(cases.values()), timeout=240)
+        outcomes |= {key: [rank[case] for rank in ranks] for key, case in cases.items()}
     return outcomes
 
 
@@ -161,13 +161,17 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, move
     folder, _ = moved
     expected = torch.load(file_of(folder, model, "single"), weights_only=True)
     merged = ShardedCheckpoint(file_of(folder, model, writer, form="sharded")).content()
-    for found in (torch.load(file_of(folder, model, writer), weights_only=True), merged):
-        assert found.keys() == expected.keys()
+    for written in (torch.load(file_of(folder, model, writer), weights_only=True), merged):
+        assert written.keys() == expected.keys()
         for part in ("model", "ema"):
-            assert largest_difference(found[part], expected[part]) <= 1e-6
-        states = [state["optimizer"]["state"] for state in (found, expected)]
+            assert largest_difference(written[part], expected[part]) <= 1e-6
+        states = [state["optimizer"]["state"] for state in (written, expected)]
         flat = [
-            {f"{name}.{key}": value for name, held in state.items() for key, value in held.items()}
+            {
+                f"{name}.{key}": value
+                for name, of_parameter in state.items()
+                for key, value in of_parameter.items()
+            }
             for state in states
         ]
         assert largest_difference(*flat) <= 1e-5
@@ -178,11 +182,11 @@ def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, move
                 group | {"foreach": None, "params": sorted(group["params"])}
                 for group in state["optimizer"]["param_groups"]
             ]
-            for state in (found, expected)
+            for state in (written, expected)
         )
         assert json.dumps(groups, sort_keys=True) == json.dumps(same, sort_keys=True)
-        assert (found["scheduler"], found["seed"]) == (expected["scheduler"], expected["seed"])
-        assert [found["progress"][key] for key in ("epoch", "samples", "step")] == [2, 0, 3]
+        assert (written["scheduler"], written["seed"]) == (expected["scheduler"], expected["seed"])
+        assert [written["progress"][key] for key in ("epoch", "samples", "step")] == [2, 0, 3]
 
 
 def test_every_rank_of_a_sharded_or_cut_model_writes_a_part_and_nothing_twice(moved):

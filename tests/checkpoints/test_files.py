@@ -171,9 +171,9 @@ def test_optimizer_state_is_resumed_exactly(make, form, tmp_path):
     first.save(Progress(step=2))
     first.wait()
     resume(second)
-    expected, found = (optimizer.state[module.weight] for module, optimizer in parts)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(*map(torch.as_tensor, (found[key], expected[key]))) for key in expected)
+    expected, loaded = (optimizer.state[module.weight] for module, optimizer in parts)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(*map(torch.as_tensor, (loaded[key], expected[key]))) for key in expected)
     for module, optimizer in parts:
         assert module.bias not in optimizer.state
         module.weight.grad = torch.ones(1, 2)
@@ -194,12 +194,12 @@ def test_momentum_of_another_memory_format_gets_the_strides_of_the_weights(form,
     first.save(Progress(step=1))
     first.wait()
     resume(second)
-    held = second.state.optimizer.state[models[1].weight]
+    loaded = second.state.optimizer.state[models[1].weight]
     expected = first.state.optimizer.state[models[0].weight]
     assert (
-        held["momentum_buffer"].stride() == models[1].weight.stride() != models[0].weight.stride()
+        loaded["momentum_buffer"].stride() == models[1].weight.stride() != models[0].weight.stride()
     )
-    assert torch.equal(held["momentum_buffer"], expected["momentum_buffer"])
+    assert torch.equal(loaded["momentum_buffer"], expected["momentum_buffer"])
 
 
 @both_formats
@@ -415,11 +415,11 @@ def test_interrupted_save_is_removed_and_the_previous_checkpoint_resumed(left, t
 
 
 def test_format_depends_on_size_and_ranks():
-    found = [
+    results = [
         is_sharded_format("auto", ranks, size)
         for ranks, size in ((2, SHARDED_FROM), (2, SHARDED_FROM - 1), (1, 2**50))
     ]
-    assert found == [True, False, False]
+    assert results == [True, False, False]
     assert (is_sharded_format("full", 2, SHARDED_FROM), is_sharded_format("sharded", 1, 1)) == (
         False,
         True,

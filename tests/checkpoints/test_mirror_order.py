@@ -78,7 +78,9 @@ def test_hashes_are_uploaded_after_all_files_and_removed_before_them(sharded, tm
     end = ".sharded" if sharded else ".pt"
     one = f"step_00000001{end}"
     three = f"step_00000003{end}"
-    uploaded = [(what, path) for what, path in recording.changes if path.startswith(three)]
+    uploaded = [
+        (operation, path) for operation, path in recording.changes if path.startswith(three)
+    ]
     (path,) = [path for path in steps_in(mirror.folder) if path.name == three]
     files = sorted(each.name for each in path.iterdir()) if sharded else [three]
     puts = [("put_file", f"{three}/{file}") for file in files if file != "SHA256SUMS"]
@@ -105,11 +107,11 @@ def restored(store: dict, tmp_path: Path) -> list[str]:
     Mirror("memory://bucket", run_dir).begin("auto")
     memory.store.clear()
     memory.store.update(kept)
-    found = steps_in(run_dir / "checkpoints")
-    assert all(find_damage(path) is None for path in found)
+    paths = steps_in(run_dir / "checkpoints")
+    assert all(find_damage(path) is None for path in paths)
     best = best_in(run_dir / "checkpoints")
     assert best is None or find_damage(best) is None
-    return [path.stem for path in found]
+    return [path.stem for path in paths]
 
 
 @both_formats
@@ -137,8 +139,8 @@ def test_kill_during_a_download_leaves_valid_checkpoints_only(sharded, tmp_path)
     assert len(steps_in(recorder.states[-1] / "checkpoints")) == 2, "the newest and the best"
     for operation, state in zip([*recorder.operations, "the end"], recorder.states, strict=True):
         names = [path.name for path in steps_in(state / "checkpoints")]
-        found = [find_damage(state / "checkpoints" / name) for name in names]
-        assert found == [None] * len(names), f"before {operation}"
+        damages = [find_damage(state / "checkpoints" / name) for name in names]
+        assert damages == [None] * len(names), f"before {operation}"
 
 
 def train_with_slow_mirror(folder: Path, override: str) -> None:

@@ -70,11 +70,11 @@ def test_run_resumes_a_checkpoint_of_another_release_of_torch(how, form, tmp_pat
         if path.suffix != ".sha256"
     ]
     change(checkpoint, how)
-    found = [
+    results = [
         train(tmp_path, name, "epochs=2", "checkpoint.format=full")
         for name in ("straight", "changed")
     ]
-    assert_same(*found, tolerance=0)
+    assert_same(*results, tolerance=0)
     log = (tmp_path / "changed" / "train.log").read_text()
     said = (
         "has the option of_another_release, which"
@@ -113,9 +113,9 @@ def test_lab_resumes_a_checkpoint_of_another_release_of_torch(how, tmp_path):
         expected = trainer.fit(data, data, epochs=2)
         other = lab_trainer(lab, optimizer)
         assert other.resume(tmp_path) == (1, 0)
-        found = other.fit(data, data, epochs=2)
-        assert {key: found[key] for key in found if "loss" in key} == {
-            key: expected[key] for key in found if "loss" in key
+        results = other.fit(data, data, epochs=2)
+        assert {key: results[key] for key in results if "loss" in key} == {
+            key: expected[key] for key in results if "loss" in key
         }
         with pytest.raises(
             ConfigError, match="was written with another optimizer: its options are"

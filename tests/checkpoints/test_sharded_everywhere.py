@@ -83,19 +83,19 @@ def test_commands_evaluate_the_chosen_checkpoint(choice, run_dir, form, command,
     newest = newest_of(run_dir, form)
     best = best_in(run_dir / "checkpoints")
     chosen = {"auto": best, "best": best, "last": newest, "path": newest}[choice]
-    given = str(newest) if choice == "path" else choice
+    checkpoint = str(newest) if choice == "path" else choice
     output = tmp_path / "found.json"
     code, _, errors = command(
-        evaluate.main, run_dir, "split=val", "--checkpoint", given, "--json", output
+        evaluate.main, run_dir, "split=val", "--checkpoint", checkpoint, "--json", output
     )
     assert code == 0, errors
-    found = json.loads(output.read_text())
-    row = next(row for row in read_metrics(run_dir) if row["epoch"] == found["epoch"])
-    assert found["checkpoint"] == str(chosen)
-    assert found["val_accuracy"] == row["val_accuracy"]
+    results = json.loads(output.read_text())
+    row = next(row for row in read_metrics(run_dir) if row["epoch"] == results["epoch"])
+    assert results["checkpoint"] == str(chosen)
+    assert results["val_accuracy"] == row["val_accuracy"]
     exported = tmp_path / "model.safetensors"
     code, printed, errors = command(
-        export.main, run_dir, "--checkpoint", given, "--output", exported
+        export.main, run_dir, "--checkpoint", checkpoint, "--output", exported
     )
     assert code == 0, errors
     assert f": {chosen}; " in printed
@@ -121,9 +121,9 @@ def test_checkpoint_in_place_of_a_run_is_named_with_the_right_command(run_dir, f
 
 @every_format
 def test_table_of_runs_has_the_epoch_of_the_best_checkpoint(run_dir, form):
-    (found,) = find_runs(run_dir.parent)
+    (run,) = find_runs(run_dir.parent)
     best = max(row["val_accuracy"] for row in read_metrics(run_dir))
-    assert found.best() == ("val_accuracy", best)
+    assert run.best() == ("val_accuracy", best)
 
 
 @every_format

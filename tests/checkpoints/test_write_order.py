@@ -84,5 +84,5 @@ def test_removal_takes_the_name_first(sharded, tmp_path):
         remove(path)
     first = ("rename", "step_00000001.removed.tmp") if sharded else ("remove", path.name)
     assert recorder.operations[0] == first
-    assert all(find_damage(found) is None for state in recorder.states for found in steps_in(state))
+    assert all(find_damage(path) is None for state in recorder.states for path in steps_in(state))
     assert not list((tmp_path / "run").iterdir())

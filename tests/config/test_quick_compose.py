@@ -24,7 +24,7 @@ def composed(line: list[str], folder: str | None = None) -> dict:
 def by_hydra(monkeypatch) -> list[dict]:
     """Return what Hydra composes of LINES by itself."""
     with monkeypatch.context() as patch:
-        patch.setattr(quick_compose, "remembered", lambda what, repo, choice, make: make())
+        patch.setattr(quick_compose, "remembered", lambda kind, repo, choice, make: make())
         patch.setattr(
             quick_compose.config_loader_impl,
             "create_defaults_list",

@@ -85,12 +85,15 @@ def no_network(*args, **kwargs):
 )
 def test_sizes_without_the_samples_are_those_of_the_dataset(overrides):
     cfg = config(*overrides)
-    found = load_dataset(cfg, Runtime("cpu"))
+    loaded = load_dataset(cfg, Runtime("cpu"))
     planned = dataset_sizes(cfg.data)
     assert planned.train.inputs.is_meta
-    assert planned.describe_sets() == found.describe_sets()
-    assert (planned.train.shape, planned.model_shape()) == (found.train.shape, found.model_shape())
-    assert planned.train.inputs.nbytes == found.train.inputs.nbytes
+    assert planned.describe_sets() == loaded.describe_sets()
+    assert (planned.train.shape, planned.model_shape()) == (
+        loaded.train.shape,
+        loaded.model_shape(),
+    )
+    assert planned.train.inputs.nbytes == loaded.train.inputs.nbytes
     assert dataset_sizes(config("data=folder", "data.root=nowhere").data) is None
 
 

@@ -27,16 +27,16 @@ def sources(folder) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", ["folder", "own"])
 def test_held_out_images_are_those_of_a_dataset_without_augmentation(kind, tmp_path):
-    given = [*sources(tmp_path)[kind], "data.val_fraction=0.5"]
-    plain = [*given, "data.crop_scale=null", "data.randaugment=null", "data.erasing=0"]
-    augmented = loaded(*given, *AUGMENTED)
+    overrides = [*sources(tmp_path)[kind], "data.val_fraction=0.5"]
+    plain = [*overrides, "data.crop_scale=null", "data.randaugment=null", "data.erasing=0"]
+    augmented = loaded(*overrides, *AUGMENTED)
     expected = loaded(*plain)
     assert augmented.val.size == expected.val.size > 0
     for index in range(augmented.val.size):
         for epoch in (0, 3):  # of which the dataset's own random numbers depend
             image, target = expected.val.sample(epoch, index)
-            found, label = augmented.val.sample(epoch, index)
-            assert torch.equal(found, image)
+            validation_image, label = augmented.val.sample(epoch, index)
+            assert torch.equal(validation_image, image)
             assert label == target
     first, second = (augmented.train.sample(epoch, 0)[0] for epoch in (0, 3))
     assert not torch.equal(first, second), "the training images are not augmented"

@@ -42,13 +42,15 @@ def loader(
     return loader_class(kind)(data or numbered(103), options)
 
 
-def read(own: Loader, epoch: int) -> list[tuple[list[int], int]]:
+def read(loader_of_rank: Loader, epoch: int) -> list[tuple[list[int], int]]:
     """Return the numbers of the samples without padding and the global size of each batch."""
-    own.set_epoch(epoch)
+    loader_of_rank.set_epoch(epoch)
     batches = []
-    for inputs, targets, global_size in own:
+    for inputs, targets, global_size in loader_of_rank:
         numbers = (inputs[:, 0, 0, 0] + 256 * inputs[:, 0, 0, 1]).round().long()
-        real = slice(len(range(own.options.dp_rank, global_size, own.options.dp_size)))
+        real = slice(
+            len(range(loader_of_rank.options.dp_rank, global_size, loader_of_rank.options.dp_size))
+        )
         assert torch.equal(targets[real], numbers[real] % 10), (
             "a target does not belong to its image"
         )
@@ -98,18 +100,22 @@ def images_of_world(kind: str, size: int, start: int) -> tuple[torch.Tensor, tor
     """
     ranks = []
     for rank in range(size):
-        own = loader(
+        loader_of_rank = loader(
             "device" if kind == "graph" else kind, rank, size, pictures(), crop_padding=2, flip=True
         )
         if kind == "graph":
-            own.set_epoch(2)
-            own.prefetch_epoch()
-            drawn = own._drawn[3]
-        own.set_epoch(3, start)
-        own.start_epoch()
-        assert kind != "graph" or own._drawn[3] is drawn, "a prefetched epoch is drawn again"
+            loader_of_rank.set_epoch(2)
+            loader_of_rank.prefetch_epoch()
+            drawn = loader_of_rank._drawn[3]
+        loader_of_rank.set_epoch(3, start)
+        loader_of_rank.start_epoch()
+        assert kind != "graph" or loader_of_rank._drawn[3] is drawn, (
+            "a prefetched epoch is drawn again"
+        )
         ranks.append(
-            list(own) if kind != "graph" else [own.next_batch(each) for each in own.counts()]
+            list(loader_of_rank)
+            if kind != "graph"
+            else [loader_of_rank.next_batch(each) for each in loader_of_rank.counts()]
         )
     steps = [
         [torch.stack(parts, dim=1).flatten(0, 1) for parts in list(zip(*step, strict=True))[:2]]

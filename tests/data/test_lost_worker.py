@@ -84,10 +84,10 @@ def test_killed_worker_process_of_the_command_is_one_message(tmp_path, monkeypat
     code, printed = launches.launch("ddp-lab train --nproc 1", *options)
     assert code != 0
     # Whoever reads the exit status of a forked server's child second does not learn the signal.
-    found = printed.count(KILLED) + printed.count(
+    messages = printed.count(KILLED) + printed.count(
         "has exited: it was killed, most likely because memory"
     )
-    assert found == 1, printed
+    assert messages == 1, printed
     assert "Traceback" not in printed
     assert "RuntimeError" not in printed
 

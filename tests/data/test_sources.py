@@ -127,7 +127,7 @@ def test_datasets_that_cannot_be_used_are_refused(dataset, message):
 
 def test_label_that_is_wrong_in_a_later_sample_is_named():
     """The error of a worker process is the message, without a traceback."""
-    own = build(
+    loader = build(
         checked("Wrong", "+data.dataset.how=later", "data.num_classes=3", "data.num_workers=1"),
         Runtime("cpu"),
     ).loaders["val"]
@@ -135,7 +135,7 @@ def test_label_that_is_wrong_in_a_later_sample_is_named():
         SampleError,
         match=r"^data.dataset._target_=own_datasets.Wrong: the target of sample 4 is 6; .*$",
     ):
-        list(own)
+        list(loader)
 
 
 def test_sets_and_classes_are_those_of_the_dataset_or_held_out():
@@ -165,10 +165,10 @@ def test_map_style_dataset_needs_data_own():
 def test_ranks_with_other_files_are_refused():
     sizes = {"train": 3}
     require_same_data([("a", sizes), ("a", sizes)])
-    own = load("Tokens", "data.num_classes=11")
+    complete = load("Tokens", "data.num_classes=11")
     less = load("Tokens", "data.num_classes=12")
     with pytest.raises(ConfigError, match=r"rank 1 has other files"):
-        require_same_data([(own.digest, sizes), (less.digest, sizes)])
+        require_same_data([(complete.digest, sizes), (less.digest, sizes)])
     with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
         require_same_data([("a", sizes), ("a", sizes), ("b", sizes)])
     for name in ("train", "val"):

@@ -32,26 +32,28 @@ def learners(name: str, folder: Path, old: str = "", new: str = "") -> Path:
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch, command):
+def exercise_command(tmp_path, monkeypatch, command):
     """Return a function that runs the command in a new folder of the learner's."""
     monkeypatch.chdir(tmp_path)
     return lambda line: command(exercise.main, *line.split())
 
 
 @pytest.mark.covers("exercise --folder", "exercise --number")
-def test_exercise_from_the_list_to_the_right_solution(given, tmp_path):
-    assert "split_batch" in given("list")[1]
-    assert given("start split_batch")[0] == 0
-    assert "(started)" in given("list")[1]
-    code, _, errors = given("start split_batch")
+def test_exercise_from_the_list_to_the_right_solution(exercise_command, tmp_path):
+    assert "split_batch" in exercise_command("list")[1]
+    assert exercise_command("start split_batch")[0] == 0
+    assert "(started)" in exercise_command("list")[1]
+    code, _, errors = exercise_command("start split_batch")
     assert (code, "already exists" in errors) == (2, True)
     code, text = check(tmp_path, "split_batch")
     assert (code, "still raises NotImplementedError" in text) == (1, True)
-    assert load("split_batch").check.HINTS[1] in given("hint split_batch --number 2")[1]
-    (tmp_path / "exercises" / "split_batch.py").write_text(given("solution split_batch")[1])
+    assert load("split_batch").check.HINTS[1] in exercise_command("hint split_batch --number 2")[1]
+    (tmp_path / "exercises" / "split_batch.py").write_text(
+        exercise_command("solution split_batch")[1]
+    )
     code, text = check(tmp_path, "split_batch")
     assert (code, "right, on 2 and 3 processes" in text) == (0, True)
-    assert given("start split_batch --folder mine")[0] == 0
+    assert exercise_command("start split_batch --folder mine")[0] == 0
     assert "still raises" in check(tmp_path, "split_batch --folder mine")[1]
 
 
@@ -70,8 +72,8 @@ def test_exercise_from_the_list_to_the_right_solution(given, tmp_path):
         ("start buckets --speed", "start: takes no --speed; allowed: check"),
     ],
 )
-def test_mistakes_are_one_message_with_exit_code_2(line, says, given):
-    code, output, errors = given(line)
+def test_mistakes_are_one_message_with_exit_code_2(line, says, exercise_command):
+    code, output, errors = exercise_command(line)
     assert (code, output, errors.count("\n")) == (2, "", 1)
     assert says in errors
 
@@ -167,11 +169,11 @@ def test_loop_of_the_teachers_page_marks_every_student(tmp_path):
     assert "still raises" in (tmp_path / "submissions" / "bob" / f"{ring}.txt").read_text()
 
 
-def test_picture_that_cannot_be_written_is_refused_only_with_speed(given, tmp_path):
+def test_picture_that_cannot_be_written_is_refused_only_with_speed(exercise_command, tmp_path):
     for name in ("ring_all_reduce", "split_batch"):
         learners(name, tmp_path)
         (tmp_path / "exercises" / f"{name}.png").mkdir()
-    code, output, errors = given("check ring_all_reduce --speed")
+    code, output, errors = exercise_command("check ring_all_reduce --speed")
     assert (code, output) == (2, "")
     place = "exercises/ring_all_reduce.png"
     assert errors == f"error: --speed {place}: cannot be written: it is a directory\n"

@@ -32,8 +32,8 @@ def explain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exercises")
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=prepare_to_fork) as pool:
-        yield lambda name, *given: pool.submit(
-            explain_source, folder / f"{name}.py", name, *given
+        yield lambda name, *arguments: pool.submit(
+            explain_source, folder / f"{name}.py", name, *arguments
         ).result(timeout=60)
 
 

@@ -177,9 +177,9 @@ def test_other_arguments_on_another_rank_are_refused():
         f"the length of the training dataset {LENGTH.format('fit')}",
         f"the length of the dataset {LENGTH.format('evaluate')}",
     ]
-    for found in run_world(2, refuse_other_arguments, timeout=100):
-        assert len(found) == len(expected)
-        for message, start in zip(found, expected, strict=True):
+    for messages in run_world(2, refuse_other_arguments, timeout=100):
+        assert len(messages) == len(expected)
+        for message, start in zip(messages, expected, strict=True):
             assert message.startswith(start), message
 
 

@@ -25,11 +25,11 @@ def finish(process: subprocess.Popen, pipe: str, timeout: float = 120) -> str:
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        found = ending.others(pipe)
-        for each in found:
+        left = ending.others(pipe)
+        for each in left:
             os.kill(int(each.split()[0]), signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"not done within {timeout} s; left: {found}\n{output}") from None
+        raise AssertionError(f"not done within {timeout} s; left: {left}\n{output}") from None
     return output
 
 

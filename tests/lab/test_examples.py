@@ -39,13 +39,13 @@ def run_example(name: str, *arguments: str) -> str:
 )
 def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
     arguments, metric, low, high = SCRIPTS[name]
-    found = []
+    values = []
     for ranks, strategy in ((1, "single"), (2, "ddp")):
         first, *others = run_world(ranks, run_example, name, *arguments, strategy)
         assert not any(others)
-        found.append(float(re.findall(rf"{metric} (\S+)", first)[-1]))
-    assert low < found[0] < high
-    assert found[1] == pytest.approx(found[0], rel=0.01)
+        values.append(float(re.findall(rf"{metric} (\S+)", first)[-1]))
+    assert low < values[0] < high
+    assert values[1] == pytest.approx(values[0], rel=0.01)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def trainer_of(lab: Lab, criterion=loss, dropout: float = 0.0, **options):
 
 def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) -> dict:
     """Train in a loop of the user's own, and return what it gives."""
-    found: dict = {"losses": [], "kept": []}
+    results: dict = {"losses": [], "kept": []}
     data = pixels()
     with Lab(strategy, device="cpu", **options) as lab:
         trainer = trainer_of(
@@ -67,13 +67,13 @@ def own_loop(strategy: str, options: dict, folder: Path, accumulate: int = 1) ->
         for epoch in range(EPOCHS):
             for inputs, targets in trainer.batches(data, epoch):
                 value = trainer.step(inputs, targets)
-                found["losses"].append(value.item())
-                found["kept"].append(value)
-        found["evaluated"] = trainer.evaluate(Subset(data, range(37)), tasks.Segmentation())
-        found["outputs"] = trainer.predict(data.tensors[0][:5])
+                results["losses"].append(value.item())
+                results["kept"].append(value)
+        results["evaluated"] = trainer.evaluate(Subset(data, range(37)), tasks.Segmentation())
+        results["outputs"] = trainer.predict(data.tensors[0][:5])
         trainer.save(folder / f"{strategy}.safetensors")
-    found["kept"] = [value.item() for value in found["kept"]]
-    return found | {"weights": load_file(folder / f"{strategy}.safetensors")}
+    results["kept"] = [value.item() for value in results["kept"]]
+    return results | {"weights": load_file(folder / f"{strategy}.safetensors")}
 
 
 def interrupted(strategy: str, folder: Path, resumed: bool, dropout: float = 0.0) -> dict:
@@ -96,20 +96,20 @@ def interrupted(strategy: str, folder: Path, resumed: bool, dropout: float = 0.0
 
 
 def train_all(folder: Path) -> dict:
-    found: dict = {
+    results: dict = {
         strategy: own_loop(strategy, options, folder, accumulate=2)
         for strategy, options in STRATEGIES.items()
     }
     for resumed in (False, True):
-        found["resumed", resumed] = interrupted("fsdp", folder / "dropout", resumed, dropout=0.5)
-    found["moved"] = interrupted("ddp", folder / "checkpoints", resumed=False)
+        results["resumed", resumed] = interrupted("fsdp", folder / "dropout", resumed, dropout=0.5)
+    results["moved"] = interrupted("ddp", folder / "checkpoints", resumed=False)
     with Lab("ddp", device="cpu") as lab:
         for batch_size, seed in ((5, 0), (6, lab.rank)):
             torch.manual_seed(seed)
             with pytest.raises(ConfigError) as error:
                 lab.trainer(net(), loss, SGD, batch_size=batch_size)
-            found["error", batch_size] = str(error.value)
-    return found
+            results["error", batch_size] = str(error.value)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +131,16 @@ def alone(folder: Path) -> dict:
 def test_own_loop_gives_the_weights_losses_and_metrics_of_one_rank(strategy, folder):
     expected = alone(folder)
     ranks = two(folder)
-    found, other = (rank[strategy] for rank in ranks)
+    results, other = (rank[strategy] for rank in ranks)
     # the same number on every rank, which later steps do not change
-    assert found["losses"] == other["losses"] == found["kept"]
-    assert len(found["losses"]) == EPOCHS * 4
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert results["losses"] == other["losses"] == results["kept"]
+    assert len(results["losses"]) == EPOCHS * 4
+    assert results["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     for name, value in expected["weights"].items():
-        assert (found["weights"][name] - value).abs().max() < 1e-6
-    assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-6)
-    assert found["evaluated"].keys() == {"loss", "accuracy", "mean_iou"}
-    assert found["outputs"].allclose(expected["outputs"], atol=1e-5)
+        assert (results["weights"][name] - value).abs().max() < 1e-6
+    assert results["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-6)
+    assert results["evaluated"].keys() == {"loss", "accuracy", "mean_iou"}
+    assert results["outputs"].allclose(expected["outputs"], atol=1e-5)
 
 
 def test_batch_whose_targets_are_all_ignored_has_the_loss_0_and_changes_nothing():
@@ -254,8 +254,8 @@ class Scaled(nn.Module):
 
 
 def made(**options):
-    given = {"model": net(), "loss": loss, "optimizer": SGD, "batch_size": BATCH} | options
-    return lambda lab: lab.trainer(**given)
+    arguments = {"model": net(), "loss": loss, "optimizer": SGD, "batch_size": BATCH} | options
+    return lambda lab: lab.trainer(**arguments)
 
 
 def second(lab):

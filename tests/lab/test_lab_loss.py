@@ -61,19 +61,19 @@ def losses_of(strategy: str, **options) -> list[float]:
 
 def ask_all() -> dict[str, str | list[float]]:
     names = ("supervised contrastive", "triplet", "normalised weights")
-    found: dict = {name: refusal(OVER_BATCH[name][1], data=CLASSES) for name in names}
-    found |= {
+    results: dict = {name: refusal(OVER_BATCH[name][1], data=CLASSES) for name in names}
+    results |= {
         f"{name}, a sum": refusal(SUMS[name][1], data=CLASSES)
         for name in ("focal", "class weights", "dropout")
     }
-    found["fsdp"] = refusal(info_nce, "fsdp")
-    found["pipeline"] = refusal(info_nce, "pipeline", num_microbatches=2)
-    found["first step"] = refusal(info_nce, use="step")
-    found["input"] = refusal(info_nce, use="input")
-    found["first step, a sum"] = refusal(SUMS["huber"][1], use="step")
-    found["tp"] = losses_of("tp")
-    found["meant"] = losses_of("ddp", loss_over_batch=True)
-    return found
+    results["fsdp"] = refusal(info_nce, "fsdp")
+    results["pipeline"] = refusal(info_nce, "pipeline", num_microbatches=2)
+    results["first step"] = refusal(info_nce, use="step")
+    results["input"] = refusal(info_nce, use="input")
+    results["first step, a sum"] = refusal(SUMS["huber"][1], use="step")
+    results["tp"] = losses_of("tp")
+    results["meant"] = losses_of("ddp", loss_over_batch=True)
+    return results
 
 
 @once
@@ -118,10 +118,10 @@ def test_loss_over_the_batch_is_exact_where_the_batch_is_not_divided():
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))[:BATCH]
     inputs, targets = (tensor[order] for tensor in DATA.tensors)
     expected = info_nce(model(inputs), targets).mean().item()
-    found = losses_of("single")
-    assert found[0] == pytest.approx(expected, rel=1e-6)
+    of_single = losses_of("single")
+    assert of_single[0] == pytest.approx(expected, rel=1e-6)
     for other in (losses_of("dp"), *(rank["tp"] for rank in two())):
-        assert other == pytest.approx(found, rel=1e-5)
+        assert other == pytest.approx(of_single, rel=1e-5)
     parts = [slice(rank, None, 2) for rank in range(2)]
     of_parts = sum(info_nce(model(inputs[part]), targets[part]).mean().item() for part in parts) / 2
     assert two()[0]["meant"][0] == pytest.approx(of_parts, rel=1e-6)
@@ -151,8 +151,8 @@ def test_loss_that_is_one_number_is_refused_and_may_be_expanded():
     with Lab(device="cpu") as lab:
         expanded = lab.trainer(net(), lambda *pair: mean(*pair).expand(len(pair[0])), SGD, BATCH)
         (batch, *_) = expanded.batches(DATA, 0)
-        found = float(expanded.step(*batch))
-    assert found == pytest.approx(losses_of("single")[0], rel=1e-6)
+        loss = float(expanded.step(*batch))
+    assert loss == pytest.approx(losses_of("single")[0], rel=1e-6)
 
 
 def test_task_with_a_loss_over_the_batch_is_refused():

@@ -72,22 +72,24 @@ def train(
         with Lab(strategy, device="cpu", timeout=20, **options) as lab:
             samples = data()
             model = Chain((4,), first=kind(), last=nn.Linear(4, 4))
-            given = {"example": samples[0]} if example else {}
-            trainer = lab.trainer(model, tasks.Regression(), ADAM, batch_size=4, ema=0.5, **given)
+            keywords = {"example": samples[0]} if example else {}
+            trainer = lab.trainer(
+                model, tasks.Regression(), ADAM, batch_size=4, ema=0.5, **keywords
+            )
             if folder:
                 trainer.resume(folder)
             epochs = range(trainer.progress.epoch, trainer.progress.epoch + 2)
-            found = [
+            results = [
                 trainer.step(*batch).item()
                 for epoch in epochs
                 for batch in trainer.batches(samples, epoch)
             ]
-            found.append(trainer.evaluate(samples)["loss"])
+            results.append(trainer.evaluate(samples)["loss"])
             if path:
                 trainer.save(path)
             if folder:
                 trainer.checkpoint(folder)
-            return found
+            return results
     finally:
         torch.set_default_dtype(before)
 
@@ -99,20 +101,20 @@ def refusal(strategy: str, **options) -> str:
 
 
 def on_two(folder: str) -> dict:
-    found: dict = {
+    results: dict = {
         name: train(name.split()[0], f"{folder}/{name}", **options)
         for name, options in TRAINING.items()
     }
-    found |= {
+    results |= {
         f"{name} refuses": refusal(name.split()[0], **options) for name, options in REFUSING.items()
     }
     for name in ("single", "ddp"):
-        found[f"{name} continued"] = train(
+        results[f"{name} continued"] = train(
             "fsdp" if name == "ddp" else "ddp", kind=Unused, folder=f"{folder}/of_{name}"
         )
         if name == "single":
             train("ddp", kind=Unused, folder=f"{folder}/of_ddp")
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")

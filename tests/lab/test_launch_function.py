@@ -106,7 +106,7 @@ print(share)
 
 
 def test_import_of_the_names_is_lazy_and_takes_less_than_half_of_torchs():
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", NAMES],
         capture_output=True,
         text=True,
@@ -114,5 +114,5 @@ def test_import_of_the_names_is_lazy_and_takes_less_than_half_of_torchs():
         check=True,
         timeout=120,
     )
-    assert float(found.stdout) < 0.5
+    assert float(ended.stdout) < 0.5
     assert (ROOT / "ddp_lab/py.typed").exists()

@@ -38,8 +38,8 @@ def trainer(monkeypatch):
 
 def reader(trainer, dataset) -> int:
     """Return the process that reads a dataset."""
-    (found,) = {int(number) for inputs, _ in trainer.batches(dataset, 0) for number in inputs}
-    return found
+    (sample,) = {int(number) for inputs, _ in trainer.batches(dataset, 0) for number in inputs}
+    return sample
 
 
 def runs(pid: int) -> bool:
@@ -76,12 +76,12 @@ def test_training_set_beside_four_validation_sets_keeps_its_worker():
         trainer = lab.trainer(
             nn.Linear(1, 1), tasks.Regression(), make, batch_size=4, num_workers=1
         )
-        found = set()
+        samples = set()
         for _ in range(2):
-            found.add(reader(trainer, training))
+            samples.add(reader(trainer, training))
             for dataset in validation:
                 trainer.evaluate(dataset)
-    assert len(found) == 1
+    assert len(samples) == 1
 
 
 def test_batches_after_their_lab_is_closed_are_refused():

@@ -166,14 +166,14 @@ CASES = {
 
 
 def run(case: str, strategy: str, how: str, num_workers: int) -> None:
-    given, _ = CASES[case]
+    case_options, _ = CASES[case]
     with Lab(strategy, device="cpu") as lab:
-        model = given.get("model", partial(nn.Linear, 4, CLASSES))()
+        model = case_options.get("model", partial(nn.Linear, 4, CLASSES))()
         make = partial(torch.optim.SGD, lr=0.1)
         trainer = lab.trainer(
             model, tasks.Classification(), make, batch_size=BATCH, num_workers=num_workers
         )
-        data = given["data"]()
+        data = case_options["data"]()
         if how == "evaluate":
             trainer.evaluate(data)
         elif how == "fit":
@@ -495,9 +495,9 @@ def outputs_refused_on_ranks(strategy: str, options: dict) -> list[str]:
     ("strategy", "options"), [("ddp", {}), ("pipeline", {"num_microbatches": 2})]
 )
 def test_outputs_that_are_not_those_of_all_samples_are_one_message_on_ranks(strategy, options):
-    for found in run_world(2, outputs_refused_on_ranks, strategy, options, timeout=60):
+    for messages in run_world(2, outputs_refused_on_ranks, strategy, options, timeout=60):
         for message, (_, shape) in zip(
-            found, [WRAPS[0], WRAPS[0], WRAPS[1], WRAPS[1]], strict=True
+            messages, [WRAPS[0], WRAPS[0], WRAPS[1], WRAPS[1]], strict=True
         ):
             assert re.match(
                 rf"the model: it must return a tensor \[4, ...\] for 4 samples, got {shape}\. ",

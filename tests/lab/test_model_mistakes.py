@@ -156,9 +156,9 @@ def expected(message: str) -> str:
 @pytest.mark.parametrize("case", MISTAKES)
 def test_inputs_that_the_model_does_not_support_are_one_message(case, how):
     make, inputs, message = MISTAKES[case]
-    found = message_of(fail("single", {}, make, inputs, how))
-    assert re.match(expected(message), found), found
-    assert "\n" not in found
+    text = message_of(fail("single", {}, make, inputs, how))
+    assert re.match(expected(message), text), text
+    assert "\n" not in text
 
 
 def failures(strategy: str) -> dict[str, str]:

@@ -160,8 +160,8 @@ def test_run_that_goes_on_otherwise_is_the_run_that_does_not(
         position = trainer.resume(tmp_path)
         assert position == (2, stop % STEPS)
         run(trainer, after, EPOCHS)
-        found = batches + model.batches if resumed else model.batches
-        assert found == expected
+        all_batches = batches + model.batches if resumed else model.batches
+        assert all_batches == expected
         assert trainer.progress.step == EPOCHS * STEPS
         assert all(
             torch.equal(full_weights(trainer.strategy)[name], value)

@@ -72,7 +72,7 @@ def train(strategy: str, folder: Path) -> dict[str, dict[str, Any]]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_default_dtype(torch.float64)
-    found = {}
+    results = {}
     data = Texts()
     for name, make in MODELS.items():
         with Lab(strategy, device="cpu", timeout=120, **STRATEGIES.get(strategy, {})) as lab:
@@ -93,8 +93,8 @@ def train(strategy: str, folder: Path) -> dict[str, dict[str, Any]]:
             logits = trainer.predict(inputs)["logits"]
             trainer.save(folder / f"{strategy}-{name}")
             trainer.save(folder / f"{strategy}-{name}.safetensors")
-            found[name] = {"inputs": inputs["input_ids"], "logits": logits}
-    return found
+            results[name] = {"inputs": inputs["input_ids"], "logits": logits}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +113,11 @@ def test_model_and_adapters_equal_single(strategy, name, folder):
     trained("single", folder)
     trained(strategy, folder)
     expected = load_file(folder / f"single-{name}.safetensors")
-    found = load_file(folder / f"{strategy}-{name}.safetensors")
-    assert found.keys() == expected.keys()
-    assert max((found[key] - tensor).abs().max().item() for key, tensor in expected.items()) < 1e-12
+    weights = load_file(folder / f"{strategy}-{name}.safetensors")
+    assert weights.keys() == expected.keys()
+    assert (
+        max((weights[key] - tensor).abs().max().item() for key, tensor in expected.items()) < 1e-12
+    )
 
 
 def test_only_adapters_are_collected():

@@ -16,16 +16,16 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 def second_weights() -> list[list[float]]:
     """Return the weights of models that are constructed after a step, and after `fit`."""
     with Lab("ddp", device="cpu") as lab:
-        found: list[list[float]] = []
+        weights: list[list[float]] = []
         for use in ("step", "fit", ""):
             model = nn.Linear(4, 2)
-            found.append(model.weight.flatten().tolist())
+            weights.append(model.weight.flatten().tolist())
             trainer = lab.trainer(model, tasks.Regression(), SGD, batch_size=4, example=DATA[0])
             if use == "step":
                 trainer.step(*next(trainer.batches(DATA, 0)))
             elif use == "fit":
                 trainer.fit(DATA, DATA, epochs=1)
-        return found
+        return weights
 
 
 def test_model_made_after_training_is_the_same_on_every_rank():

@@ -106,8 +106,8 @@ def losses(
         with Lab(strategy, device="cpu", timeout=30, **options) as lab:
             samples = data()
             model = make()
-            given = {"example": samples[0]} if example else {}
-            trainer = lab.trainer(model, loss(), SGD, batch_size=4, **given)
+            keywords = {"example": samples[0]} if example else {}
+            trainer = lab.trainer(model, loss(), SGD, batch_size=4, **keywords)
             return [
                 trainer.step(*batch).item()
                 for epoch in range(2)
@@ -208,5 +208,5 @@ def test_values_of_weights_are_copied_only_where_that_is_wanted():
 
 def test_task_metrics_after_a_trial():
     """The loss of a task of ddp_lab is tried, too."""
-    found = losses("single", loss=tasks.Regression)
-    assert found == losses("single", loss=tasks.Regression, example=False)
+    with_example = losses("single", loss=tasks.Regression)
+    assert with_example == losses("single", loss=tasks.Regression, example=False)

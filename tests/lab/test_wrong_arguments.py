@@ -39,10 +39,10 @@ class Wrapped(nn.Module):
         return self.wrap(self.layer(inputs))
 
 
-def make(lab: Lab, task: Any = None, model: nn.Module | None = None, **given: Any) -> Any:
+def make(lab: Lab, task: Any = None, model: nn.Module | None = None, **options: Any) -> Any:
     net = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = given.pop("optimizer", SGD)
-    return lab.trainer(net, task or tasks.Classification(), optimizer, 8, **given)
+    optimizer = options.pop("optimizer", SGD)
+    return lab.trainer(net, task or tasks.Classification(), optimizer, 8, **options)
 
 
 LOADER = DataLoader(DATA, 8)
@@ -142,7 +142,7 @@ def of_logits(strategy: str, wrapped: bool) -> list[float]:
     """Train classification and tokens with logits that are a part of the outputs, or all of
     them.
     """
-    found = []
+    values = []
     with Lab(strategy, device="cpu", timeout=30) as lab:
         for task, shape in ((tasks.Classification(), [3]), (tasks.Tokens(), [1, 3])):
 
@@ -153,23 +153,23 @@ def of_logits(strategy: str, wrapped: bool) -> list[float]:
             trainer = make(lab, task, Wrapped(wrap))
             targets = torch.arange(20) % 3
             data = TensorDataset(INPUTS, targets.view(-1, *shape[:-1]))
-            found += [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
-            found.append(trainer.evaluate(data)["accuracy"])
-    return found
+            values += [trainer.step(*batch).item() for batch in trainer.batches(data, 0)]
+            values.append(trainer.evaluate(data)["accuracy"])
+    return values
 
 
 @pytest.mark.parametrize("strategy", ["single", "scratch", "dp", "ddp", "fsdp", "tp"])
 def test_tasks_take_the_logits_of_dicts(strategy):
     (expected,) = run_world(1, of_logits, "single", False, timeout=60)
     ranks = 1 if strategy in ("single", "dp") else 2
-    for found in run_world(ranks, of_logits, strategy, True, timeout=60):
-        assert found == pytest.approx(expected, abs=1e-6)
+    for values in run_world(ranks, of_logits, strategy, True, timeout=60):
+        assert values == pytest.approx(expected, abs=1e-6)
 
 
 def test_fit_without_validation_has_no_metrics_of_it():
     with Lab(device="cpu") as lab:
         trainer = make(lab)
-        found = trainer.fit(DATA, None, epochs=2)
-        assert found["train_loss"] > 0
-        assert not [name for name in found if name.startswith("val_")]
+        results = trainer.fit(DATA, None, epochs=2)
+        assert results["train_loss"] > 0
+        assert not [name for name in results if name.startswith("val_")]
         assert trainer.progress.epoch == 2

@@ -52,8 +52,10 @@ PLANTED = [
 def outcomes(folder: Path) -> dict[tuple[str, ...], Outcome]:
     """Launch three at a time: most of the time they wait."""
     with ThreadPoolExecutor(3) as pool:
-        found = pool.map(lambda case: launch_planted(*case, folder / "-".join(case[:2])), PLANTED)
-        return dict(zip(PLANTED, found, strict=True))
+        launched = pool.map(
+            lambda case: launch_planted(*case, folder / "-".join(case[:2])), PLANTED
+        )
+        return dict(zip(PLANTED, launched, strict=True))
 
 
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: " ".join(case[:2]))
@@ -173,15 +175,15 @@ def work_of_all(failing: int, kind: type[Exception]) -> str:
 @pytest.mark.parametrize("kind", [ConfigError, KeyError])
 def test_work_that_one_rank_cannot_do_fails_on_all_ranks_at_once(failing, kind):
     begin = time.monotonic()
-    found = run_world(3, work_of_all, failing, kind, timeout=60)
-    own = found.pop(failing)
-    assert own == f"{kind.__name__}: {kind('impossible')}"
+    texts = run_world(3, work_of_all, failing, kind, timeout=60)
+    text_of_failing = texts.pop(failing)
+    assert text_of_failing == f"{kind.__name__}: {kind('impossible')}"
     others = (
         "ConfigError: impossible"
         if kind is ConfigError
         else f"OtherRankError: rank {failing} raised KeyError: "
     )
-    assert all(text.startswith(others) for text in found), found
+    assert all(text.startswith(others) for text in texts), texts
     assert time.monotonic() - begin < 60
 
 

@@ -17,16 +17,16 @@ def expand(argument: str) -> str:
     https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
     """
 
-    def replace(found: re.Match) -> str:
-        if found[0] == "$$":
+    def replace(match: re.Match) -> str:
+        if match[0] == "$$":
             return "$"
-        return ENVIRONMENT.get(found[1], found[0])
+        return ENVIRONMENT.get(match[1], match[0])
 
     return re.sub(r"\$\$|\$\(([^)]*)\)", replace, argument)
 
 
 @pytest.mark.parametrize(
-    ("given", "sent"),
+    ("argument", "sent"),
     [
         ("runs_dir=/a/$(HOME)", "runs_dir=/a/$$(HOME)"),
         ("runs_dir=/a/$X", "runs_dir=/a/$$X"),
@@ -35,8 +35,8 @@ def expand(argument: str) -> str:
         ("optimizer.lr=0.1", "optimizer.lr=0.1"),
     ],
 )
-def test_dollar_signs_reach_the_container_as_they_were_given(given, sent):
-    manifest = trainjob("mine", 1, 0, 1, None, [given])
+def test_dollar_signs_reach_the_container_as_they_were_given(argument, sent):
+    manifest = trainjob("mine", 1, 0, 1, None, [argument])
     last = manifest["spec"]["trainer"]["args"][-1]
     assert last == sent
-    assert expand(last) == given
+    assert expand(last) == argument

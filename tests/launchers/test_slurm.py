@@ -61,8 +61,8 @@ class Job:
         output = self.out.read_text() if self.out.exists() else "(no output)"
         return f"{self.state()}\n{output[-6000:]}\n{self.cluster.logs()}"
 
-    def wait(self, what: str, condition, timeout: float = 300):
-        return wait_for(what, condition, timeout, self.report)
+    def wait(self, event: str, condition, timeout: float = 300):
+        return wait_for(event, condition, timeout, self.report)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
@@ -308,7 +308,7 @@ def at_cluster(cluster, monkeypatch) -> None:
 
 
 def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_path):
-    given = [
+    overrides = [
         *SMALL,
         "strategy=scratch",
         "epochs=1",
@@ -317,7 +317,7 @@ def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_pa
     ]
     options = ["--", f"--output={tmp_path}/job.out", "--parsable"]
     code, output = launch(
-        "python -m ddp_lab submit slurm --nodes 2 --gpus 0 --yes", *given, *options
+        "python -m ddp_lab submit slurm --nodes 2 --gpus 0 --yes", *overrides, *options
     )
     assert code == 0, output
     assert output.startswith(SCRIPT.read_text())

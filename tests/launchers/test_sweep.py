@@ -25,13 +25,13 @@ def sweep_overrides(tmp_path, *more: str) -> list[str]:
 
 def jobs(tmp_path) -> dict[str, str]:
     """Return the status of each job by strategy and learning rate."""
-    found = {}
+    results = {}
     for path in (tmp_path / "sweep").glob("*/status.json"):
         parts = dict(part.split("=", 1) for part in path.parent.name.split(",") if "=" in part)
-        found[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(
+        results[parts["strategy"] + " " + parts.get("optimizer.lr", "")] = json.loads(
             path.read_text()
         )["status"]
-    return found
+    return results
 
 
 def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):

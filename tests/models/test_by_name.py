@@ -81,8 +81,8 @@ def trained(folder):
 def test_model_by_name_trains_as_on_one_device(name, strategy, folder):
     trained(folder)
     (expected,) = read_metrics(folder / f"{name}-single")
-    (found,) = read_metrics(folder / f"{name}-{strategy}")
-    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+    (row,) = read_metrics(folder / f"{name}-{strategy}")
+    assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
 def test_model_by_name_is_launched(tmp_path):

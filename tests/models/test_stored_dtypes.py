@@ -52,9 +52,9 @@ def test_complex_weights_are_saved_resumed_and_equal_on_ranks(tmp_path):
     pairs = load_file(tmp_path / "single.safetensors")["waves"]  # as other programs read it
     assert torch.equal(torch.view_as_complex(pairs), expected["waves"])
     for name in ("single-resumed", "ddp", "ddp-resumed"):
-        found = read(str(tmp_path / f"{name}.safetensors"))
+        stored = read(str(tmp_path / f"{name}.safetensors"))
         for key, tensor in expected.items():
-            assert (found[key] - tensor).abs().max() < 1e-12, (name, key)
+            assert (stored[key] - tensor).abs().max() < 1e-12, (name, key)
 
 
 def differing_imaginary_parts() -> str:

@@ -158,8 +158,8 @@ def test_training_begins_from_the_directory_under_every_strategy(folder):
     run_world(2, train, folder, *PIPELINE)
     (expected,) = read_metrics(folder / "single")
     for strategy in ("fsdp", "pipeline"):
-        (found,) = read_metrics(folder / strategy)
-        assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+        (row,) = read_metrics(folder / strategy)
+        assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
 def begin_by_block(overrides: list[str]) -> dict:

@@ -20,8 +20,8 @@ SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 
 def load(model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, key: str) -> list[str]:
     """Load those weights that fit into the model and return the notes."""
-    given, notes = match_weights(model.state_dict(), state, num_classes, key)
-    model.load_state_dict(given, strict=False)
+    matched, notes = match_weights(model.state_dict(), state, num_classes, key)
+    model.load_state_dict(matched, strict=False)
     return notes
 
 

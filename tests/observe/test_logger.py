@@ -138,11 +138,9 @@ def test_result_has_the_median_speed_of_the_epochs_on_the_same_number_of_devices
         for epoch, ranks, seconds, rate in rows
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = describe_result(
-        tmp_path / "metrics.jsonl", 2, 9, "val_loss", Path("best.pt"), "2 x cpu"
-    )
+    text = describe_result(tmp_path / "metrics.jsonl", 2, 9, "val_loss", Path("best.pt"), "2 x cpu")
     assert (
-        found
+        text
         == "result: epoch 2 (best val_loss), test accuracy 0.2500, 2.00 s/epoch, 30 samples/s on 2 "
         "x cpu (best.pt)"
     )

@@ -28,12 +28,12 @@ LONG = "a name that is far too long for the axis of a plot of this width"
 PARTS = ("compute", "communication", "waiting", "data", "idle")
 
 
-def assert_inside(found: list, box) -> None:
+def assert_inside(drawn: list, box) -> None:
     """Check that texts are within a box, and do not overlap."""
-    boxes = {text: text.get_window_extent() for text in found}
-    for text, own in boxes.items():
-        assert box.x0 <= own.x0 < own.x1 <= box.x1, text
-        assert box.y0 <= own.y0 < own.y1 <= box.y1, text
+    boxes = {text: text.get_window_extent() for text in drawn}
+    for text, text_box in boxes.items():
+        assert box.x0 <= text_box.x0 < text_box.x1 <= box.x1, text
+        assert box.y0 <= text_box.y0 < text_box.y1 <= box.y1, text
     for one, other in combinations(boxes, 2):
         assert not boxes[one].overlaps(boxes[other]), (one, other)
 
@@ -234,7 +234,7 @@ CHINESE = ["\u732b", "dog", "\u725b and cow", "K\u00e4se"]
 
 
 def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_nothing(tmp_path):
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         matrix = confusion_figure(torch.eye(4).long(), CHINESE)
         grid = prediction_grid(torch.rand(4, 3, 8, 8), [0, 1, 2, 3], [0, 1, 2, 0], CHINESE)
@@ -244,7 +244,7 @@ def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_
             [curves("\u732b: loss", "\u732b", "loss", [Curve("\u732b", [(1, 1)])])],
             tmp_path / "curves.png",
         )
-    assert not [str(warning.message) for warning in found]
+    assert not [str(warning.message) for warning in warned]
     labels = [label.get_text() for label in matrix.axes[0].get_xticklabels()]
     assert labels == ["0", "dog", "2", "K\u00e4se"]
     assert [axes.get_xlabel() for axes in grid.axes if axes.images] == [

@@ -73,16 +73,16 @@ def test_read_assigns_kernels_to_the_step_that_launched_them():
         event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 20, 4, correlation=4, bytes=12)
         | {"pid": 1},
     ]
-    found = read({"traceEvents": events})
-    assert list(found) == ["cuda:0", "cuda:1"]
-    first, second = found["cuda:0"]
+    by_device = read({"traceEvents": events})
+    assert list(by_device) == ["cuda:0", "cuda:1"]
+    first, second = by_device["cuda:0"]
     assert first == pytest.approx(step(compute=0.02, communication=0.01, data=0.007, idle=0.003)), (
         "from 0 to 40"
     )
     assert second == pytest.approx(step(compute=0.02, idle=0.01)), "from 40 to 70"
-    assert found["cuda:1"][1] == pytest.approx(step(communication=0.004, data=0.002, idle=0.008)), (
-        "from 10 to 24"
-    )
+    assert by_device["cuda:1"][1] == pytest.approx(
+        step(communication=0.004, data=0.002, idle=0.008)
+    ), "from 10 to 24"
 
 
 def test_read_assigns_time_between_epochs_to_no_step():

@@ -290,7 +290,7 @@ def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, data
 
     place = f"sqlite:///{shutil.copy(database, tmp_path)}"
     client = MlflowClient(place)
-    given = [
+    options = [
         *SMALL,
         "epochs=3",
         "log_every=1",
@@ -299,7 +299,7 @@ def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, data
         f"inject={fault}@rank=0,step=8",
     ]
     code, output = launch(
-        "python train.py tracker=mlflow", f"tracker_options.mlflow.tracking_uri={place}", *given
+        "python train.py tracker=mlflow", f"tracker_options.mlflow.tracking_uri={place}", *options
     )
     assert code == (75 if fault == "sigterm" else 1), output
     (run,) = client.search_runs([client.get_experiment_by_name("ddp_lab").experiment_id])
@@ -314,20 +314,20 @@ def run_timed(folder: str, overrides: list[str]) -> list[tuple[float, str]]:
     # an epoch makes three calls at once, for which one that works needs room
     background.QUEUED = 6
     background.WAIT = 1.0
-    found = []
+    results = []
     for number, override in enumerate(overrides):
         before = time.monotonic()
         main_in_world(
             *SMALL, "epochs=4", f"runs_dir={folder}", f"name=run{number}", *override.split()
         )
         log = (Path(folder) / f"run{number}" / "train.log").read_text()
-        found.append(
+        results.append(
             (
                 time.monotonic() - before,
                 "\n".join(line for line in log.splitlines() if " ERROR " in line),
             )
         )
-    return found
+    return results
 
 
 def test_tracker_that_fails_or_hangs_is_logged_once_and_training_ends(tmp_path):
@@ -339,11 +339,11 @@ def test_tracker_that_fails_or_hangs_is_logged_once_and_training_ends(tmp_path):
         "tracker=[own_trackers.Hanging,own_trackers.Lines]": "hangs or is too slow, 6 calls wait: ",
         "tracker=mlflow tracker_options.mlflow.tracking_uri=nothing://": "failed (",
     }
-    (found,) = run_world(1, run_timed, str(tmp_path), list(problems))
-    for number, ((seconds, errors), (given, problem)) in enumerate(
-        zip(found, problems.items(), strict=True)
+    (results,) = run_world(1, run_timed, str(tmp_path), list(problems))
+    for number, ((seconds, errors), (option, problem)) in enumerate(
+        zip(results, problems.items(), strict=True)
     ):
-        name = given.replace("[", "").split(",")[0].split()[0]
+        name = option.replace("[", "").split(",")[0].split()[0]
         assert f" ERROR {name} {problem}" in errors, errors
         assert errors.endswith("its records are incomplete; training continues")
         ended = errors.count(" ERROR "), len(read_metrics(tmp_path / f"run{number}")), seconds < 60

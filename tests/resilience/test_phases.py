@@ -16,7 +16,7 @@ class Phases:
     """A heartbeat that keeps its phases. A phase without an epoch and a step keeps those before."""
 
     def __init__(self):
-        self.found: list[tuple[str, int, int]] = []
+        self.phases_begun: list[tuple[str, int, int]] = []
         self.epoch = 0
         self.step = 0
 
@@ -25,7 +25,7 @@ class Phases:
             self.epoch = epoch
         if step is not None:
             self.step = step
-        self.found.append((doing, self.epoch, self.step))
+        self.phases_begun.append((doing, self.epoch, self.step))
 
 
 def test_phase_names_the_epoch_and_the_step_that_comes_next():
@@ -55,4 +55,4 @@ def test_phase_names_the_epoch_and_the_step_that_comes_next():
         guard.on_step_end(position)
     guard.on_evaluation_batch(position, 1)
     steps = [(doing, 2, step) for step in (4, 5, 6) for doing in ("loading", "training")]
-    assert phases.found == [*steps, ("evaluating", 2, 7), ("evaluating", 2, 7)]
+    assert phases.phases_begun == [*steps, ("evaluating", 2, 7), ("evaluating", 2, 7)]

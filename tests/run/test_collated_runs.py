@@ -56,8 +56,8 @@ def test_parts_of_samples_and_their_batches_train_alike_under_any_strategy(case,
     assert len(alone) == 4
     assert alone[2] < alone[0]
     for strategy in strategies:
-        found = losses_of(2, [*overrides, f"strategy={strategy}"], tmp_path, strategy)
-        assert found == pytest.approx(alone, abs=1e-6), strategy
+        losses = losses_of(2, [*overrides, f"strategy={strategy}"], tmp_path, strategy)
+        assert losses == pytest.approx(alone, abs=1e-6), strategy
 
 
 def test_workers_and_accumulation_do_not_change_the_losses(tmp_path):
@@ -97,8 +97,8 @@ def test_evaluate_gives_the_loss_of_the_run(run, command, tmp_path):
     file = tmp_path / "found.json"
     code, _, errors = command(evaluate.main, run, "--checkpoint", "last", "--json", file)
     assert code == 0, errors
-    found = json.loads(file.read_text())["val_loss"]
-    assert found == pytest.approx(read_metrics(run)[-1]["val_loss"], abs=1e-6)
+    loss = json.loads(file.read_text())["val_loss"]
+    assert loss == pytest.approx(read_metrics(run)[-1]["val_loss"], abs=1e-6)
 
 
 def test_export_writes_weights_and_refuses_programs_of_several_inputs(run, command, tmp_path):
@@ -126,8 +126,8 @@ def test_predict_refuses_inputs_that_are_no_images(run, command):
 
 
 def test_advise_and_doctor_take_runs_of_padded_batches(command, tmp_path):
-    given = [word for word in PADDED if not word.startswith("device")]
-    code, printed, errors = command(advise.main, "--gpus", "2xcpu", *given)
+    arguments = [word for word in PADDED if not word.startswith("device")]
+    code, printed, errors = command(advise.main, "--gpus", "2xcpu", *arguments)
     assert code == 0, errors
     assert "ddp" in printed
     code, printed, errors = command(doctor.main, *PADDED, f"runs_dir={tmp_path}")
@@ -196,8 +196,8 @@ def refusals(lines: list[list[str]]) -> list[tuple[object, str]]:
 
 @once
 def refused() -> dict[str, tuple[object, str]]:
-    (found,) = run_world(1, refusals, [line for line, _ in REFUSED.values()], timeout=120)
-    return dict(zip(REFUSED, found, strict=True))
+    (ended,) = run_world(1, refusals, [line for line, _ in REFUSED.values()], timeout=120)
+    return dict(zip(REFUSED, ended, strict=True))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -44,7 +44,7 @@ def test_resume_lists_each_key_that_it_changes_and_keeps_the_config_before(tmp_p
     assert kept(run) == [], "neither the key resume nor a launch without steps changes the config"
 
     lines = train(run, "epochs=2", "optimizer.lr=0.005", "batch_size=20", "strategy=ddp", ranks=2)
-    found = changes(lines)
+    changed = changes(lines)
     assert {
         "number of ranks: 1 -> 2",
         "epochs: 1 -> 2",
@@ -52,9 +52,9 @@ def test_resume_lists_each_key_that_it_changes_and_keeps_the_config_before(tmp_p
         "batch_size: 24 -> 20",
         "strategy._target_: ddp_lab.strategies.single.Single -> ddp_lab.strategies.ddp.DDP",
         "strategy.bucket_cap_mb: not set -> 25",
-    } <= set(found)
+    } <= set(changed)
     assert not [
-        line for line in found if line.startswith(("name", "runs_dir", "resume", "model", "data"))
+        line for line in changed if line.startswith(("name", "runs_dir", "resume", "model", "data"))
     ]
     assert kept(run) == ["config.1.yaml"]
     assert (run / "config.1.yaml").read_text() == first

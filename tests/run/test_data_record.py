@@ -22,9 +22,9 @@ def test_other_files_are_a_warning(tmp_path):
     )
     record = DataRecord({}, ["a", "b"], "1", HELD_OUT, None)
     (tmp_path / "data.json").write_text(json.dumps(asdict(record)))
-    found = compare_data(tmp_path, dataset, resumes=True)
-    assert found == compare_data(tmp_path, dataset, resumes=False)
-    assert "was trained on other files or samples" in found
+    difference = compare_data(tmp_path, dataset, resumes=True)
+    assert difference == compare_data(tmp_path, dataset, resumes=False)
+    assert "was trained on other files or samples" in difference
     for same_or_none in ("1", ""):
         assert compare_data(tmp_path, replace(dataset, digest=same_or_none), resumes=True) is None
 

@@ -64,11 +64,11 @@ def test_run_that_is_preempted_near_an_evaluation_has_each_row_once(step, tmp_pa
     with pytest.raises(SystemExit):
         main_in_world(*line, f"inject=sigterm@rank=0,step={step}")
     main_in_world(*line)
-    found, expected = (
+    resumed, expected = (
         [(row["step"], row["val_loss"]) for row in evaluations(tmp_path / name)]
         for name in ("run", "whole")
     )
-    assert found == expected
+    assert resumed == expected
     assert_same(newest(tmp_path / "run"), newest(tmp_path / "whole"), 0.0)
     best, whole = (
         torch.load(tmp_path / name / "checkpoints/best.pt", weights_only=True)["progress"]

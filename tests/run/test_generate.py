@@ -19,17 +19,17 @@ class NextLetter(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.given: list[bytes] = []
+        self.contexts: list[bytes] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.given.append(bytes(tokens[0].tolist()))
+        self.contexts.append(bytes(tokens[0].tolist()))
         logits = torch.zeros(*tokens.shape, 256)
         logits[0, -1, tokens[0, 0] + 1] = 9.0
         return logits
 
 
 @pytest.mark.parametrize(
-    ("prompt", "context", "text", "given"),
+    ("prompt", "context", "text", "contexts"),
     [
         (b"abcd", 3, b"cde", [b"bcd", b"cdc", b"dcd"]),
         (b"abcd", 4, b"bcd", [b"abcd", b"bcdb", b"cdbc"]),
@@ -38,10 +38,10 @@ class NextLetter(nn.Module):
     ],
     ids=["longer", "equal", "shorter", "one"],
 )
-def test_model_sees_the_last_tokens_of_its_context(prompt, context, text, given):
+def test_model_sees_the_last_tokens_of_its_context(prompt, context, text, contexts):
     model = NextLetter()
     assert generate(model, prompt, 3, 0.0, Runtime("cpu"), context) == text
-    assert model.given == given
+    assert model.contexts == contexts
 
 
 class Drawn(nn.Module):

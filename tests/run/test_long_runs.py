@@ -55,9 +55,9 @@ class Counting(nn.Module):
         self.steps += self.training
         if self.training and self.steps in BETWEEN:
             gc.collect()
-            own = psutil.Process()
-            opened = own.num_fds() + own.num_threads()
-            children = len(own.children(recursive=True))
+            this_process = psutil.Process()
+            opened = this_process.num_fds() + this_process.num_threads()
+            children = len(this_process.children(recursive=True))
             self.counts.append((sys.getallocatedblocks(), heap_bytes(), opened, children))
         return self.layer(inputs.flatten(1))
 

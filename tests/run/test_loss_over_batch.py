@@ -83,8 +83,8 @@ def refusals(lines: list[str]) -> list[tuple[object, str]]:
 @pytest.mark.parametrize("ranks", REFUSED)
 def test_loss_over_the_batch_is_refused_where_the_batch_is_divided(ranks):
     cases = REFUSED[ranks]
-    found = run_world(ranks, refusals, [with_base(line) for line, *_ in cases])[0]
-    for (line, *parts), (code, printed) in zip(cases, found, strict=True):
+    ended = run_world(ranks, refusals, [with_base(line) for line, *_ in cases])[0]
+    for (line, *parts), (code, printed) in zip(cases, ended, strict=True):
         assert code == 2, f"{line}: {printed}"
         assert (
             printed.count("error: ")
@@ -129,9 +129,9 @@ def folder(tmp_path_factory) -> Path:
 def test_loss_over_the_batch_is_the_same_where_the_batch_is_not_divided(folder):
     expected = read_metrics(folder / "single")[-1]
     for name in ("dp", "micro", "tp"):
-        found = read_metrics(folder / name)[-1]
+        row = read_metrics(folder / name)[-1]
         for key in ("train_loss", "test_loss"):
-            assert found[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
+            assert row[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
 
 
 def test_log_says_once_what_a_divided_loss_is_computed_over(folder):

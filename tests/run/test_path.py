@@ -31,10 +31,10 @@ LENET = [
 
 def way_to_ddp(folder: Path) -> list[str]:
     """Train with strategy=ddp; return the files on the way to torch's class."""
-    found: list[list[str]] = []
-    after_each(DistributedDataParallel, "__init__", lambda: found.append(files_on_stack()))
+    stacks: list[list[str]] = []
+    after_each(DistributedDataParallel, "__init__", lambda: stacks.append(files_on_stack()))
     main_in_world(*SMALL, "strategy=ddp", "epochs=1", f"runs_dir={folder}", "name=run")
-    return found[0]
+    return stacks[0]
 
 
 def test_way_to_distributed_data_parallel_is_short(tmp_path):
@@ -47,10 +47,10 @@ def test_way_to_distributed_data_parallel_is_short(tmp_path):
 def files_of_steps(folder: Path) -> list[list[str]]:
     """Train LeNet; return the files of the calls between each two backward passes, in order."""
     marks: list[int] = []
-    with calls() as found:
-        after_each(torch.Tensor, "backward", lambda: marks.append(len(found)))
+    with calls() as files:
+        after_each(torch.Tensor, "backward", lambda: marks.append(len(files)))
         main_in_world(*LENET, f"runs_dir={folder}", "name=run")
-    return [found[first:second] for first, second in pairwise(marks)]
+    return [files[first:second] for first, second in pairwise(marks)]
 
 
 def changes_in(files: list[str]) -> int:

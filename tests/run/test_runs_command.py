@@ -77,11 +77,11 @@ def test_table_has_state_epoch_best_rate_and_age_of_each_run(running, tmp_path, 
     assert (code, errors) == (0, "")
     head, *rows = [line.split() for line in output.splitlines()]
     assert head == [*runs.HEAD]
-    found = {name: " ".join(row) for name, *row in rows}
-    assert next(iter(found)) == "chosen", "the run that changed last is at the end"
-    assert found["chosen"] == "finished 3/20 val_accuracy 0.7500 1,234 3 d"
-    assert found["running"].startswith("running 0/20 - - ")
-    assert found["sweep-1/lr=1"] == "killed 1/20 val_loss 2.0000 1,234 2 h"
+    lines = {name: " ".join(row) for name, *row in rows}
+    assert next(iter(lines)) == "chosen", "the run that changed last is at the end"
+    assert lines["chosen"] == "finished 3/20 val_accuracy 0.7500 1,234 3 d"
+    assert lines["running"].startswith("running 0/20 - - ")
+    assert lines["sweep-1/lr=1"] == "killed 1/20 val_loss 2.0000 1,234 2 h"
     assert command(runs.main, "--runs-dir", chosen)[:2] == (
         0,
         f"no runs in {chosen}; --runs-dir DIR is the runs_dir of your runs\n",
@@ -171,14 +171,14 @@ def test_run_in_which_a_launch_begins_after_the_question_is_kept(running, comman
     code, output, _ = command(runs.main, "--runs-dir", path.parent, "--clean")
     assert (code, output.endswith(f"{path}: kept: a launch has begun in it\n")) == (0, True)
     (path / "metrics.jsonl").unlink()
-    (found,) = (run for run in runs.find_runs(path.parent) if run.path == path)
+    (run_found,) = (run for run in runs.find_runs(path.parent) if run.path == path)
     with subprocess.Popen(
         [sys.executable, "-c", LOCKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"\n"
-        assert not found.remove()
+        assert not run_found.remove()
         process.communicate(b"\n")
-    assert found.remove()
+    assert run_found.remove()
 
 
 def test_damaged_files_and_a_narrow_terminal_hide_no_run(tmp_path, command, monkeypatch):

@@ -87,8 +87,8 @@ def test_lab_overlap_prints_and_draws_both_parts(gpus, tmp_path, monkeypatch):
     ],
 )
 def test_scripts_refuse_invalid_options(line, code, message):
-    found, output = launch(f"python scripts/{line}")
-    assert (found, message in output) == (code, True), output
+    exit_code, output = launch(f"python scripts/{line}")
+    assert (exit_code, message in output) == (code, True), output
     if code == 1:  # the others print their usage, too
         assert output.startswith(message)
         assert output.count("\n") == 1

@@ -90,8 +90,8 @@ def rows(path):
 @pytest.mark.slow
 def test_sample_is_killed_survives_or_is_not_covered_and_resumes(project, tmp_path, capsys):
     results = tmp_path / "results"
-    given = ["--root", str(project), "--results", str(results), "--sample", "3", "--jobs", "1"]
-    assert mutants.main(given) == 1, "one of three mutants is killed, which is less than 90 %"
+    arguments = ["--root", str(project), "--results", str(results), "--sample", "3", "--jobs", "1"]
+    assert mutants.main(arguments) == 1, "one of three mutants is killed, which is less than 90 %"
     output = capsys.readouterr().out
     assert "tests/test_broken.py: " in output
     assert "left out: it fails without an error" in output
@@ -109,14 +109,14 @@ def test_sample_is_killed_survives_or_is_not_covered_and_resumes(project, tmp_pa
     assert (project / "ddp_lab/tasks/price.py").read_text() == PRICE
 
     covered = (results / "tests.jsonl").read_text()
-    assert mutants.main(given) == 1
+    assert mutants.main(arguments) == 1
     assert capsys.readouterr().out.splitlines()[-5:] == output.splitlines()[-5:]
     assert rows(results / "mutants.jsonl") == first, "nothing runs twice"
 
     text = (results / "mutants.jsonl").read_text()
     # As if it had been interrupted while it wrote the last row.
     (results / "mutants.jsonl").write_text(text[:-5])
-    assert mutants.main(given) == 1
+    assert mutants.main(arguments) == 1
     again = rows(results / "mutants.jsonl")
     assert [row["mutant"] for row in again] == [row["mutant"] for row in first]
     assert (results / "tests.jsonl").read_text() == covered
@@ -124,8 +124,8 @@ def test_sample_is_killed_survives_or_is_not_covered_and_resumes(project, tmp_pa
 
 def test_mutants_of_annotations_messages_and_marks_are_left_out(tmp_path):
     (tmp_path / "left_out.py").write_text(LEFT_OUT)
-    found = [place for place in places(tmp_path, "left_out.py") if apply(tmp_path, place)]
-    assert [(place.line, place.operator) for place in found] == [(17, "ReplaceTrueWithFalse")]
+    mutable = [place for place in places(tmp_path, "left_out.py") if apply(tmp_path, place)]
+    assert [(place.line, place.operator) for place in mutable] == [(17, "ReplaceTrueWithFalse")]
 
 
 def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest():
@@ -150,8 +150,10 @@ def test_mutant_meets_the_tests_of_its_file_then_of_its_folder_then_the_fastest(
         "tests/run/test_slower.py",
     ]
 
-    def met(*given):
-        return [test.test for test in mutants.chosen(mutant, tests, mutants.arguments(list(given)))]
+    def met(*arguments):
+        return [
+            test.test for test in mutants.chosen(mutant, tests, mutants.arguments(list(arguments)))
+        ]
 
     assert met("--files", "9") == order
     assert met("--files", "3") == order[:3]

@@ -33,10 +33,10 @@ def run_captured(case: str) -> tuple[Outcome, list[str]]:
     events: list[str] = []
     replace_graphs(setattr, events)
 
-    def noting(what: str, function: Any) -> Any:
+    def noting(event: str, function: Any) -> Any:
         @wraps(function)
         def noted(*arguments: Any) -> Any:
-            events.append(what)
+            events.append(event)
             return function(*arguments)
 
         return noted

@@ -101,17 +101,17 @@ def test_step_is_compiled_once_in_steps_whose_effects_are_undone(monkeypatch, ca
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_compiling_sets_inductor_options_and_pads_convolutions_on_gpus(device):
-    given = []
+    compiled_with = []
     model = nn.Sequential(nn.Conv2d(1, 20, 3))
     strategy = Single(Runtime("cpu"))
     strategy.setup(model)
     strategy.device = torch.device(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, **options: given.append(options))
+        patch.setattr(torch, "compile", lambda function, **options: compiled_with.append(options))
         with compiling(SimpleNamespace(strategy=strategy), None, channels_last=True):
             pass
     torch.compiler.set_stance("default")
-    assert given == [{"dynamic": False, "options": COMBO | CHANNELS_LAST}] * 2
+    assert compiled_with == [{"dynamic": False, "options": COMBO | CHANNELS_LAST}] * 2
     assert isinstance(model[0], PaddedConv2d) == (device == "cuda")
 
 

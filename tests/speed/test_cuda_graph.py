@@ -39,8 +39,8 @@ def train(step: Step | GraphStep, eager: Step, loader) -> list[float]:
 )
 def test_captured_step_trains_like_an_eager_one(options, events):
     eager, loader = make_step(*options)
-    step, own = make_step(*options)
-    graph = GraphStep(step, own)
+    step, loader_of_graph = make_step(*options)
+    graph = GraphStep(step, loader_of_graph)
     with warnings.catch_warnings(action="error"):
         graph.capture(nullcontext())
     assert events == ["warn", "default", "capture", "capture"], (
@@ -51,7 +51,7 @@ def test_captured_step_trains_like_an_eager_one(options, events):
     step.running_sums.begin(0)
     if options:
         del graph.graphs[12]  # as after a resume from a checkpoint with another batch size
-    assert train(graph, step, own) == train(eager, eager, loader)
+    assert train(graph, step, loader_of_graph) == train(eager, eager, loader)
     for mine, other in zip(
         step.strategy.module.parameters(), eager.strategy.module.parameters(), strict=True
     ):

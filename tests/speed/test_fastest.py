@@ -201,15 +201,15 @@ def test_equal_blocks_count_once():
 
 def test_measuring_a_step_changes_nothing():
     step, loader = make_step("ema=0.9")
-    held = [
+    tensors = [
         *step.strategy.module.parameters(),
         *step.ema.averages.values(),
         *step.running_sums.state,
     ]
-    before = [tensor.clone() for tensor in held]
+    before = [tensor.clone() for tensor in tensors]
     drawn = torch.get_rng_state()
     assert 0 < measure(step, step, loader) < 10
-    assert all(map(torch.equal, before, held))
+    assert all(map(torch.equal, before, tensors))
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not any(state["momentum_buffer"].any() for state in step.optimizer.state.values())
 

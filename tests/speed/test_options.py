@@ -184,7 +184,7 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
 
 def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
     runtime = SimpleNamespace(
-        free_memory=lambda: 7, gather_and_decide=lambda key, own, decide: decide([9, own, 8])
+        free_memory=lambda: 7, gather_and_decide=lambda key, local, decide: decide([9, local, 8])
     )
     monkeypatch.setattr("ddp_lab.run.speed.choose", lambda *facts: facts)
     strategy = build(config("strategy=single").strategy, Runtime("cpu"))

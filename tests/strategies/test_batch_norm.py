@@ -233,19 +233,19 @@ def test_layer_computes_what_torchs_does(layer, shape):
     layer = copy.deepcopy(layer).double()
     for parameter in layer.parameters():
         nn.init.uniform_(parameter)
-    own = set_batch_norm(copy.deepcopy(layer), "sync")
-    own.sum_over_ranks = lambda tensor: tensor
-    assert isinstance(own, (SyncBatchNorm, type(layer)))
+    synced = set_batch_norm(copy.deepcopy(layer), "sync")
+    synced.sum_over_ranks = lambda tensor: tensor
+    assert isinstance(synced, (SyncBatchNorm, type(layer)))
     for _ in range(3):
         inputs = torch.randn(4, 3, *shape, dtype=torch.float64)
         results = []
-        for each in (layer, own):
+        for each in (layer, synced):
             torch.manual_seed(1)
-            given = inputs.clone().requires_grad_()
-            outputs = each.train()(given)
+            leaf = inputs.clone().requires_grad_()
+            outputs = each.train()(leaf)
             outputs.square().sum().backward()
             gradients = [parameter.grad for parameter in each.parameters()]
-            results.append([outputs, given.grad, *gradients, *each.buffers(), each.eval()(inputs)])
+            results.append([outputs, leaf.grad, *gradients, *each.buffers(), each.eval()(inputs)])
         torch.testing.assert_close(*results, rtol=0, atol=1e-12)
 
 
@@ -373,14 +373,14 @@ def test_statistics_of_micro_batches_are_as_the_documents_say(strategy, momentum
     assert OF_MICRO_BATCHES not in capfd.readouterr().out
     accumulated = statistics("single", {}, momentum, accumulate=2)
     options = {"num_microbatches": 2} | ({"devices": ["cpu", "cpu"]} if strategy == "split" else {})
-    found = run_world(3 - len(options), statistics, strategy, options, momentum, timeout=60)[0]
+    buffers = run_world(3 - len(options), statistics, strategy, options, momentum, timeout=60)[0]
     assert capfd.readouterr().out.count(OF_MICRO_BATCHES) == 1
-    assert (single["num_batches_tracked"], found["num_batches_tracked"]) == (3, 6)
+    assert (single["num_batches_tracked"], buffers["num_batches_tracked"]) == (3, 6)
     for name, expected in accumulated.items():
-        assert (found[name] - expected).abs().max() < 1e-12, name
-    same_mean = (found["running_mean"] - single["running_mean"]).abs().max() < 1e-12
+        assert (buffers[name] - expected).abs().max() < 1e-12, name
+    same_mean = (buffers["running_mean"] - single["running_mean"]).abs().max() < 1e-12
     assert same_mean == (momentum is None)
-    assert (found["running_var"] - single["running_var"]).abs().max() > 1e-3
+    assert (buffers["running_var"] - single["running_var"]).abs().max() > 1e-3
 
 
 class Rows(nn.Module):

@@ -222,9 +222,9 @@ class Collects(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
-    def forward(self, found: list[torch.Tensor]) -> torch.Tensor:
-        found.append(self.layer(sum(found)).tanh())
-        return sum(found)
+    def forward(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        outputs.append(self.layer(sum(outputs)).tanh())
+        return sum(outputs)
 
 
 def test_block_that_changes_a_list_gets_the_same_list_again():

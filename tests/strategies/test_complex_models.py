@@ -97,8 +97,8 @@ PARTS = {"model": Parts, "loss": distance}
 
 def on_two() -> dict:
     results = {
-        (strategy, case): train(strategy, strategy_options=own, **options)
-        for strategy, own in STRATEGIES.items()
+        (strategy, case): train(strategy, strategy_options=of_strategy, **options)
+        for strategy, of_strategy in STRATEGIES.items()
         for case, options in CASES.items()
     }
     return results | {"parts": train("ddp", **PARTS)}
@@ -118,8 +118,8 @@ def alone(case: str):
 def test_norm_of_complex_gradients_counts_both_parts(strategy):
     losses, _ = alone("clipped")
     for rank in two():
-        found, _ = rank[strategy, "clipped"]
-        assert found == pytest.approx(losses, rel=1e-10)
+        losses_of_rank, _ = rank[strategy, "clipped"]
+        assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 
 @pytest.mark.parametrize("case", ["averaged", "warmed up"])
@@ -130,13 +130,13 @@ def test_complex_weights_are_averaged(strategy, case):
     for step, after in enumerate(weights[1:]):
         decay = min(DECAY, (1 + step) / (10 + step)) if case == "warmed up" else DECAY
         average = decay * average + (1 - decay) * after["model.waves.weight"]
-    found = weights[-1]["ema.waves.weight"]
-    assert torch.allclose(found, average, rtol=0, atol=1e-12)
-    assert not torch.allclose(found.imag, weights[-1]["model.waves.weight"].imag, atol=1e-6)
+    saved = weights[-1]["ema.waves.weight"]
+    assert torch.allclose(saved, average, rtol=0, atol=1e-12)
+    assert not torch.allclose(saved.imag, weights[-1]["model.waves.weight"].imag, atol=1e-6)
 
 
 def test_complex_outputs_are_trained_under_ddp():
     losses, _ = train("single", **PARTS)
     for rank in two():
-        found, _ = rank["parts"]
-        assert found == pytest.approx(losses, rel=1e-10)
+        losses_of_rank, _ = rank["parts"]
+        assert losses_of_rank == pytest.approx(losses, rel=1e-10)

@@ -182,8 +182,12 @@ def test_ranks_allocate_their_own_part_of_the_model_and_one_block(case, size):
     full = held_bytes(model)
     largest = max(map(held_bytes, model))
     ranks = outcomes(case, size)
-    assert all(0 < rank.peak <= rank.held + largest < full for rank in ranks)
-    assert max(rank.held for rank in ranks) < 0.6 * full <= 0.6 * sum(rank.held for rank in ranks)
+    assert all(0 < rank.peak <= rank.state_bytes + largest < full for rank in ranks)
+    assert (
+        max(rank.state_bytes for rank in ranks)
+        < 0.6 * full
+        <= 0.6 * sum(rank.state_bytes for rank in ranks)
+    )
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)

@@ -114,15 +114,15 @@ def refusal(strategy: str, name: str, is_trained: bool, **options) -> str:
 
 
 def on_two() -> dict:
-    found: dict = {}
+    results: dict = {}
     for name in REFUSING:
         options = STRATEGIES[name]
-        found[name, "frozen"] = refusal(name.split()[0], "bias", is_trained=False, **options)
-        found[name, "unfrozen"] = refusal(name.split()[0], "weight", is_trained=True, **options)
+        results[name, "frozen"] = refusal(name.split()[0], "bias", is_trained=False, **options)
+        results[name, "unfrozen"] = refusal(name.split()[0], "weight", is_trained=True, **options)
     for name, options in STRATEGIES.items():
         for case in CHANGES:
-            found[name, case] = train(name.split()[0], case, **options)
-    return found
+            results[name, case] = train(name.split()[0], case, **options)
+    return results
 
 
 @once

@@ -57,14 +57,14 @@ def train_in_bf16() -> dict[str, tuple[dict[str, set], torch.dtype, bool, float]
         block's forward pass; whether a gradient is a sum that bf16 cannot represent; and how far
         AdamW's step is from that of its simplest form.
     """
-    found = {}
+    results = {}
     with Runtime("cpu", precision="bf16") as runtime:
         runtime.open_group()
         for name in SHARDING:
             strategy = set_up(name, runtime)
-            found[name] = step_in_bf16(strategy)
+            results[name] = step_in_bf16(strategy)
             del strategy
-    return found
+    return results
 
 
 def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool, float]:
@@ -98,8 +98,8 @@ def step_in_bf16(strategy: Strategy) -> tuple[dict[str, set], torch.dtype, bool,
         bool((gradient.bfloat16().float() != gradient).any()) for gradient in gradients
     )
     apart = max(
-        (local(own) - other).abs().max().item()
-        for own, other in zip(parameters, single, strict=True)
+        (local(parameter) - other).abs().max().item()
+        for parameter, other in zip(parameters, single, strict=True)
         if other.numel()
     )
     return kept, used[0], summed_in_float32, apart
@@ -116,7 +116,7 @@ def test_bf16_computes_with_copies_of_weights_that_are_kept_summed_and_updated_i
 
 def gathers() -> dict[str, list[int]]:
     """Return the all_gathers in three steps of each strategy, the last after an evaluation."""
-    found = collections.defaultdict(list)
+    results = collections.defaultdict(list)
     images = torch.ones(4, 3, 16, 16)
     targets = torch.arange(4)
     with Runtime("cpu", timeout=30) as runtime:
@@ -128,7 +128,7 @@ def gathers() -> dict[str, list[int]]:
                     strategy.predict(images)
                 with Counter() as counter:
                     strategy.forward_backward(images, targets, global_size=8, accumulate=2)
-                found[name].append(
+                results[name].append(
                     sum(
                         calls
                         for function, calls in counter.calls.items()
@@ -136,7 +136,7 @@ def gathers() -> dict[str, list[int]]:
                     )
                 )
             del strategy
-    return found
+    return results
 
 
 def test_evaluation_does_not_change_what_a_step_gathers():

@@ -91,15 +91,15 @@ def train(
 
 
 def on_two() -> dict:
-    found: dict = {
+    results: dict = {
         (strategy, "evaluated"): train(strategy, "data each time", 5, evaluates=True)
         for strategy in EVALUATED
     }
-    found["numpy"] = train("ddp", "numpy", 1)
+    results["numpy"] = train("ddp", "numpy", 1)
     for strategy, options in STRATEGIES.items():
         for how, at in WAYS.items():
-            found[strategy, how] = train(strategy, how, at, **options)
-    return found
+            results[strategy, how] = train(strategy, how, at, **options)
+    return results
 
 
 def in_a_stage() -> int | str:
@@ -123,15 +123,15 @@ def two() -> list[dict]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_later_change_of_a_parameter_is_refused_in_its_step(strategy, how):
     for rank in two():
-        found = rank[strategy, how]
-        assert isinstance(found, str), "trained, although what the forward pass wrote may be lost"
+        message = rank[strategy, how]
+        assert isinstance(message, str), "trained, although what the forward pass wrote may be lost"
         prefix = "first." if strategy == "mesh" else ""
         expected = (
             f"step {WAYS[how]}: strategy={strategy}: a forward pass has changed the parameter "
             f"{prefix}layer.weight, which no trial"
         )
-        assert found.startswith(expected)
-        assert found.endswith("or use strategy=single")
+        assert message.startswith(expected)
+        assert message.endswith("or use strategy=single")
 
 
 @pytest.mark.parametrize("strategy", EVALUATED)

@@ -191,14 +191,14 @@ def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tenso
 def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkeypatch):
     """Layers are divided by the plan; ranks of one dp read the same samples, one reports."""
     complete = dict(make_model("vit", 0).named_parameters())
-    held = dict.fromkeys(complete, 0.0)
+    elements = dict.fromkeys(complete, 0.0)
     layout = []
     for rank in range(8):
         strategy, parameters = held_by(monkeypatch, rank, pp=2, shard=2, tp=2)
         layout.append((strategy.dp_rank, strategy.dp_size, strategy.is_metric_rank))
         for name, parameter in parameters.items():
             copies = 2 if parameter.placements[1] == Replicate() else 1
-            held[name] += parameter.to_local().numel() / copies
+            elements[name] += parameter.to_local().numel() / copies
             layer = name.split(".")[-2]
             divided = Shard(0) if layer in ("q", "k", "v", "fc1") else Shard(1)
             along_tp = (
@@ -210,7 +210,7 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
             assert parameter.requires_grad == (
                 name not in ("block0.norm1.weight", "block1.fc2.bias")
             )
-    assert held == {name: parameter.numel() for name, parameter in complete.items()}
+    assert elements == {name: parameter.numel() for name, parameter in complete.items()}
     assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {dp_size for _, dp_size, _ in layout} == {2}
     assert [reports for _, _, reports in layout] == [False] * 4 + [True, False, True, False]
@@ -270,7 +270,7 @@ def train_branches(
     inputs[-1, 0] = 1  # padding is zeros, which choose another part
     data = TensorDataset(inputs, torch.rand(33, 2, generator=generator))
     make = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
-    found = dict[str, dict[str, torch.Tensor]]()
+    states = dict[str, dict[str, torch.Tensor]]()
     with Lab(strategy, device="cpu", timeout=20, **options) as lab:
         for kind in ("branch", "adapter"):
             torch.manual_seed(0)
@@ -279,17 +279,17 @@ def train_branches(
             trainer = lab.trainer(model, tasks.Regression(), make, 8, accumulate, example=inputs[0])
             for batch in trainer.batches(data, 0, shuffle=False):
                 trainer.step(*batch)
-            found[kind], _ = gather_full_state(trainer.strategy, trainer.state.weights())
-    return found
+            states[kind], _ = gather_full_state(trainer.strategy, trainer.state.weights())
+    return states
 
 
 @pytest.mark.parametrize(("ranks", "options", "accumulate"), MESHES)
 def test_parameters_that_only_some_ranks_use_equal_single(ranks, options, accumulate):
     expected = run_world(1, train_branches, "single", {}, 1)[0]
-    found = run_world(ranks, train_branches, "mesh", options, accumulate, timeout=90)[0]
+    states = run_world(ranks, train_branches, "mesh", options, accumulate, timeout=90)[0]
     for kind, weights in expected.items():
         for name, tensor in weights.items():
-            assert (found[kind][name] - tensor).abs().max() < 1e-12, (kind, name)
+            assert (states[kind][name] - tensor).abs().max() < 1e-12, (kind, name)
 
 
 def stopped() -> str:
@@ -307,9 +307,9 @@ def stopped() -> str:
 
 
 def test_blocks_that_only_some_ranks_reach_in_the_backward_pass_are_refused_by_name():
-    found = run_world(2, stopped, timeout=60)
-    message = next(filter(None, found))
-    assert "trained" not in found
+    outcomes = run_world(2, stopped, timeout=60)
+    message = next(filter(None, outcomes))
+    assert "trained" not in outcomes
     assert message.startswith("strategy=mesh: rank "), message
     assert "must sum the gradients of the blocks in the same order" in message
     assert "Use another strategy, for example ddp" in message

@@ -130,27 +130,27 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def train(strategy: str, options: dict, name: str) -> dict:
     """Train, predict and evaluate alternately, and return what they give."""
     make, batches = MODELS[name]
-    found: dict = {"losses": [], "outputs": [], "evaluated": []}
+    results: dict = {"losses": [], "outputs": [], "evaluated": []}
     with Lab(strategy, device="cpu", timeout=30, **options) as lab:
         example = batches[0]()[0][0]
         trainer = lab.trainer(make(), loss, SGD, batch_size=BATCH, accumulate=2, example=example)
         for number, batch in enumerate(batches * 2):
             torch.manual_seed(number)
             inputs, targets = batch()
-            own = slice(trainer.strategy.dp_rank, None, trainer.strategy.dp_size)
-            found["losses"].append(trainer.step(inputs[own], targets[own]).item())
-            found["outputs"] += [
+            local_rows = slice(trainer.strategy.dp_rank, None, trainer.strategy.dp_size)
+            results["losses"].append(trainer.step(inputs[local_rows], targets[local_rows]).item())
+            results["outputs"] += [
                 trainer.predict(inputs[:samples]) for samples in (3, 1, 8, number + 1)
             ]
-            found["evaluated"].append(
+            results["evaluated"].append(
                 trainer.evaluate(TensorDataset(inputs[:5], targets[:5]))["loss"]
             )
-        return found | {"weights": full_weights(trainer.strategy)}
+        return results | {"weights": full_weights(trainer.strategy)}
 
 
 def refuse() -> dict[str, str]:
     """Return the messages about inputs that a pipeline refuses."""
-    found = {}
+    results = {}
     with Lab("pipeline", device="cpu", timeout=30, num_microbatches=2) as lab:
         model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(48, 5))
         trainer = lab.trainer(
@@ -158,10 +158,10 @@ def refuse() -> dict[str, str]:
         )
         with pytest.raises(ConfigError) as error:
             trainer.predict(torch.zeros(4, 9, dtype=torch.int64))
-        found["unsupported"] = str(error.value)
+        results["unsupported"] = str(error.value)
         with pytest.raises(ConfigError) as error:
             trainer.predict(torch.zeros(4, 6 - lab.rank, dtype=torch.int64))
-        found["ranks differ"] = str(error.value)
+        results["ranks differ"] = str(error.value)
         assert trainer.predict(torch.zeros(4, 6, dtype=torch.int64)).isfinite().all()
         trainer = lab.trainer(
             embedding(), loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64)
@@ -175,15 +175,15 @@ def refuse() -> dict[str, str]:
         )
         with pytest.raises(ConfigError) as error:
             trainer.predict(torch.zeros(4, 17, dtype=torch.int64))
-        found["too many"] = str(error.value)
+        results["too many"] = str(error.value)
     with Lab("pipeline", device="cpu", timeout=30, num_microbatches=2, cut=["1"]) as lab:
         model = nn.Sequential(nn.Identity(), *embedding())
         with pytest.raises(ConfigError) as error:
             lab.trainer(
                 model, loss, SGD, batch_size=BATCH, example=torch.zeros(6, dtype=torch.int64)
             )
-        found["no gradient"] = str(error.value)
-    return found
+        results["no gradient"] = str(error.value)
+    return results
 
 
 def all_cases(size: int) -> dict:
@@ -193,8 +193,8 @@ def all_cases(size: int) -> dict:
         chosen = [case for case in CASES if case[0] not in ("split", "dp")]
     else:
         chosen += [case for case in CASES if case[0] in ("split", "dp")]
-    found: dict = {str(case): train(*case) for case in chosen}
-    return found if size == 1 else found | {"refused": refuse()}
+    results: dict = {str(case): train(*case) for case in chosen}
+    return results if size == 1 else results | {"refused": refuse()}
 
 
 @once
@@ -207,10 +207,10 @@ def test_batches_of_several_shapes_give_the_numbers_of_single(case):
     expected = outcomes(1)[0][str(("single", {}, case[2]))]
     ranks = outcomes(1 if case[0] in ("split", "dp") else 2)
     for rank in ranks:
-        found = rank[str(case)]
-        assert found["losses"] == pytest.approx(expected["losses"], rel=0, abs=TOLERANCE)
-        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=0, abs=TOLERANCE)
-        for outputs, reference in zip(found["outputs"], expected["outputs"], strict=True):
+        results = rank[str(case)]
+        assert results["losses"] == pytest.approx(expected["losses"], rel=0, abs=TOLERANCE)
+        assert results["evaluated"] == pytest.approx(expected["evaluated"], rel=0, abs=TOLERANCE)
+        for outputs, reference in zip(results["outputs"], expected["outputs"], strict=True):
             assert (outputs.shape, outputs.dtype) == (reference.shape, reference.dtype)
             assert (outputs - reference).abs().max() <= TOLERANCE
     assert largest_difference(ranks[0][str(case)]["weights"], expected["weights"]) <= TOLERANCE

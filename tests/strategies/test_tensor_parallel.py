@@ -133,16 +133,16 @@ class GlooSums:
     def begin(self) -> None:
         assert not self.pending, "a sum was not finished"
 
-    def start(self, own: torch.Tensor) -> None:
-        assert own.is_contiguous()
-        total = own.clone()
-        self.pending[own.data_ptr()] = (
+    def start(self, addends: torch.Tensor) -> None:
+        assert addends.is_contiguous()
+        total = addends.clone()
+        self.pending[addends.data_ptr()] = (
             total,
             dist.all_reduce(total, group=self.group, async_op=True),
         )
 
-    def finish(self, own: torch.Tensor, out: torch.Tensor) -> None:
-        total, work = self.pending.pop(own.data_ptr())
+    def finish(self, addends: torch.Tensor, out: torch.Tensor) -> None:
+        total, work = self.pending.pop(addends.data_ptr())
         work.wait()
         out.copy_(total)
 
@@ -271,10 +271,10 @@ def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
             before = len(FakeSlot.noted)
             sums.begin()
             for size in (30_000, 30_000, 60_000, 30_000, 60_000, 60_000):
-                own = [torch.ones(size) for _ in range(chunks)]
-                for each in own:
+                addends = [torch.ones(size) for _ in range(chunks)]
+                for each in addends:
                     sums.start(each)
-                for each in own:
+                for each in addends:
                     sums.finish(each, torch.empty_like(each))
         barriers = [kind for kind, _ in FakeSlot.noted[before:]].count("barrier")
         assert barriers == 6 * chunks + 1, "the first sum of a step needs two"
@@ -355,9 +355,9 @@ def test_slots_are_no_more_than_two_consecutive_sums_in_two_chunks_need():
         sums = peer_sums.PeerSums(MagicMock(), torch.device("cpu"))
         for _ in range(20):
             sums.begin()
-            own = torch.ones(30_000)  # 120 kB
-            sums.start(own)
-            sums.finish(own, torch.empty_like(own))
+            addends = torch.ones(30_000)  # 120 kB
+            sums.start(addends)
+            sums.finish(addends, torch.empty_like(addends))
     assert made == {2**16: 1, 2**17: 4}
 
 

@@ -38,7 +38,7 @@ class ByKeyword(nn.Module):
 
 def layers() -> dict:
     """Return the sharded and the replicated layers of each model, or what is said without any."""
-    found: dict = {}
+    results: dict = {}
     images = torch.rand(4, 1, 4, 4)
     labels = torch.tensor([0, 1, 2, 3])
     with Lab("tp", device="cpu", timeout=30) as lab:
@@ -47,7 +47,7 @@ def layers() -> dict:
             trainer = lab.trainer(
                 model, tasks.Classification(), SGD, batch_size=4, example=images[0]
             )
-            found[name] = set(trainer.strategy.layers), trainer.strategy.replicated
+            results[name] = set(trainer.strategy.layers), trainer.strategy.replicated
             assert trainer.step(images, labels).isfinite()
         model = own_models.DirectWeights(**SHAPE)
         trainer = lab.trainer(model, tasks.Classification(), SGD, batch_size=4)
@@ -57,8 +57,8 @@ def layers() -> dict:
         ):
             with pytest.raises(TrainingError) as error:
                 use()
-            found[name] = str(error.value)
-    return found
+            results[name] = str(error.value)
+    return results
 
 
 @once
@@ -90,8 +90,8 @@ def losses_by_keyword(strategy: str) -> list[float]:
 
 def test_layer_that_is_called_by_keyword_is_sharded():
     expected = losses_by_keyword("single")
-    for found in run_world(2, losses_by_keyword, "tp"):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for losses in run_world(2, losses_by_keyword, "tp"):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def efficientnet(strategy: str, tried: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -116,10 +116,12 @@ def test_efficientnet_equals_single():
     """Of 82 layers 66 are sharded, depthwise and squeeze-and-excitation ones among them."""
     expected, weights = run_world(1, efficientnet, "single", False)[0]
     for tried in (True, False):
-        losses, found = run_world(2, efficientnet, "tp", tried)[0]
+        losses, sharded_weights = run_world(2, efficientnet, "tp", tried)[0]
         assert losses == pytest.approx(expected, rel=1e-12)
         for name, tensor in weights.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=1e-12, msg=name)
+            torch.testing.assert_close(
+                sharded_weights[name], tensor, atol=1e-12, rtol=1e-12, msg=name
+            )
 
 
 class Doubled(nn.Linear):

@@ -17,25 +17,25 @@ OUTPUTS = {"conv1": 20 * 26 * 26, "conv2": 50 * 9 * 9, "fc1": 128, "fc2": 10}
 def test_tensor_parallelism_sums_the_tokens_twice_for_each_pair_of_layers(
     case, accumulate, monkeypatch
 ):
-    found, _, _ = traffic(monkeypatch, case, 2, accumulate=accumulate, name="vit")
-    assert found.elements == {"all_reduce": 2 * PAIRS * TOKENS}
-    assert found.calls == {"all_reduce": accumulate * 2 * PAIRS}
+    sent, _, _ = traffic(monkeypatch, case, 2, accumulate=accumulate, name="vit")
+    assert sent.elements == {"all_reduce": 2 * PAIRS * TOKENS}
+    assert sent.calls == {"all_reduce": accumulate * 2 * PAIRS}
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_replicas_of_tp_sum_their_shards_of_the_gradients_once_in_a_step(accumulate, monkeypatch):
     """On CPUs one more number is summed: whether a parameter was not used on some rank."""
-    found, strategy, size = traffic(monkeypatch, "tp tp=2", 4, accumulate=accumulate, name="vit")
+    sent, strategy, size = traffic(monkeypatch, "tp tp=2", 4, accumulate=accumulate, name="vit")
     pairs = 2 * PAIRS * TOKENS
     replicated = sum(
         parameter.numel()
         for parameter in strategy.module.parameters()
         if not hasattr(parameter, "full_tensor")
     )
-    own = replicated + (size - replicated) // 2
+    replicated_or_half = replicated + (size - replicated) // 2
     assert 0 < replicated < size
-    assert found.elements == {"all_reduce": pairs + own + 1}
-    assert found.calls == {"all_reduce": accumulate * 2 * PAIRS + 2}
+    assert sent.elements == {"all_reduce": pairs + replicated_or_half + 1}
+    assert sent.calls == {"all_reduce": accumulate * 2 * PAIRS + 2}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -50,8 +50,8 @@ def test_sequence_parallelism_sends_as_much_and_the_tokens_once_at_both_ends(
     """
     replicated = BLOCKS * (2 * 2 * WIDTH + 2 * WIDTH)
     case = "mesh tp=2 sequence_parallel=true"
-    found, _, _ = traffic(monkeypatch, case, 2, accumulate=accumulate, name="vit")
-    assert found.elements == {
+    sent, _, _ = traffic(monkeypatch, case, 2, accumulate=accumulate, name="vit")
+    assert sent.elements == {
         "all_gather": 2 * PAIRS * TOKENS + 2 * TOKENS,
         "reduce_scatter": 2 * PAIRS * TOKENS,
         "all_reduce": replicated,
@@ -66,9 +66,9 @@ def test_layer_by_layer_gathers_each_output_and_sums_the_gradient_of_each_input(
 
     The images need no gradient.
     """
-    found, strategy, _ = traffic(monkeypatch, "tp", 2, accumulate=accumulate)
+    sent, strategy, _ = traffic(monkeypatch, "tp", 2, accumulate=accumulate)
     assert list(strategy.layers) == ["conv1.0", "conv2.0", "fc1.1", "fc2"]
     outputs = sum(OUTPUTS.values())
     inputs = sum(INPUTS.values()) - INPUTS["conv1"]
-    assert found.elements == {"all_gather": SAMPLES * outputs, "all_reduce": SAMPLES * inputs}
-    assert found.calls == {"all_gather": accumulate * 4, "all_reduce": accumulate * 3}
+    assert sent.elements == {"all_gather": SAMPLES * outputs, "all_reduce": SAMPLES * inputs}
+    assert sent.calls == {"all_gather": accumulate * 4, "all_reduce": accumulate * 3}

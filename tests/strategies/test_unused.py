@@ -111,25 +111,25 @@ def refuse_all(folder: str) -> dict:
     whole = resumed(f"{folder}/none", "ddp")
     resumed(f"{folder}/kept", "ddp", steps=2)
     continued = {strategy: resumed(f"{folder}/kept", strategy) for strategy in ("ddp", "scratch")}
-    found: dict = {
+    results: dict = {
         name: refusal(name.split()[0], options, example=samples()[0][0])
         for name, options in REFUSING.items()
     }
-    found["ddp accumulate"] = refusal("ddp", {}, partial(branching, InTurn), accumulate=2)
+    results["ddp accumulate"] = refusal("ddp", {}, partial(branching, InTurn), accumulate=2)
     with Lab("ddp", device="cpu", timeout=30, **KEY) as lab:
         trainer = lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
         with pytest.raises(TrainingError) as error:
             trainer.strategy.add_gradient(*samples()[:0], num_valid=0, divisor=1)
-        found["ddp empty"] = str(error.value)
+        results["ddp empty"] = str(error.value)
     with Lab("scratch", device="cpu", timeout=30, **KEY) as lab:
-        found["scratch empty"] = train(lab, branching(), size=9)
+        results["scratch empty"] = train(lab, branching(), size=9)
     with Lab("ddp", device="cpu", timeout=30) as lab:
         # connects the ranks
         lab.trainer(branching(), tasks.Regression(), torch.optim.SGD, batch_size=8)
         odd = torch.full((3, 4), float(lab.rank))[:, ::2]
         broadcast(odd)
-        found["gaps"] = odd.tolist()
-    return found | {"whole": whole, "continued": continued}
+        results["gaps"] = odd.tolist()
+    return results | {"whole": whole, "continued": continued}
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def test_parameter_that_one_rank_has_not_used_is_the_same_error_on_all_ranks(nam
 
 
 def test_parameter_that_only_an_early_accumulation_step_used_is_refused_by_ddp(folder):
-    for rank, found in enumerate(two(folder)):
-        message, _ = found["ddp accumulate"]
+    for rank, results in enumerate(two(folder)):
+        message, _ = results["ddp accumulate"]
         assert message.startswith(
             "strategy=ddp: the parameter 0.sometimes.weight got no gradient in a step on rank "
             f"{rank}. "
@@ -211,10 +211,10 @@ def train_with_empty_micro_batches(strategy: str, options: dict) -> dict:
 
 def test_micro_batches_without_a_sample_train_under_fsdp_as_under_scratch():
     expected, _ = run_world(2, train_with_empty_micro_batches, "scratch", KEY, timeout=60)
-    found, other = run_world(2, train_with_empty_micro_batches, "fsdp", KEY, timeout=60)
-    assert found["losses"] == other["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    first, other = run_world(2, train_with_empty_micro_batches, "fsdp", KEY, timeout=60)
+    assert first["losses"] == other["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     for name, tensor in expected["weights"].items():
-        assert (found["weights"][name] - tensor).abs().max() < 1e-6, name
+        assert (first["weights"][name] - tensor).abs().max() < 1e-6, name
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def layouts() -> list[torch.Tensor]:
 
 def test_flattened_tensors_of_any_layout_come_back_with_their_strides():
     tensors = layouts()
-    for found, tensor in zip(unflatten(flatten(tensors), tensors), tensors, strict=True):
-        assert torch.equal(found, tensor)
-        assert found.stride() == tensor.stride()
+    for restored, tensor in zip(unflatten(flatten(tensors), tensors), tensors, strict=True):
+        assert torch.equal(restored, tensor)
+        assert restored.stride() == tensor.stride()
 
 
 def test_gradient_of_zeros_has_the_layout_of_autograds():

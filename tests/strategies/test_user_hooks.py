@@ -214,24 +214,24 @@ def trained(strategy: str) -> dict[str, dict[str, torch.Tensor] | str]:
 
 
 def difference(
-    found: dict[str, torch.Tensor] | str, expected: dict[str, torch.Tensor] | str
+    outcome: dict[str, torch.Tensor] | str, expected: dict[str, torch.Tensor] | str
 ) -> float:
-    assert not isinstance(found, str), found
+    assert not isinstance(outcome, str), outcome
     assert not isinstance(expected, str)
-    assert {*found} == {*expected}
-    return max((found[name] - tensor).abs().max().item() for name, tensor in expected.items())
+    assert {*outcome} == {*expected}
+    return max((outcome[name] - tensor).abs().max().item() for name, tensor in expected.items())
 
 
 def refusal_of(kind: str, strategy: str) -> str:
     """Return the pattern of a strategy's message that refuses hooks; "" if it keeps them."""
-    what, _, method = kind.removeprefix("late ").partition(" ")
-    if what == "parameter" and strategy in SHARDING:
+    place, _, method = kind.removeprefix("late ").partition(" ")
+    if place == "parameter" and strategy in SHARDING:
         weight = "first.bias" if "accumulate" in method else "second.weight"
         return (
             f"strategy={strategy}: shards the parameter {weight}, which has a hook .* for example "
             "ddp or pipeline$"
         )
-    if what == "model" and strategy in CUTTING:
+    if place == "model" and strategy in CUTTING:
         return (
             f"strategy={strategy}: calls the blocks of the model and not the model itself, which "
             rf"has a hook \({method}\)"
@@ -259,12 +259,12 @@ def test_hooks_change_what_single_trains(kind):
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
-    found = trained(strategy)[kind]
+    outcome = trained(strategy)[kind]
     message = refusal_of(kind, strategy)
     if message:
-        assert re.match(message, str(found)), found
+        assert re.match(message, str(outcome)), outcome
     else:
-        assert difference(found, trained("single")[kind.removeprefix("late ")]) < 1e-12
+        assert difference(outcome, trained("single")[kind.removeprefix("late ")]) < 1e-12
 
 
 def test_hooks_that_are_registered_between_epochs_are_moved_and_those_of_the_strategy_stay():
@@ -292,14 +292,14 @@ def test_handle_of_a_hook_that_waits_for_the_end_of_the_step_removes_it():
     "kind", ["parameter register_hook", "parameter register_post_accumulate_grad_hook"]
 )
 def test_hooks_on_parameters_are_called_once_in_a_step_of_several_accumulation_steps(kind):
-    found = run_world(1, train, kind, "single", {}, 4)[0]
-    assert difference(found, trained("single")[kind]) < 1e-12
+    outcome = run_world(1, train, kind, "single", {}, 4)[0]
+    assert difference(outcome, trained("single")[kind]) < 1e-12
 
 
 def test_spectral_norm_trains_in_a_pipeline_of_one_micro_batch():
     options = {"num_microbatches": 1, "schedule": "gpipe"}
-    found = run_world(2, train, "spectral_norm", "pipeline", options, timeout=60)[0]
-    assert difference(found, trained("single")["spectral_norm"]) < 1e-12
+    outcome = run_world(2, train, "spectral_norm", "pipeline", options, timeout=60)[0]
+    assert difference(outcome, trained("single")["spectral_norm"]) < 1e-12
 
 
 class Cached(nn.Linear):

@@ -616,8 +616,8 @@ def assert_equal(
         assert sums[1:] == expected[1:]  # correct and count, exactly
         assert sums[0] == pytest.approx(expected[0], rel=relative)
     assert outcome.confusion == reference.confusion
-    for found, expected in zip(outcome.evaluations, reference.evaluations, strict=True):
-        assert found == pytest.approx(expected, rel=relative)
+    for evaluated, expected in zip(outcome.evaluations, reference.evaluations, strict=True):
+        assert evaluated == pytest.approx(expected, rel=relative)
 
 
 def assert_averages_equal(outcome: Outcome, reference: Outcome, tolerance: float) -> None:

@@ -47,7 +47,7 @@ def pipe_of(pid: int) -> str:
 
 def others(pipe: str) -> list[str]:
     """Return the processes, but this one and its client (ask.py), that write to a pipe."""
-    found = []
+    left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended
             command = " ".join(process.cmdline())
@@ -56,16 +56,16 @@ def others(pipe: str) -> list[str]:
                 and pipe_of(process.pid) == pipe
                 and "ask.py" not in command
             ):
-                found.append(f"{process.pid} {command}")
-    return found
+                left.append(f"{process.pid} {command}")
+    return left
 
 
 def left_over(pipe: str) -> list[str]:
     """Return the processes that are left LIMIT seconds from now, as soon as none is left."""
     deadline = time.monotonic() + LIMIT
-    while (found := others(pipe)) and time.monotonic() < deadline:
+    while (left := others(pipe)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return left
 
 
 def leave_open() -> str:
@@ -121,11 +121,11 @@ def train(how: str) -> str:
 
 
 def main() -> None:
-    way, *given = sys.argv[1:]
+    way, *ways = sys.argv[1:]
     if way == "script":
-        print(train(given[0]))
+        print(train(ways[0]))
         return
-    for how in given:
+    for how in ways:
         try:
             outcome = launch(train, how)
         except RankError as error:

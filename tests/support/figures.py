@@ -6,7 +6,7 @@ from matplotlib.text import Text
 
 def texts(figure: Figure | SubFigure) -> list[Text]:
     """Return all visible texts. Tick labels outside the axes' limits exist but are not drawn."""
-    found = figure.findobj(
+    visible = figure.findobj(
         lambda artist: isinstance(artist, Text) and artist.get_visible() and artist.get_text()
     )
     for axes in figure.axes:
@@ -17,5 +17,5 @@ def texts(figure: Figure | SubFigure) -> list[Text]:
                 for tick in (*axis.majorTicks, *axis.minorTicks)
                 for label in (tick.label1, tick.label2)
             }
-            found = [text for text in found if text not in every - kept]
-    return found
+            visible = [text for text in visible if text not in every - kept]
+    return visible

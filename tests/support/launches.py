@@ -132,12 +132,12 @@ def launch_on_terminal(line: str, *more: str) -> str:
 
 
 def wait_for(
-    what: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str
+    event: str, condition: Callable[[], Any], timeout: float = 300, more: Callable[[], str] = str
 ) -> Any:
     """Wait until `condition` returns a true value, and return that value.
 
     Args:
-        what: What is waited for, in the message.
+        event: What is waited for, in the message.
         condition: Called every 0.3 s; it may start a process.
         timeout: Seconds to wait.
         more: Returns details for the message.
@@ -147,7 +147,7 @@ def wait_for(
     """
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"after {timeout} s still no {what}\n{more()}"
+        assert time.monotonic() < deadline, f"after {timeout} s still no {event}\n{more()}"
         time.sleep(0.3)
     return value
 

@@ -313,9 +313,9 @@ def trained(strategy: str, name: str, folder: Path) -> str | float:
     except ConfigError as error:
         return str(error)
     expected = load_file(folder / f"single-{list(MODELS).index(name)}.safetensors")
-    found = load_file(path.with_suffix(".safetensors"))
-    assert found.keys() == expected.keys()
-    differences = [(found[key] - tensor).abs().max().item() for key, tensor in expected.items()]
+    weights = load_file(path.with_suffix(".safetensors"))
+    assert weights.keys() == expected.keys()
+    differences = [(weights[key] - tensor).abs().max().item() for key, tensor in expected.items()]
     return float(max(differences))
 
 

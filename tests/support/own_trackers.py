@@ -61,7 +61,7 @@ def wandb_records(file: Path) -> list:
 
     data = file.read_bytes()
     place = 7
-    found = []
+    records = []
     record = b""
     while place + 7 <= len(data):
         length = int.from_bytes(data[place + 4 : place + 6], "little")
@@ -70,9 +70,9 @@ def wandb_records(file: Path) -> list:
             break
         record += data[place + 7 : place + 7 + length]
         if kind in (1, 4):  # complete, or the last fragment
-            found.append(Record.FromString(record))
+            records.append(Record.FromString(record))
             record = b""
         place += 7 + length
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
-    return found
+    return records

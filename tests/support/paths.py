@@ -42,15 +42,15 @@ def calls() -> Generator[list[str]]:
 
     A generator's next part counts, too.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and (name := name_of(frame.f_code.co_filename)):
-            found.append(name)
+            names.append(name)
 
     sys.setprofile(note)
     try:
-        yield found
+        yield names
     finally:
         sys.setprofile(None)
 

@@ -79,9 +79,9 @@ def train_torch(
 def ddp(number: int, weighted: bool, by_global_weight: bool, max_norm: float = MAX_NORM) -> Weights:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     model = DistributedDataParallel(net())
-    found = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
+    weights = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
     dist.destroy_process_group()
-    return found
+    return weights
 
 
 def fsdp2(
@@ -94,9 +94,9 @@ def fsdp2(
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    found = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
+    weights = train_torch(model, samples(number, weighted), by_global_weight, max_norm)
     dist.destroy_process_group()
-    return found
+    return weights
 
 
 def accelerate(
@@ -137,9 +137,9 @@ def accelerate(
                     accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-    found = weights_of(accelerator.unwrap_model(model))
+    weights = weights_of(accelerator.unwrap_model(model))
     accelerator.end_training()
-    return found
+    return weights
 
 
 def fabric(
@@ -177,9 +177,9 @@ def fabric(
             fabric.clip_gradients(model, optimizer, max_norm=max_norm)
             optimizer.step()
             optimizer.zero_grad()
-    found = weights_of(model.module)
+    trained = weights_of(model.module)
     dist.destroy_process_group()
-    return found
+    return trained
 
 
 def ours(strategy: str, number: int, weighted: bool, max_norm: float = MAX_NORM) -> Weights:

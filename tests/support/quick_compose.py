@@ -48,12 +48,12 @@ def sources_of(repository: IConfigRepository) -> tuple[Any, ...] | None:
     return stored, *((source.provider, source.path) for source in sources)
 
 
-def remembered(what: str, repo: IConfigRepository, choice: Any, make: Callable[[], Any]) -> Any:
+def remembered(kind: str, repo: IConfigRepository, choice: Any, make: Callable[[], Any]) -> Any:
     """Return a copy of what `make` once returned for a choice of the files of `repo`."""
     sources = sources_of(repo)
     if sources is None:
         return make()
-    key = hashlib.sha256(repr((what, sources, choice)).encode()).hexdigest()
+    key = hashlib.sha256(repr((kind, sources, choice)).encode()).hexdigest()
     if key not in CACHE:
         CACHE[key] = shared(f"composed-{key}", lambda: pickle.dumps(make()))
     return pickle.loads(CACHE[key])
@@ -95,13 +95,13 @@ def quick_defaults_list(
             choices.append(override)
         if not is_choice or isinstance(override.value(), dict):
             of_keys.append(override)
-    found = remembered(
+    composed = remembered(
         "defaults",
         repo,
         (config_name, [override.input_line for override in choices], options),
         lambda: create_defaults_list(repo, config_name, choices, **options),
     )
-    return dataclasses.replace(found, config_overrides=of_keys)
+    return dataclasses.replace(composed, config_overrides=of_keys)
 
 
 def quick_init(self: CachingConfigRepository, delegate: ConfigRepository) -> None:

@@ -15,7 +15,7 @@ METRICS += " global_batch_size world_size strategy"
 
 def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
     """Assert that the run directory contains all promised files, and each record once."""
-    found = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
+    entries = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
     kept = {
         "config.yaml",
         "data.json",
@@ -27,7 +27,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     }
     kept |= {"curves.png", "confusion.png"}
     kept |= {"steps"} if '"kind": "step"' in (run_dir / "metrics.jsonl").read_text() else set()
-    assert found == kept
+    assert entries == kept
     assert json.loads((run_dir / "status.json").read_text())["status"] == "finished"
     metrics = read_metrics(run_dir)
     assert [record["epoch"] for record in metrics] == list(range(1, epochs + 1))

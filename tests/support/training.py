@@ -65,7 +65,9 @@ class Outcome:
     # hash of the complete model before the first step, on rank 0, of models that start on the meta
     # device
     initial: str
-    held: int  # bytes of parameters and buffers that this rank has allocated before the first step
+    state_bytes: (
+        int  # bytes of parameters and buffers that this rank has allocated before the first step
+    )
     # largest number of such bytes while it drew them, with the complete block that it had drawn
     # last
     peak: int
@@ -132,11 +134,11 @@ def run_case(runtime: Runtime, line: str) -> Outcome:
     """Train the case of a line as train.py does. Several ranks need an open process group."""
     case = Case.of(line)
     cfg = case.config()
-    with TemporaryDirectory() as own:
+    with TemporaryDirectory() as folder:
         if "files" in case.parts:  # images of ten classes
             sizes = {"train": 49, "val": 12, "test": TEST_SAMPLES}
             cfg.data.root = runtime.broadcast_from_rank0(
-                "root", lambda: str(write_folder(Path(own), sizes, classes=10, sides=(28, 48)))
+                "root", lambda: str(write_folder(Path(folder), sizes, classes=10, sides=(28, 48)))
             )
         job = build(cfg, runtime)
         if case.other_start and not runtime.is_main:
@@ -159,7 +161,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     if weights is not None:
         strategy.initial_weights = weights = Watched(job.model, SEED)
     trainer = job.trainer()
-    held = held_bytes(job.model)
+    state_bytes = held_bytes(job.model)
     peak = weights.peak if weights else 0
     initial = hash_of(full_weights(strategy)) if by_block else ""
     state = State.of(trainer, job.shapes)
@@ -194,14 +196,17 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     full, rests = gather_full_state(strategy, *state.part(position))
     state = content_of(full, merge(rests)) if rests else {"model": {}, "optimizer": {}}
     averages = state.get("ema", {})
-    own = {
+    local_state = {
         name: value.detach().cpu().clone() for name, value in strategy.module.state_dict().items()
     }
-    full = not any(isinstance(value, DTensor) for value in own.values()) and own.keys() == names
+    full = (
+        not any(isinstance(value, DTensor) for value in local_state.values())
+        and local_state.keys() == names
+    )
     if runtime.rank == 0 and full:
-        assert largest_difference(own, state["model"]) == 0
+        assert largest_difference(local_state, state["model"]) == 0
     # the checkpoint of a sharded or cut model is on rank 0 only
-    weights = own if full else state["model"]
+    weights = local_state if full else state["model"]
     kept = state["optimizer"].get("state", {})
     momentum = {
         name: values.get("momentum_buffer", values.get("exp_avg")) for name, values in kept.items()
@@ -212,7 +217,7 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
         momentum = {}
         averages = {}
     measured = recorder.sums, [*recorder.evaluations, again], confusion.flatten().tolist()
-    return Outcome(weights, momentum, averages, digest, initial, held, peak, *measured)
+    return Outcome(weights, momentum, averages, digest, initial, state_bytes, peak, *measured)
 
 
 def full_weights(strategy: Strategy) -> dict[str, torch.Tensor]:
@@ -231,8 +236,8 @@ def held_bytes(model: nn.Module) -> int:
 
     A tensor on the meta device has none.
     """
-    held = [local(tensor) for tensor in model.state_dict().values()]
-    return sum(tensor.untyped_storage().nbytes() for tensor in held if not tensor.is_meta)
+    tensors = [local(tensor) for tensor in model.state_dict().values()]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_meta)
 
 
 def run_cases(cases: list[str], device: str = "cpu") -> dict[str, Outcome]:

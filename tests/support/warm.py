@@ -198,10 +198,10 @@ def execute(program: list[str]) -> None:
     sys.stdout.reconfigure(line_buffering=os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED")))
     name = program[0]
     is_script = program[0].endswith(".py")
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [
         str(Path(name).resolve().parent) if is_script else os.getcwd(),
-        *filter(None, given),
+        *filter(None, inherited),
         *SEARCH,
     ]
     sys.argv = program
@@ -277,11 +277,11 @@ class Rank:
 
 
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
+    process, *arguments = sys.argv[1:]
     SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, SUPPORT)]
-    importlib.import_module("preload_rank" if what == "agent" else "preload")
+    importlib.import_module("preload_rank" if process == "agent" else "preload")
     prepare_to_fork()
-    if what == "agent":
+    if process == "agent":
         run(["torch.distributed.run", *arguments])
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

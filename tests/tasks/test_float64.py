@@ -50,5 +50,5 @@ def losses(strategy: str, options: dict) -> list[float]:
 
 def test_gpt_in_float64_has_the_losses_of_single_in_a_pipeline():
     expected = run_world(1, losses, "single", {})[0]
-    for found in run_world(2, losses, "pipeline", {"num_microbatches": 4}, timeout=60):
-        assert found == pytest.approx(expected, rel=1e-13)
+    for losses_of_rank in run_world(2, losses, "pipeline", {"num_microbatches": 4}, timeout=60):
+        assert losses_of_rank == pytest.approx(expected, rel=1e-13)

@@ -16,7 +16,7 @@ REAL = 4  # samples; the others are padding
 MIXED = (3 * F.one_hot(TARGETS, 10) + F.one_hot(TARGETS.roll(1), 10)).double() / 4
 
 
-def own(name: str, mixed: bool = False, **options):
+def user_loss(name: str, mixed: bool = False, **options):
     return build_loss({"_target_": f"own_losses.{name}", **options}, 10, mixed)
 
 
@@ -33,21 +33,21 @@ def test_own_loss_of_class_indices_refuses_mixed_targets():
         "RuntimeError: gather"
     )
     with pytest.raises(ConfigError, match=message):
-        own("Focal", mixed=True)
+        user_loss("Focal", mixed=True)
 
 
 def test_own_losses_are_built_without_reduction_and_summed_without_padding():
     losses = Focal(gamma=3.0, reduction="none")(LOGITS[:REAL], TARGETS[:REAL])
-    torch.testing.assert_close(loss_of(Classification(own("Focal", gamma=3.0))), losses.sum())
+    torch.testing.assert_close(loss_of(Classification(user_loss("Focal", gamma=3.0))), losses.sum())
     expected = 3 * F.cross_entropy(LOGITS[:REAL], TARGETS[:REAL], reduction="sum")
-    torch.testing.assert_close(loss_of(Classification(own("scaled", scale=3.0))), expected)
-    mixed = loss_of(Classification(own("scaled", mixed=True, scale=1.0)), MIXED)
+    torch.testing.assert_close(loss_of(Classification(user_loss("scaled", scale=3.0))), expected)
+    mixed = loss_of(Classification(user_loss("scaled", mixed=True, scale=1.0)), MIXED)
     torch.testing.assert_close(mixed, loss_of(Classification(), MIXED))
 
 
 def test_loss_of_padding_alone_is_zero_and_has_a_gradient():
     logits = LOGITS.clone().requires_grad_()
-    for loss in (CrossEntropy(0.1), own("Focal")):
+    for loss in (CrossEntropy(0.1), user_loss("Focal")):
         total, _ = measure(Classification(loss), logits, TARGETS, 0, 1.0)
         total.backward()
         assert total == 0
@@ -56,7 +56,7 @@ def test_loss_of_padding_alone_is_zero_and_has_a_gradient():
 
 def test_outputs_in_bf16_are_summed_in_float32():
     logits = LOGITS.bfloat16()
-    for loss in (CrossEntropy(), own("Focal")):
+    for loss in (CrossEntropy(), user_loss("Focal")):
         task = Classification(loss)
         assert loss_of(task, logits=logits) == loss_of(task, logits=logits.float())
 
@@ -82,7 +82,7 @@ def test_outputs_in_bf16_are_summed_in_float32():
 def test_own_loss_that_does_not_fit_is_refused(name, message):
     name, *how = name.split()
     with pytest.raises(ConfigError, match=rf"loss\._target_=own_losses\.{name}: .*{message}"):
-        own(name, **{"how": how[0]} if how else {})
+        user_loss(name, **{"how": how[0]} if how else {})
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

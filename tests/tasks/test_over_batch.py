@@ -71,9 +71,9 @@ def test_sum_over_samples_is_not_taken_for_a_loss_over_the_batch(name, beginning
 @pytest.mark.parametrize("name", OVER_BATCH)
 def test_loss_over_the_batch_is_found(name, beginning):
     kind, loss = OVER_BATCH[name]
-    found = describe_coupling(Task(loss), *BEGINNINGS[beginning](kind))
-    assert found is not None
-    assert found.startswith(("is ", "has the weight ", "fails for one sample: "))
+    coupling = describe_coupling(Task(loss), *BEGINNINGS[beginning](kind))
+    assert coupling is not None
+    assert coupling.startswith(("is ", "has the weight ", "fails for one sample: "))
 
 
 def test_reason_names_both_sums_or_the_error_of_one_sample():
@@ -143,9 +143,9 @@ def test_trial_leaves_the_task_the_model_and_the_random_state_as_they_are():
     describe_coupling(
         Task(SUMS["random numbers of Python"][1]), outputs, torch.rand(2, 4, generator=DRAWN)
     )
-    found = torch.rand(3), random.random(), np.random.rand()
-    assert torch.equal(found[0], expected[0])
-    assert found[1:] == expected[1:]
+    drawn = torch.rand(3), random.random(), np.random.rand()
+    assert torch.equal(drawn[0], expected[0])
+    assert drawn[1:] == expected[1:]
     assert task.loss.calls == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == [True, True, False, True]

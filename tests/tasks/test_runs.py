@@ -91,9 +91,11 @@ def test_best_checkpoint_and_patience_follow_a_metric_of_the_task(folder):
 
 
 def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, command):
-    expected, found = (read_metrics(folder / f"text-{each}")[-1] for each in ("single", "pipeline"))
+    expected, results = (
+        read_metrics(folder / f"text-{each}")[-1] for each in ("single", "pipeline")
+    )
     for key in ("train_loss", "val_perplexity", "val_bits_per_byte"):
-        assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+        assert results[key] == pytest.approx(expected[key], rel=1e-3), key
     code, output, errors = command(predict.main, folder / "text", *PROMPT)
     assert (code, output) == (0, "to be or not,\n"), output + errors
 
@@ -105,8 +107,8 @@ def test_text_of_a_tied_head_is_the_same_after_a_pipeline(folder, command):
         assert code == 0, output + errors
         code, _, errors = command(evaluate.main, folder / run, "--json", folder / "found.json")
         assert code == 0, errors
-        found = json.loads((folder / "found.json").read_text())
-        assert found["val_loss"] == pytest.approx(read_metrics(folder / run)[-1]["val_loss"])
+        results = json.loads((folder / "found.json").read_text())
+        assert results["val_loss"] == pytest.approx(read_metrics(folder / run)[-1]["val_loss"])
         texts.append(output)
     assert texts[0] == texts[1]
 
@@ -234,6 +236,6 @@ def refusals(lines: list[str]) -> list[tuple[object, str]]:
 
 
 def test_mistakes_are_one_message():
-    found = run_world(1, refusals, [overrides for overrides, _ in MISTAKES])[0]
-    for (overrides, message), (code, printed) in zip(MISTAKES, found, strict=True):
+    ended = run_world(1, refusals, [overrides for overrides, _ in MISTAKES])[0]
+    for (overrides, message), (code, printed) in zip(MISTAKES, ended, strict=True):
         assert (code, printed.count(message)) == (2, 1), f"{overrides}: {printed}"

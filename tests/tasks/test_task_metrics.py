@@ -31,10 +31,10 @@ def test_regression():
     from sklearn.metrics import mean_absolute_error, r2_score
 
     outputs, targets = torch.randn(2, 20, 3, generator=GENERATOR)
-    found = metrics_of(Regression(), outputs, targets)
-    assert found["mae"] == pytest.approx(mean_absolute_error(targets, outputs))
-    assert found["rmse"] == pytest.approx(F.mse_loss(outputs, targets).sqrt().item())
-    assert found["r2"] == pytest.approx(r2_score(targets.flatten(), outputs.flatten()))
+    metrics = metrics_of(Regression(), outputs, targets)
+    assert metrics["mae"] == pytest.approx(mean_absolute_error(targets, outputs))
+    assert metrics["rmse"] == pytest.approx(F.mse_loss(outputs, targets).sqrt().item())
+    assert metrics["r2"] == pytest.approx(r2_score(targets.flatten(), outputs.flatten()))
 
 
 def test_multi_label():
@@ -42,11 +42,11 @@ def test_multi_label():
 
     outputs = torch.randn(20, 4, generator=GENERATOR)
     targets = torch.randint(0, 2, (20, 4), generator=GENERATOR)
-    found = metrics_of(MultiLabel(), outputs, targets)
+    metrics = metrics_of(MultiLabel(), outputs, targets)
     decided = (outputs > 0).long()
-    assert found["accuracy"] == pytest.approx((decided == targets).double().mean().item())
-    assert found["f1_micro"] == pytest.approx(f1_score(targets, decided, average="micro"))
-    assert found["f1_macro"] == pytest.approx(f1_score(targets, decided, average="macro"))
+    assert metrics["accuracy"] == pytest.approx((decided == targets).double().mean().item())
+    assert metrics["f1_micro"] == pytest.approx(f1_score(targets, decided, average="micro"))
+    assert metrics["f1_macro"] == pytest.approx(f1_score(targets, decided, average="macro"))
 
 
 def test_segmentation_ignores_pixels():
@@ -57,9 +57,9 @@ def test_segmentation_ignores_pixels():
     targets[torch.rand(targets.shape, generator=GENERATOR) < 0.4] = 255
     real = targets != 255
     predicted = outputs.argmax(1)
-    found = metrics_of(Segmentation(), outputs, targets.to(torch.uint8))
-    assert found["accuracy"] == pytest.approx((predicted == targets)[real].double().mean().item())
-    assert found["mean_iou"] == pytest.approx(
+    metrics = metrics_of(Segmentation(), outputs, targets.to(torch.uint8))
+    assert metrics["accuracy"] == pytest.approx((predicted == targets)[real].double().mean().item())
+    assert metrics["mean_iou"] == pytest.approx(
         jaccard_score(targets[real], predicted[real], average="macro")
     )
 
@@ -69,10 +69,10 @@ def test_tokens_ignore_positions():
     targets = torch.randint(0, 11, (20, 7), generator=GENERATOR)
     targets[:, 5:] = IGNORE
     loss = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=IGNORE).item()
-    found = metrics_of(Tokens(), outputs, targets)
-    assert found["perplexity"] == pytest.approx(math.exp(loss))
-    assert found["bits_per_byte"] == pytest.approx(loss / math.log(2))
-    assert found["accuracy"] == pytest.approx(
+    metrics = metrics_of(Tokens(), outputs, targets)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss))
+    assert metrics["bits_per_byte"] == pytest.approx(loss / math.log(2))
+    assert metrics["accuracy"] == pytest.approx(
         (outputs.argmax(-1) == targets)[:, :5].double().mean().item()
     )
 
@@ -87,7 +87,7 @@ def test_tokens_ignore_positions():
 def test_perplexity_of_a_diverged_model_is_a_number(nats, perplexity):
     numbers = {"nats": 4 * nats, "tokens": 4, "correct": 1}
     sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-    found = Tokens().metrics(sums)
-    assert found["perplexity"] == pytest.approx(perplexity, rel=1e-9)
-    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2), rel=1e-9)
-    assert found["accuracy"] == 0.25
+    metrics = Tokens().metrics(sums)
+    assert metrics["perplexity"] == pytest.approx(perplexity, rel=1e-9)
+    assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2), rel=1e-9)
+    assert metrics["accuracy"] == 0.25

@@ -69,20 +69,20 @@ def train(strategy: str, is_new: bool = False, **options) -> list[list[float]]:
 
 def add(trainer, new: nn.Parameter | None) -> None:
     """Add the last weight on the rank that has it, or a new parameter."""
-    held = dict(trainer.strategy.module.named_parameters())
-    parameter = held.get("last.weight") if new is None else new
+    by_name = dict(trainer.strategy.module.named_parameters())
+    parameter = by_name.get("last.weight") if new is None else new
     if parameter is not None:
         parameter.requires_grad_(True)
         trainer.optimizer.add_param_group({"params": [parameter], "lr": ADDED_RATE})
 
 
 def on_two() -> dict:
-    found: dict = {}
+    results: dict = {}
     for strategy, options in STRATEGIES.items():
         with pytest.raises(ConfigError) as error:
             train(strategy, is_new=True, **options)
-        found[strategy, "new"] = str(error.value)
-    return found | {name: train(name, **options) for name, options in STRATEGIES.items()}
+        results[strategy, "new"] = str(error.value)
+    return results | {name: train(name, **options) for name, options in STRATEGIES.items()}
 
 
 @once

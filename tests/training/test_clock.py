@@ -115,13 +115,13 @@ class Positions(Hook):
     """Keeps the position after each step, as a checkpoint would."""
 
     def __init__(self):
-        self.found = []
+        self.positions = []
 
     def on_start(self, run):
         self.run = run
 
     def on_step_end(self, position):
-        self.found.append(self.run.current())
+        self.positions.append(self.run.current())
 
 
 @pytest.fixture
@@ -168,8 +168,8 @@ def test_seconds_and_rate_of_a_resumed_epoch_have_the_time_before(run):
 def test_position_after_a_step_has_the_seconds_of_the_epoch_so_far(run):
     hook = Positions()
     run(Progress(epoch=EPOCHS, samples=3, step=13, sums=[3.0, 3.0], seconds=12.0), hook=hook)
-    assert [position.seconds for position in hook.found] == [14.0, 16.0]
-    assert [position.sums for position in hook.found] == [[4.0, 4.0], [5.0, 5.0]]
+    assert [position.seconds for position in hook.positions] == [14.0, 16.0]
+    assert [position.sums for position in hook.positions] == [[4.0, 4.0], [5.0, 5.0]]
 
 
 def test_rows_of_steps_have_the_rate_and_the_time_that_is_left(run):

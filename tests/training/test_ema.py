@@ -73,9 +73,11 @@ def test_decay_warms_up_as_in_tensorflow_and_then_stays(most, monkeypatch):
         set_all(model, update)
         average.update()
         expected = decay_at(update) * expected + (1 - decay_at(update)) * update
-        for name, held in average.averages.items():
+        for name, averaged in average.averages.items():
             wanted = update if name.endswith("num_batches_tracked") else expected
-            torch.testing.assert_close(held, torch.full_like(held, wanted), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                averaged, torch.full_like(averaged, wanted), rtol=1e-6, atol=0
+            )
     assert decay_at(12) < decay_at(13) == decay_at(19) == DECAY
 
 
@@ -127,8 +129,8 @@ def test_step_without_a_gradient_counts_as_an_update_so_that_a_resume_knows_thei
     broken = first._replace(inputs=torch.full_like(first.inputs, torch.nan))
     step.running_sums.begin(0)
     for batch in (first, broken, first):
-        held = copy.deepcopy(step.ema.averages)
+        before = copy.deepcopy(step.ema.averages)
         step(batch)
     for name, weight in step.strategy.module.named_parameters():
-        third = held[name] * 3 / 12 + weight * 9 / 12
+        third = before[name] * 3 / 12 + weight * 9 / 12
         torch.testing.assert_close(step.ema.averages[name], third)

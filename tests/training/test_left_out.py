@@ -94,8 +94,8 @@ def plain() -> list[float]:
 
 
 def on_two() -> dict:
-    found: dict = {name: train(name.split()[0], **options) for name, options in TWO.items()}
-    return found | {"ddp in parts": train("ddp", 2), "scratch in parts": train("scratch", 2)}
+    results: dict = {name: train(name.split()[0], **options) for name, options in TWO.items()}
+    return results | {"ddp in parts": train("ddp", 2), "scratch in parts": train("scratch", 2)}
 
 
 @once

@@ -174,5 +174,8 @@ def test_what_takes_time_before_the_first_step_is_logged_by_rank_0(tmp_path):
         "name=run",
     ]
     first, second = run_world(2, train_slowly, ["strategy=ddp", *data, *more])
-    for what in ("preparing the data: downloading or reading ...", "loading the first batch ..."):
-        assert (first.count(what), second.count(what)) == (1, 0), first + second
+    for activity in (
+        "preparing the data: downloading or reading ...",
+        "loading the first batch ...",
+    ):
+        assert (first.count(activity), second.count(activity)) == (1, 0), first + second

@@ -40,8 +40,8 @@ def test_evaluation_equals_sums_over_single_samples(classes):
     assert tested.values["loss"] == pytest.approx(F.cross_entropy(logits, targets).item())
     assert tested.values["accuracy"] == ranks.count(0) / 52
     assert tested.values["top5_accuracy"] == sum(rank < 5 for rank in ranks) / 52 < 1
-    found = tested.sums["confusion"].tolist()
-    assert found == [
+    confusion = tested.sums["confusion"].tolist()
+    assert confusion == [
         [pairs[true, predicted] for predicted in range(classes)] for true in range(classes)
     ]
 

@@ -59,8 +59,8 @@ def train_one(make, shape: tuple[int, ...], mesh):
 
 def test_steps_on_shards_equal_those_of_whole_tensors():
     """The shards differ in size, and some are empty."""
-    for found in run_world(2, train):
-        for kind, weights in found.items():
+    for by_kind in run_world(2, train):
+        for kind, weights in by_kind.items():
             for whole, state, shards, sums in weights:
                 assert (shards - whole).abs().max() <= 1e-7, kind
                 assert sums.keys() == {

@@ -54,8 +54,8 @@ def test_function_of_parameters_gets_tensors(name):
     optimizer = FACTORIES[name](list(reference.parameters()))
     tasks.Regression().loss_sum(reference(torch.ones(8, 4)), torch.zeros(8, 1))[0].div(8).backward()
     optimizer.step()
-    for own, expected in zip(trained(FACTORIES[name]), reference.parameters(), strict=True):
-        assert torch.allclose(own, expected, rtol=0, atol=1e-7)
+    for parameter, expected in zip(trained(FACTORIES[name]), reference.parameters(), strict=True):
+        assert torch.allclose(parameter, expected, rtol=0, atol=1e-7)
 
 
 def test_options_of_a_group_reach_the_optimizer_that_gets_a_list():

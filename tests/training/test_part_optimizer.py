@@ -151,7 +151,7 @@ def test_parameters_of_a_stage_have_the_options_of_the_complete_model(strategy, 
     for own_losses, _ in results:
         assert own_losses == pytest.approx(losses, rel=1e-10)
     # a checkpoint and a resume match the groups of the ranks by their number
-    assert [sum(each) for each in zip(*(own for _, own in results), strict=True)] == sizes
+    assert [sum(each) for each in zip(*(size for _, size in results), strict=True)] == sizes
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -99,11 +99,11 @@ def mixed(
         x = random.randrange(size)
         rows, columns = (slice(max(0, center - half), center + half) for center in (y, x))
         images[..., rows, columns] = partners[..., rows, columns]
-        own = 1 - images[0, 0, rows, columns].numel() / size**2
+        weight = 1 - images[0, 0, rows, columns].numel() / size**2
     else:
-        own = random.betavariate(MIXUP, MIXUP)
-        images = own * images + (1 - own) * partners
-    return images, own * wanted + (1 - own) * wanted.roll(BATCH // 2, 0)
+        weight = random.betavariate(MIXUP, MIXUP)
+        images = weight * images + (1 - weight) * partners
+    return images, weight * wanted + (1 - weight) * wanted.roll(BATCH // 2, 0)
 
 
 def train_by_hand(

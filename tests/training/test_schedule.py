@@ -10,7 +10,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.build import build_shape
 
 
-def own(name: str, **options):
+def user_schedule(name: str, **options):
     return build_shape({"_target_": f"own_schedules.{name}", "_partial_": True, **options}, 6)
 
 
@@ -37,9 +37,9 @@ def own(name: str, **options):
     ],
 )
 def test_own_schedule_that_fails_is_refused(name, options, message):
-    assert own("falling", epochs=6)(3) == 0.5
+    assert user_schedule("falling", epochs=6)(3) == 0.5
     with pytest.raises(ConfigError, match=rf"scheduler\._target_=own_schedules\.{name}: {message}"):
-        own(name, **options)
+        user_schedule(name, **options)
 
 
 def test_partial_of_a_config_is_functools_partial():

@@ -53,14 +53,14 @@ IN_BF16 = {  # ranks: overrides of runs
 def train_in_both(lines: list[str], folder: Path) -> None:
     for i, line in enumerate(lines):
         for precision in ("float32", "bf16"):
-            given = [
+            overrides = [
                 *line.split(),
                 "epochs=1",
                 f"precision={precision}",
                 f"name={precision}{i}",
                 f"runs_dir={folder}",
             ]
-            main_in_world(*SMALL, *given)
+            main_in_world(*SMALL, *overrides)
 
 
 @pytest.mark.parametrize("ranks", IN_BF16)
