@@ -394,14 +394,6 @@ MORE: dict[str, dict[str, Row]] = {
             "strategy=fsdp",
         ),
     },
-    "tp": {
-        "strategy.plan": Row(
-            # without spaces, which would divide the overrides
-            "strategy=tp strategy.plan={{fc1.1:column,fc2:row_divided}}",
-            logs("2 layers sharded by strategy.plan, conv1.0, conv2.0 replicated"),
-            "strategy=tp",
-        ),
-    },
     "tensors": {
         "data.num_classes": Row("{MASKS} data.num_classes=256", VALIDATED, "{MASKS}"),
         "data.val_split": Row(

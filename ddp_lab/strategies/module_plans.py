@@ -104,12 +104,12 @@ class ModulePlan(NamedTuple):
         return [name for name, layer in self.layers.items() if layer.word == word]
 
 
-def chosen_plan(model: nn.Module, given: Mapping[Any, Any] | None, tp: int) -> ModulePlan | None:
+def chosen_plan(model: nn.Module, option: Mapping[Any, Any] | None, tp: int) -> ModulePlan | None:
     """Return the plan of a model; None if neither the user nor the model has one.
 
     Args:
         model: the complete model.
-        given: strategy.plan: names or patterns of names, and words; empty: the model's own plan is
+        option: strategy.plan: names or patterns of names, and words; empty: the model's own plan is
             not used; None: it is.
         tp: number of ranks that share a layer.
 
@@ -117,8 +117,8 @@ def chosen_plan(model: nn.Module, given: Mapping[Any, Any] | None, tp: int) -> M
         ConfigError: a name matches no layer, a word is unknown or not supported, or a layer cannot
             be divided so.
     """
-    if given is not None:
-        words = {str(pattern): str(word) for pattern, word in given.items()}
+    if option is not None:
+        words = {str(pattern): str(word) for pattern, word in option.items()}
         remedy = (
             "Correct strategy.plan, or leave the layer out, which is then complete on all ranks"
         )
@@ -184,7 +184,7 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
             patterns say something else of one layer.
     """
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    found: dict[nn.Module, Divided] = {}
+    by_module: dict[nn.Module, Divided] = {}
     for pattern, word in words.items():
         said = f"{pattern}: {word}"
         meaning = meaning_of(word, said, key)
@@ -192,13 +192,15 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
         if not matching:
             raise ConfigError(f"{key}: {pattern} matches no module. {nearest(model, pattern)}")
         for module in matching:
-            before = found.setdefault(module, Divided(meaning, said))
+            before = by_module.setdefault(module, Divided(meaning, said))
             if before.word != meaning:
                 name = next(name for name, each in modules.items() if each is module)
                 raise ConfigError(
                     f"{key}: says both {before.said} and {said} of {name}. Use one word for it"
                 )
-    return {name: found[module] for name, module in model.named_modules() if module in found}
+    return {
+        name: by_module[module] for name, module in model.named_modules() if module in by_module
+    }
 
 
 def meaning_of(word: str, said: str, key: str) -> str:

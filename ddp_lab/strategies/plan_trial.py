@@ -125,7 +125,7 @@ class PlanTrial:
                 f"{key}: the model cannot be tried in evaluation mode before it is divided: "
                 f"{describe_error(error)}"
             ) from None
-        self.drawn = drawn if draws.found else None
+        self.drawn = drawn if draws.has_drawn else None
 
     def compare(self, complete_gradients: Callable[[], object]) -> None:
         """Check that the model computes what it did. Collective.
@@ -142,11 +142,11 @@ class PlanTrial:
     def _find_problem(self, complete_gradients: Callable[[], object]) -> str:
         try:
             with silent(SHAPES):
-                found = self._run(training=False, complete_gradients=complete_gradients)
+                divided = self._run(training=False, complete_gradients=complete_gradients)
         except Exception as error:
             where = self.running[-1] if self.running else ""
             return self._message(f"{named(where)} fails: {describe_error(error)}", where)
-        if difference := self._difference(self.expected, found):
+        if difference := self._difference(self.expected, divided):
             return self._message(*difference)
         if self.drawn is None:
             return ""
@@ -162,11 +162,11 @@ class PlanTrial:
             )
         return ""
 
-    def _message(self, what: str, where: str) -> str:
+    def _message(self, difference: str, where: str) -> str:
         """Return the message about a difference.
 
         Args:
-            what: differs.
+            difference: what differs.
             where: name of a module; the plan's words near it are listed.
         """
         around = where
@@ -183,13 +183,13 @@ class PlanTrial:
             around = around.rpartition(".")[0]
         listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
         return (
-            f"{self.key}: the divided model does not compute what the model does: {what}. The plan "
-            f"says there: {listed}. A column layer returns some units on each rank, so that all "
-            "layers that get these units must be row layers, and q, k and v of an attention are "
-            f"divided together. {self.remedy}"
+            f"{self.key}: the divided model does not compute what the model does: {difference}. "
+            f"The plan says there: {listed}. A column layer returns some units on each rank, so "
+            "that all layers that get these units must be row layers, and q, k and v of an "
+            f"attention are divided together. {self.remedy}"
         )
 
-    def _difference(self, expected: Marks, found: Marks) -> tuple[str, str] | None:
+    def _difference(self, expected: Marks, divided: Marks) -> tuple[str, str] | None:
         """Return what differs, and the module of it; None if nothing does."""
         eps = torch.finfo(torch.get_default_dtype()).eps
         floats = [each.dtype for each in self.model.parameters() if each.is_floating_point()]
@@ -197,7 +197,7 @@ class PlanTrial:
             eps = max(torch.finfo(dtype).eps for dtype in floats)
         allowed = eps**0.5
         for name, mark in expected.activations.items():
-            other = found.activations.get(name)
+            other = divided.activations.get(name)
             if other is None or (other.size != mark.size and name[0]):
                 continue
             if other.size != mark.size:
@@ -210,7 +210,7 @@ class PlanTrial:
 
         total = sum(float(mark.norm) ** 2 for mark in expected.gradients.values()) ** 0.5
         for name, mark in expected.gradients.items():
-            other = found.gradients.get(name)
+            other = divided.gradients.get(name)
             error = 1.0 if other is None else relative_error(mark, other, SMALL * total)
             if not error <= allowed:
                 return (
@@ -273,16 +273,16 @@ def named(name: str) -> str:
     return name or "the model"
 
 
-def relative_error(expected: Mark, found: Mark, least: float) -> float:
+def relative_error(expected: Mark, divided: Mark, least: float) -> float:
     """Return by how much two tensors differ, relative to the norm of the first one.
 
     Args:
-        expected, found: of tensors of one size.
+        expected, divided: of tensors of one size.
         least: by what is divided at least.
     """
     scale = max(float(expected.norm), least)
     error = max(
-        abs(float(found.norm) - float(expected.norm)), abs(float(found.mixed - expected.mixed))
+        abs(float(divided.norm) - float(expected.norm)), abs(float(divided.mixed - expected.mixed))
     )
     return error / scale if scale else error
 

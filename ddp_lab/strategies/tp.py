@@ -184,7 +184,7 @@ class TP(Strategy):
         plan: dict[ModulePattern, str] | None = None,
     ):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
-        self.given_plan = None if plan is None else dict(plan)
+        self.plan_option = None if plan is None else dict(plan)
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
         # parameters whose gradients are summed over tp: each rank computes with its own units
         self.summed: list[nn.Parameter] = []
@@ -196,10 +196,10 @@ class TP(Strategy):
         self.plans: dict[str, nn.Module] = {}  # blocks that are divided by the plan of their class
         self.plan: ModulePlan | None = None  # of any module, by the names of its layers
         self.why_layers = "strategy.plan={} names no layer"
-        if self.given_plan is None:
+        if self.plan_option is None:
             self.plans, self.why_layers = plans_for(model, tp)
         if not self.plans:
-            self.plan = chosen_plan(model, self.given_plan, tp)
+            self.plan = chosen_plan(model, self.plan_option, tp)
         self.peer_sums: PeerSums | None = None
         if self.plan is not None:
             self._require_sample(self.plan)
