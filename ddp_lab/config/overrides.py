@@ -4,6 +4,7 @@ Each message names the override, and what is allowed instead. What an override m
 the yaml of conf/ and of the user's own directory, with the chosen options of the groups.
 """
 
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from ddp_lab.config.compose import CONF, compose, quote
 from ddp_lab.config.errors import ConfigError
 
 HELP = "Overrides look like key=value: ddp-lab train --help"
+# A name in quotes in {"name": value}, which Hydra cannot read.
+QUOTED_NAME = re.compile(r"""(["'])([^"']*)\1(\s*:)""")
 # Options of Hydra's own groups that have more keys than the default ones.
 LARGER = {"hydra/launcher": "torchrun", "hydra/sweeper": "optuna"}
 
@@ -92,6 +95,13 @@ def explain_unreadable(override: str, reason: str) -> str:
         return (
             f"{override}: Hydra cannot read this value. Put it in quotes, within those of the "
             f"shell: {advised}"
+        )
+
+    unquoted = QUOTED_NAME.sub(r"\2\3", value)
+    if value[:1] == "{" and unquoted != value:
+        return (
+            f"{override}: Hydra cannot read names in quotes. Write them without quotes, within "
+            f"those of the shell: {shlex.quote(f'{key}={unquoted}')}"
         )
 
     first_sentence = " ".join(reason.split()).partition(" See https")[0].rstrip(".")

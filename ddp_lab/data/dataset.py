@@ -94,6 +94,22 @@ class Samples(ABC):
             lambda tensor: zeros(tensor, torch.int64), targets
         )
 
+    def first_inputs(self, samples: int) -> "Tree":
+        """Return the inputs of the first sample, several times, as the loader returns a batch.
+
+        Args:
+            samples: of the batch.
+        """
+
+        def repeated(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == torch.uint8:
+                dtype = torch.get_default_dtype() if self.is_image else torch.int64
+                tensor = tensor.to(dtype)
+            return tensor.expand(samples, *tensor.shape).clone()
+
+        inputs, _ = self.first
+        return apply(repeated, inputs)
+
 
 @dataclass(frozen=True)
 class InMemory(Samples):

@@ -301,6 +301,9 @@ class Lab:
         pretrained = Pretrained.of(original)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         strategy.checkpoint_activations = checkpoint_activations
+        if tried is not None:
+            inputs = tried.inputs
+            strategy.sample = lambda: inputs
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
             self.print(OF_MICRO_BATCHES)

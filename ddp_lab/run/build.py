@@ -198,6 +198,7 @@ def assemble(
         spec = model_spec(cfg.model, dataset.model_shape())
         models.require_chain(model, strategy.name, spec.key)
     strategy.example, _ = dataset.train.example(2, "meta")
+    strategy.sample = partial(dataset.train.first_inputs, 2)
     if dataset.train.is_tree:
         strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     elif not dataset.train.has_fixed_shapes:

@@ -142,6 +142,9 @@ class Strategy(ABC):
 
     # inputs of two samples, on the meta device; set before `partition`. None: they are not known
     example: "Tree" = None
+    # returns inputs of some samples, on the CPU, for the trial of a plan; set before `partition`.
+    # None: there are none
+    sample: "Callable[[], Tree] | None" = None
     # what the backward pass computes again; set before `partition`
     checkpoint_activations: Checkpointing = "none"
     recomputed: "Recomputed | None" = None  # the blocks; known after `partition`

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,10 +30,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
-from ddp_lab.config.types import Count
+from ddp_lab.config.types import Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
-from ddp_lab.models.trial import some
+from ddp_lab.models.trial import random_like, some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.activation_sums import make_group
@@ -41,6 +42,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.gradients import all_gradients_of
+from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
@@ -160,25 +162,55 @@ class TP(Strategy):
             where the model uses them without calling the layer (F.linear(x, layer.weight)), and
             where it is not computed like one of torch's plain layers: with groups, other padding
             than zeros, computed weights, or a class of its own.
+        plan: which layers are sharded in pairs, of any module: their names or patterns of names,
+            and for each a word such as column or row (module_plans.py); every rank computes the
+            others. null: the plan of the model's blocks, or that of a model of transformers. {}: no
+            plan, so layers are sharded one by one.
 
     Raises:
         ConfigError: the number of ranks is not divisible by `tp`; or, in `partition`, no layer can
-            be sharded.
+            be sharded, or the plan does not fit the model; or, in `setup`, the model computes
+            something else with the plan.
     """
 
     replaces_parameters = True
     supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
-    def __init__(self, runtime: Runtime, tp: Count | None, batch_norm: BatchNorm):
+    def __init__(
+        self,
+        runtime: Runtime,
+        tp: Count | None,
+        batch_norm: BatchNorm,
+        plan: dict[ModulePattern, str] | None = None,
+    ):
         super().__init__(runtime, {"tp": tp or runtime.world_size}, batch_norm)
+        self.plan_option = None if plan is None else dict(plan)
         self.is_metric_rank = runtime.rank % self.axes["tp"] == 0
+        # parameters whose gradients are summed over tp: each rank computes with its own units
+        self.summed: list[nn.Parameter] = []
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
         require_no_hooks(model, self.name)
-        self.plans, self.why_layers = plans_for(model, self.axes["tp"])
+        tp = self.axes["tp"]
+        self.plans: dict[str, nn.Module] = {}  # blocks that are divided by the plan of their class
+        self.plan: ModulePlan | None = None  # of any module, by the names of its layers
+        self.why_layers = "strategy.plan={} names no layer"
+        if self.plan_option is None:
+            self.plans, self.why_layers = plans_for(model, tp)
+        if not self.plans:
+            self.plan = chosen_plan(model, self.plan_option, tp)
         self.peer_sums: PeerSums | None = None
-        if self.plans:
+        if self.plan is not None:
+            self._require_sample(self.plan)
+            divided = {name: model.get_submodule(name) for name in self.plan.divided}
+            self.layers = divided
+            self.replicated = [
+                name
+                for name, layer in model.named_modules()
+                if isinstance(layer, nn.Conv2d | nn.Linear | nn.Embedding) and name not in divided
+            ]
+        elif self.plans:
             self.layers = dict[str, nn.Module]()
             for name, block in self.plans.items():
                 for path, word in (plan_of(block) or {}).items():
@@ -194,6 +226,14 @@ class TP(Strategy):
             refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
             self.unsupported["compile"] = "torch.compile cannot trace sharded convolutions"
+
+    def _require_sample(self, plan: ModulePlan) -> None:
+        """Raise a ConfigError if there is no sample for the trial of a plan."""
+        if self.sample is None and not self.runtime.is_planned:
+            raise ConfigError(
+                f"{plan.key}: is tried with a sample before the first step: "
+                "lab.trainer(..., example=dataset[0])"
+            )
 
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""
@@ -251,6 +291,9 @@ class TP(Strategy):
             for block in self.plans.values():
                 divide(block, mesh["tp"], group, replicate=False)
             return
+        if self.plan is not None:
+            self._apply(self.plan, model, mesh["tp"])
+            return
 
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
@@ -260,6 +303,37 @@ class TP(Strategy):
                 layer.register_forward_hook(copied)  # after those of torch
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
+
+    def _apply(self, plan: ModulePlan, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide the model by a plan, in place, and compare it with the undivided one."""
+        self.summed = [
+            parameter
+            for name in plan.with_word("summed")
+            for parameter in model.get_submodule(name).parameters()
+        ]
+        self.tp_group = mesh.get_group()
+        trial = None
+        if self.sample is not None and not self.runtime.is_planned:
+            from ddp_lab.strategies.plan_trial import PlanTrial
+
+            said = {name: layer.said for name, layer in plan.layers.items()}
+            inputs = random_like(self.sample())
+            trial = PlanTrial(model, inputs, self.runtime, plan.key, plan.remedy, said)
+        apply_plan(model, plan, mesh)
+        if trial is not None:
+            trial.compare(self._sum_along_tp)
+
+    def _sum_along_tp(self) -> None:
+        """Sum the parts of gradients that each rank has of its own units or words."""
+        for parameter in self.module.parameters() if self.plan is not None else ():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                # that of an embedding is one part of a sum
+                placements = cast(DTensor, parameter).placements
+                parameter.grad = gradient.redistribute(placements=placements)
+        for parameter in self.summed:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.tp_group)
 
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
@@ -279,6 +353,11 @@ class TP(Strategy):
 
     def describe(self) -> str:
         layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
+        if self.plan is not None:
+            return (
+                f"{layout}; {len(self.layers)} layers sharded by {self.plan.key}, "
+                f"{some(self.replicated) or 'no layer'} replicated"
+            )
         if self.plans:
             blocks = (
                 f"{len(self.plans)} blocks sharded in pairs of layers, "
@@ -291,6 +370,7 @@ class TP(Strategy):
         )
 
     def reduce_gradients(self) -> None:
+        self._sum_along_tp()
         if self.dp_size > 1:
             with every_gradient(self):
                 gradients = [
@@ -302,13 +382,18 @@ class TP(Strategy):
 
     def gradient_norm(self) -> torch.Tensor:
         # Each rank holds a shard of the sharded gradients. Replicated gradients are complete on
-        # every rank and must count once.
+        # every rank and must count once; a row layer's bias is one of them, as a DTensor.
         gradients = [
             parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
         ]
-        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-        replicated = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        sharded = [gradient for gradient in gradients if is_sharded(gradient)]
+        replicated = [local(gradient) for gradient in gradients if not is_sharded(gradient)]
         norms = [get_total_norm(kind) for kind in (sharded, replicated) if kind]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         # all parameters here may be frozen
         return torch.stack([torch.zeros((), device=self.device), *norms]).norm()
+
+
+def is_sharded(gradient: torch.Tensor) -> bool:
+    """Return whether a rank has a shard of a gradient."""
+    return isinstance(gradient, DTensor) and any(place.is_shard() for place in gradient.placements)

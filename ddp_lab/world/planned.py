@@ -36,6 +36,8 @@ class PlannedRuntime(Runtime):
         free: free bytes of each GPU before the run, on which speed=auto depends.
     """
 
+    is_planned = True
+
     def __init__(
         self, world_size: int, per_node: int, precision: str, gpus: int = 1, kind: str = "cuda"
     ):

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,8 @@ class Runtime(Ranks):
             support the precision.
         ConfigError: Several ranks were started with device=mps.
     """
+
+    is_planned: ClassVar[bool] = False  # whether the launch is only planned, on fake tensors
 
     def __init__(
         self,

@@ -187,7 +187,21 @@ def test_value_that_hydra_cannot_read_is_advised_in_quotes(override, advised):
     assert parsed[0].value() == override.partition("=")[2]
 
 
-@pytest.mark.parametrize("override", ["tracker_options={'5':a}", "strategy.cut=[a"])
+@pytest.mark.parametrize("mark", ["'", '"'])
+def test_names_in_quotes_are_advised_without(mark):
+    override = f"strategy.plan={{{mark}layers.*.up{mark}: column, {mark}5{mark}:row}}"
+    with pytest.raises(ConfigError) as error:
+        check_overrides([override])
+    advised = "'strategy.plan={layers.*.up: column, 5:row}'"
+    assert str(error.value) == (
+        f"{override}: Hydra cannot read names in quotes. Write them without quotes, within those "
+        f"of the shell: {advised}"
+    )
+    parsed = OverridesParser.create().parse_overrides(shlex.split(advised))
+    assert parsed[0].value() == {"layers.*.up": "column", 5: "row"}
+
+
+@pytest.mark.parametrize("override", ["tracker_options={5:a", "strategy.cut=[a"])
 def test_override_that_hydra_cannot_read_is_named(override):
     with pytest.raises(ConfigError) as error:
         check_overrides([override])

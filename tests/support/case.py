@@ -87,6 +87,8 @@ PRESETS = {
     "model._target_=own_models.segmenter",
     "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 "
     "data.dataset.ignored=true model=gpt model.depth=2 model.width=16",
+    "pairs": "model=own model._target_=planned_models.Pairs float64",
+    "planned": "model=own model._target_=planned_models.Planned float64",
     # 11 tokens: shards of the weight of embedding and head are uneven
     "tied_head": "tokens model.tied=true max_grad_norm=0.05 ema=0.8",
 }

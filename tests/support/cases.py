@@ -1,9 +1,14 @@
 """The equivalence matrix: the cases that must equal `single`, and the comparison."""
 
+import json
+
 import pytest
 from case import Case
+from planned_models import PAIRS
 from training import Outcome, largest_difference
 
+# as on the command line, but without spaces
+PLAN = f"plan={json.dumps(PAIRS, separators=(',', ':'))}"
 MATRIX = [
     Case("single", settings="accumulate=5", ranks=(1,)),
     Case("single", settings="data.loader=workers accumulate=3 recipe", ranks=(1,)),
@@ -533,6 +538,18 @@ MATRIX = [
     Case("split", model="own=one_weight", slow=(1,)),
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
     Case("pipeline", "cut=['5']", model="own=one_weight", ranks=(2,)),
+    # plans of any module
+    Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case(
+        "tp",
+        f"tp=2 {PLAN}",
+        model="pairs",
+        settings="adamw optimizer.eps=1e-4 almost-empty",
+        slow=(2, 4),
+    ),
+    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
+    Case("tp", "plan={}", model="planned", slow=(2,)),
+    Case("tp", "plan={}", model="vit", slow=(2,)),
     Case("tp", model="own=one_weight", ranks=(2,)),
     Case("tp", model="own=attention", ranks=(2,)),
     Case("tp", model="own=special_layers", ranks=(2,)),
@@ -595,7 +612,14 @@ def tolerance_of(case: str) -> float:
     with `units` are computed in float64.
     """
     parts = {*case.split()}
-    in_float64 = {"normalized", "find_unused_parameters=true", "own=InPlace", "own=DirectWeights"}
+    in_float64 = {
+        "pairs",
+        "planned",
+        "normalized",
+        "find_unused_parameters=true",
+        "own=InPlace",
+        "own=DirectWeights",
+    }
     if in_float64 & parts or "units=" in case:
         return 1e-12
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & parts else 1e-6

@@ -1,0 +1,314 @@
+"""Tensor parallelism of any module by a plan: what it computes, and which plans are refused."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import OWN, launch
+from planned_models import FULL, PAIRS, Base, Pairs, Planned
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+from worlds import once, run_world
+
+from ddp_lab import Lab, tasks
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.strategies.module_plans import chosen_plan, own_plan
+
+WORDS = 12
+# What is trained, with its plan: a class, its options, and the plan; None: that of the model.
+EQUAL: dict[str, tuple[type[nn.Module], dict, dict | None]] = {
+    "full": (Pairs, {}, FULL),
+    "tied": (Pairs, {"tied": True}, FULL),
+    "one layer": (Pairs, {}, {"layers.1.down": "row_divided", "head": "replicated"}),
+    "own": (Planned, {}, None),
+    "own, tied": (Planned, {"tied": True}, None),
+    "config": (Base, {}, None),
+    "none": (Planned, {}, {}),
+    "dropout of what is complete": (Pairs, {"dropout": 0.5}, PAIRS),
+}
+# The same of plans that are refused by the trial, with the message.
+WRONG: dict[str, tuple[dict, dict, str]] = {
+    "row in place of column": ({}, {"layers.*.up": "row"}, "layers.0.up fails: RuntimeError: "),
+    "half a pair": ({}, {"layers.1.up": "column"}, "layers.1.down fails: RuntimeError: "),
+    "q alone": ({}, {"layers.*.attn.q": "column"}, "layers.0.attn fails: RuntimeError: "),
+    "norm of some heads": (
+        {},
+        {name: word for name, word in PAIRS.items() if word != "summed"},
+        "the gradient of layers.0.attn.norm.weight differs by ",
+    ),
+    "sum of complete parts": (
+        {},
+        {"layers.1.attn.norm": "summed"},
+        "the gradient of layers.1.attn.norm.weight differs by ",
+    ),
+    "dropout of some heads": (
+        {"dropout_of_heads": 0.5},
+        PAIRS,
+        "the model draws random numbers, as dropout does, for a part that is divided: in training "
+        "the output of layers.0.attn.out differs by ",
+    ),
+}
+
+
+def texts() -> TensorDataset:
+    """Return 21 texts with their classes, of which the last batch of eight has five."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = partial(torch.randint, 0, WORDS, generator=generator)
+    return TensorDataset(numbers((21, 5)), numbers((21,)))
+
+
+def trained(
+    strategy: str,
+    make: type[nn.Module],
+    options: dict,
+    plan: dict | None,
+    folder: Path,
+    resumed: Path | None = None,
+) -> dict[str, torch.Tensor] | str:
+    """Train for an epoch; return rank 0's weights, or why the plan is refused.
+
+    Args:
+        folder: for the weights and a checkpoint.
+        resumed: folder of a checkpoint with which training begins.
+    """
+    torch.set_default_dtype(torch.float64)
+    data = texts()
+    keys = {} if strategy == "single" else {"plan": plan}
+    with Lab(strategy, device="cpu", timeout=30, **keys) as lab:
+        model = make(words=WORDS, num_classes=WORDS, **options)
+        sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        try:
+            trainer = lab.trainer(
+                model, tasks.Classification(), sgd, 8, 2, max_grad_norm=0.05, example=data[0]
+            )
+        except ConfigError as error:
+            return str(error)
+        if resumed is not None:
+            assert trainer.resume(resumed) == (1, 0)
+        for batch in trainer.batches(data, trainer.progress.epoch):
+            trainer.step(*batch)
+        trainer.checkpoint(folder)
+        trainer.save(folder / "weights.safetensors")
+        return load_file(folder / "weights.safetensors") if lab.is_main else {}
+
+
+def train_all(strategy: str, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: trained(strategy, *case, folder / strategy / name) for name, case in EQUAL.items()
+    }
+    if strategy == "tp":
+        for name, (options, plan, _) in WRONG.items():
+            found[name] = trained(strategy, Pairs, options, plan, folder)
+    return found
+
+
+def continue_all(strategy: str, folder: Path) -> list[Any]:
+    """Train for another epoch after each of two strategies; return the weights."""
+    return [
+        trained(strategy, *EQUAL["tied"], folder / strategy / "more", folder / first / "tied")
+        for first in ("single", "tp")
+    ]
+
+
+@once
+def outcomes(strategy: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    return run_world(ranks, train_all, strategy, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_model_with_a_plan_equals_single(name, folder):
+    found = outcomes("tp", 2, folder)[0][name]
+    assert isinstance(found, dict), found
+    assert_same(found, outcomes("single", 1, folder)[0][name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_plan_is_found_before_the_first_step(name, folder):
+    *_, message = WRONG[name]
+    for rank in outcomes("tp", 2, folder):
+        assert isinstance(rank[name], str), "it was trained"
+        assert rank[name].startswith("strategy.plan: ")
+        assert message in rank[name]
+
+
+def test_checkpoints_resume_with_and_without_a_plan(folder):
+    outcomes("single", 1, folder)
+    outcomes("tp", 2, folder)
+    expected, *found = [
+        *run_world(1, continue_all, "single", folder)[0],
+        *run_world(2, continue_all, "tp", folder)[0],
+    ]
+    for weights in found:
+        assert_same(weights, expected)
+
+
+def text_model(**options: Any) -> Pairs:
+    return Pairs(words=WORDS, num_classes=WORDS, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "tp", "message"),
+    [
+        (
+            text_model(),
+            {"layers.*.upp": "column"},
+            2,
+            "layers.*.upp matches no module. Did you mean layers.*.up",
+        ),
+        (
+            text_model(),
+            {"layers.*.up": "colum"},
+            2,
+            "layers.*.up: colum: there is no such word; did you mean column? allowed: column, ",
+        ),
+        (
+            text_model(),
+            {"head": "moe_tp_experts"},
+            2,
+            "head: moe_tp_experts is not supported: it divides a mixture of experts",
+        ),
+        (
+            text_model(),
+            {"head": "sequence_parallel"},
+            2,
+            "head: sequence_parallel is not supported: it divides the tokens, as strategy=mesh",
+        ),
+        (
+            text_model(),
+            {"head.weight": "column"},
+            2,
+            "head.weight matches no module. It is a parameter: name its module, head",
+        ),
+        (
+            text_model(),
+            {"layers.*.up": "column", "layers.1.*": "row"},
+            2,
+            "says both layers.*.up: column and layers.1.*: row of layers.1.up",
+        ),
+        (
+            text_model(),
+            {"layers.*.drop": "column"},
+            2,
+            "cannot divide layers.0.drop (layers.*.drop: column): it is a Dropout, and torch",
+        ),
+        (text_model(), {"head": "column"}, 5, "strategy.tp=5 must divide its 12 units"),
+        (text_model(), {"layers.0.down": "row"}, 3, "strategy.tp=3 must divide its 32 inputs"),
+        (
+            text_model(heads=2),
+            {"layers.*.attn.q": "column"},
+            4,
+            "strategy.tp=4 must divide its 2 heads of 8 units",
+        ),
+        (
+            text_model(padding=3),
+            {"entry": "row"},
+            2,
+            "cannot divide entry (entry: row): each rank would have some words, and its "
+            "padding_idx=3 would",
+        ),
+        (
+            text_model(tied=True),
+            {"head": "colwise_rep"},
+            2,
+            "entry.weight and head.weight are one parameter (tied weights)",
+        ),
+        (
+            text_model(tied=True),
+            {"head": "colwise_rep", "entry": "embedding_colwise"},
+            2,
+            "entry.weight and head.weight are one parameter (tied weights)",
+        ),
+    ],
+)
+def test_plan_that_does_not_fit_the_model_is_refused(model, plan, tp, message):
+    with pytest.raises(ConfigError) as caught:
+        chosen_plan(model, plan, tp)
+    assert str(caught.value).startswith("strategy.plan: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Pairs(), {}),
+        (Planned(), Planned._tp_plan),
+        (Base(), {f"inner.{name}": word for name, word in Base.config.base_model_tp_plan.items()}),
+        (
+            nn.ModuleDict({"part": Planned()}),
+            {f"part.{name}": word for name, word in Planned._tp_plan.items()},
+        ),
+    ],
+)
+def test_plan_of_a_model_is_found(model, expected):
+    assert own_plan(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "complete"),
+    [({}, 2, False), ({"num_classes": 11}, 2, True), ({"words": WORDS, "tied": True}, 2, True)],
+)
+def test_head_of_a_models_own_plan_stays_complete_if_it_cannot_be_divided(options, tp, complete):
+    plan = chosen_plan(Planned(**{"num_classes": WORDS, **options}), None, tp)
+    assert plan is not None
+    assert ("head" not in plan.layers) == complete
+
+
+def test_models_own_plan_that_tp_does_not_divide_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError) as caught:
+        chosen_plan(Planned(heads=2), None, 4)
+    assert str(caught.value) == (
+        "the tensor-parallel plan of Planned: cannot divide layers.0.attn.q (layers.*.attn.[qkv]: "
+        "column): strategy.tp=4 must divide its 2 heads of 8 units. Give another plan by "
+        "strategy.plan={NAME: WORD, ...}, or use strategy.plan={}, which divides the model layer "
+        "by layer"
+    )
+
+
+def test_plan_without_an_example_is_refused():
+    with Lab("tp", device="cpu", plan=PAIRS) as lab:
+        message = r"^strategy\.plan: is tried with a sample before the first step: lab\.trainer"
+        with pytest.raises(ConfigError, match=message):
+            lab.trainer(Pairs(), tasks.Classification(), torch.optim.SGD, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "text"),
+    [
+        (
+            "{layers.*.up: column, layers.*.down: row}",
+            0,
+            "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded by strategy.plan, entry,",
+        ),
+        (
+            "{layers.*.up: column}",
+            2,
+            "error: strategy.plan: the divided model does not compute what the model does: "
+            "layers.0.down fails: RuntimeError: ",
+        ),
+    ],
+)
+def test_plan_of_the_command_line(plan, code, text, tmp_path):
+    found, output = launch(
+        f"ddp-lab train --nproc 2 device=cpu runs_dir={tmp_path} strategy=tp epochs=1",
+        f"strategy.plan={plan}",
+        *OWN,
+        "model._target_=planned_models.Pairs",
+    )
+    assert found == code, output
+    assert text in output
+    assert output.count("error: ") == (code > 0), "one message"
+    assert "Traceback" not in output
