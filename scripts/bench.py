@@ -44,7 +44,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_lab.launchers.short_run import train  # noqa: E402
+from ddp_lab.launchers.short_run import run_in_time, train  # noqa: E402
 from scripts.bench_loops import LOOPS  # noqa: E402
 from scripts.bench_models import LR, MODELS  # noqa: E402
 from scripts.bench_pairs import lower_bound, ratios  # noqa: E402
@@ -151,21 +151,12 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
     ]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=arguments.patience,
-        )
+        code, printed = run_in_time(command, environment, arguments.patience, ROOT)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done within {arguments.patience} s") from None
-    if done.returncode or not out.exists():
-        errors = [
-            line.strip() for line in (done.stdout + done.stderr).splitlines() if "rror" in line
-        ]
-        raise RuntimeError(errors[-1] if errors else f"exit code {done.returncode}")
+    if code or not out.exists():
+        errors = [line.strip() for line in printed.splitlines() if "rror" in line]
+        raise RuntimeError(errors[-1] if errors else f"exit code {code}")
     return json.loads(out.read_text())
 
 

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from ddp_lab.config.compose import quote
 from ddp_lab.launchers.command import REFUSED
@@ -58,6 +61,49 @@ class ShortRun(NamedTuple):
         return [record["samples_per_second"] for record in self.records[1:] or self.records]
 
 
+def run_in_time(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    seconds: float | None,
+    folder: Path | None = None,
+) -> tuple[int, str]:
+    """Run a launch, and end all its processes if it takes too long, or if this one is interrupted.
+
+    Ranks that went on would disturb what is measured next.
+
+    Args:
+        command: of the launch.
+        environment: of its processes.
+        seconds: the most that it may take; None: it may take any time.
+        folder: in which it runs; None: the current one.
+
+    Returns:
+        The exit code, and what it has printed.
+
+    Raises:
+        subprocess.TimeoutExpired: it took too long.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=seconds)
+    except BaseException:
+        # torchrun starts each rank in a session of its own, so that no signal reaches all of them
+        launched = psutil.Process(process.pid)
+        for each in [launched, *launched.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+        raise
+    return process.returncode, printed
+
+
 def train(
     overrides: Sequence[str], ranks: int | None, out: Path, name: str, seconds: float | None = None
 ) -> ShortRun:
@@ -78,31 +124,24 @@ def train(
     environment = {"OMP_NUM_THREADS": "1"} | environment
     print(f"{name} ...", end=" ", flush=True)
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
+        code, printed = run_in_time(command, environment, seconds)
     except subprocess.TimeoutExpired:
         print("stopped", flush=True)
         return ShortRun([], None, "the time limit was reached")
 
     print(f"{time.perf_counter() - start:.0f} s", flush=True)
-    (run_dir if run_dir.exists() else out).joinpath(f"{name}.output.txt").write_text(done.stdout)
-    if done.returncode:
+    (run_dir if run_dir.exists() else out).joinpath(f"{name}.output.txt").write_text(printed)
+    if code:
         failure = read_json(run_dir / "failure.json")
-        errors = [line.strip() for line in done.stdout.splitlines() if "error: " in line]
+        errors = [line.strip() for line in printed.splitlines() if "error: " in line]
         if failure:
             reason = failure["message"]
         elif errors:
             reason = errors[-1]
         else:
-            reason = f"exit code {done.returncode}"
+            reason = f"exit code {code}"
         problem = reason.splitlines()[0].partition("error: ")[2] or reason
-        return ShortRun([], None, problem, refused=done.returncode == REFUSED)
+        return ShortRun([], None, problem, refused=code == REFUSED)
 
     return ShortRun(
         read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json")

@@ -1,0 +1,38 @@
+"""A launch that takes too long is ended with all its ranks."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from ddp_lab.launchers.short_run import run_in_time
+
+# as torchrun, which starts each rank in a session of its own
+LAUNCHER = """
+import subprocess, sys, time
+program = [sys.executable, "-c", "import time; time.sleep(300)"]
+rank = subprocess.Popen(program, start_new_session=True)
+open(sys.argv[1], "w").write(str(rank.pid))
+time.sleep(300)
+"""
+
+
+def test_launch_that_takes_too_long_leaves_no_rank(tmp_path):
+    file = tmp_path / "pid"
+    command = [sys.executable, "-c", LAUNCHER, str(file)]
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_in_time(command, os.environ, 5, tmp_path)
+    rank = int(file.read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(rank) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(rank)
+
+
+def test_launch_in_time_returns_its_code_and_what_it_prints(tmp_path):
+    program = "import sys; print('out'); print('error', file=sys.stderr); sys.exit(3)"
+    code, printed = run_in_time([sys.executable, "-c", program], os.environ, 60, tmp_path)
+    assert (code, sorted(printed.split())) == (3, ["error", "out"])
