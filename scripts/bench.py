@@ -349,7 +349,8 @@ def main() -> None:
         else {"rows": []}
     )
     wanted = list(rows_to_measure(arguments))
-    rows = record["rows"] = resumed(wanted, before["rows"])
+    rows = resumed(wanted, before["rows"])
+    record["rows"] = rows
     groups = [
         list(group)
         for _, group in itertools.groupby(rows[: len(wanted)], lambda row: list(row.values())[:3])

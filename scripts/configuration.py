@@ -55,7 +55,8 @@ def comments(path: str) -> dict[str, str]:
     A comment follows a value, and is continued in lines of its own.
     """
     texts: dict[str, str] = {}
-    section = key = ""
+    section = ""
+    key = ""
     for line in (CONF / path).read_text().splitlines():
         if entry := re.match(r"( *)(?:- )?([a-z]\w*):([^#]*)(?:# (.+))?", line):
             section = section if entry[1] else entry[2]

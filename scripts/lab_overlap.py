@@ -278,10 +278,8 @@ def main() -> None:
     matmuls = arguments.matmuls
     repeat = arguments.repeat
     devices = [torch.device(kind, i % gpus) if gpus else torch.device(kind) for i in range(2)]
-    names = [
-        str(device) if gpus > 1 else f"{'stream' if gpus else 'thread'} {i}"
-        for i, device in enumerate(devices)
-    ]
+    prefix = "stream" if gpus else "thread"
+    names = [str(device) if gpus > 1 else f"{prefix} {i}" for i, device in enumerate(devices)]
     if gpus < 2:
         print(
             f"{'one GPU: two of its streams' if gpus else 'no GPU: two threads of one core each'} "

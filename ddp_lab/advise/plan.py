@@ -187,7 +187,8 @@ def plan_rank(
             "nn.DataParallel copies the model to every GPU in every step; use strategy=ddp"
         )
 
-    runtime.device = strategy.device = torch.device("cpu")
+    runtime.device = torch.device("cpu")
+    strategy.device = runtime.device
     if hasattr(strategy, "devices"):
         strategy.devices = [runtime.device] * len(strategy.devices)
     logs = logging.root.manager.disable  # errors of fake tensors are logged, and raised as well

@@ -192,9 +192,8 @@ class SavedCheckpoint(ABC):
                 # option of a launch.
                 same = tensor.shape == parameters[name].shape
                 like = parameters[name].detach() if same else torch.empty(tensor.shape)
-                state_by_parameter[name][entry] = new[key] = torch.empty_like(
-                    like, dtype=tensor.dtype
-                )
+                new[key] = torch.empty_like(like, dtype=tensor.dtype)
+                state_by_parameter[name][entry] = new[key]
 
         self.read(new)
         for name, values in self.state["optimizer"]["state"].items():

@@ -31,7 +31,8 @@ class LabelRange:
 
     def __init__(self, ignore: int | None = None):
         self.ignore = ignore
-        self.low = self.high = 0
+        self.low = 0
+        self.high = 0
         self.is_complete = False
 
     def expect_loader(self) -> None:
@@ -85,7 +86,9 @@ class LabelRange:
             return
         low = self.low
         high = self.high
-        self.low = self.high = 0  # a notebook may go on with other targets
+        # a notebook may go on with other targets
+        self.low = 0
+        self.high = 0
         also = "" if self.ignore is None else f", or {self.ignore} where they do not count"
         allowed = f"labels must be 0 to {classes - 1}{also}"
 

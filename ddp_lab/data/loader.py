@@ -72,7 +72,8 @@ class Loader(ABC):
         self.samples = math.ceil(data.size / ranks)  # of this rank, padding included
         self.scale, self.offset = scale_and_offset(options.mean, options.std, options.device)
         # where `start_epoch` begins: the epoch, and this rank's samples before
-        self.epoch = self.start = 0
+        self.epoch = 0
+        self.start = 0
         # order and augmentation offsets, by epoch
         self._drawn: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         # What `next_batch` reads: a CUDA graph captures the addresses.

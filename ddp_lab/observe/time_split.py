@@ -118,7 +118,8 @@ def split(
     for asked, until in steps:
         mine = [(part, when) for part, launched, when in activities if asked <= launched < until]
         start = max(before, asked)
-        end = before = until if on_host else max((when[1] for _, when in mine), default=until)
+        end = until if on_host else max((when[1] for _, when in mine), default=until)
+        before = end
         covered = list[Span]()
         known = 0.0
         times = dict[str, float]()

@@ -181,7 +181,8 @@ class Strategy(ABC):
         require_division(runtime.world_size, mesh_axes)
         ranks_per_replica = math.prod(mesh_axes.values())
         self.dp_rank = runtime.rank // ranks_per_replica
-        self.dp_size = self.replicas = runtime.world_size // ranks_per_replica
+        self.dp_size = runtime.world_size // ranks_per_replica
+        self.replicas = self.dp_size
         self.axes = {"dp": self.dp_size, **mesh_axes}
 
         self.dp_group: dist.ProcessGroup | None = None

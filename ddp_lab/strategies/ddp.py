@@ -86,7 +86,7 @@ class DDP(Strategy):
     def _wrap(self) -> None:
         """Let DDP reduce the gradients of the parameters that are not frozen now. Collective."""
         self.trained = [*trainable(self.module.parameters())]
-        self.forward = self.wrapper = self.wrapper_class(
+        self.wrapper = self.wrapper_class(
             self.module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -94,6 +94,7 @@ class DDP(Strategy):
             # saves 4 bytes per parameter and the copy back from the buckets
             gradient_as_bucket_view=True,
         )
+        self.forward = self.wrapper
         self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
         # buffers are sent when training mode ends (Strategy.train), not in every step
         self.wrapper.broadcast_buffers = False

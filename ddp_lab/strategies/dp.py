@@ -33,7 +33,8 @@ class DP(Strategy):
         self.device = self.devices[0]
         if self.device.type == "cpu":
             self.devices = [self.device]  # one replica, even if the CPU is listed several times
-        self.replicas = self.num_devices = len(self.devices)
+        self.num_devices = len(self.devices)
+        self.replicas = self.num_devices
         self.copies_weights = self.replicas > 1
 
     def setup(self, model: nn.Module) -> None:

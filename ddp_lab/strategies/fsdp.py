@@ -96,7 +96,8 @@ class FSDP(FullyShard):
             model.to(self.device)
 
         make_contiguous(model)
-        self.module = self.forward = set_batch_norm(model, self.batch_norm, self.group)
+        self.module = set_batch_norm(model, self.batch_norm, self.group)
+        self.forward = self.module
         names = {module: name for name, module in model.named_modules()}
         advice = Advice([*names.values()], [names[unit] for unit in self.units], self.keep_whole)
         self.uses = Uses(model, advice, self.example is not None)

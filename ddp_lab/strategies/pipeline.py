@@ -48,7 +48,8 @@ class Pipeline(Strategy):
             micro-batches, or the model cannot be cut into the stages.
     """
 
-    cuts_model = compiled_by_block = True
+    cuts_model = True
+    compiled_by_block = True
     supported_options = frozenset({"cuda_graph", "compile", "fused"})
 
     def __init__(

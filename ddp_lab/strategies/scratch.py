@@ -79,7 +79,8 @@ class Scratch(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         model = set_batch_norm(self.to_device(model), self.batch_norm)
-        self.module = self.forward = model
+        self.module = model
+        self.forward = model
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 broadcast(tensor)  # all ranks start with the weights of rank 0

@@ -16,7 +16,8 @@ class Single(Strategy):
             options can take the place of this one.
     """
 
-    one_process = supports_mps = True
+    one_process = True
+    supports_mps = True
     supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
 
@@ -29,4 +30,5 @@ class Single(Strategy):
             self.unsupported |= SAME_PARAMETERS
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.forward = self.to_device(model)
+        self.module = self.to_device(model)
+        self.forward = self.module

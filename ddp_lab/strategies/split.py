@@ -51,7 +51,9 @@ class Split(Strategy):
         ConfigError: there are more devices than blocks (in `partition`).
     """
 
-    one_process = cuts_model = compiled_by_block = True
+    one_process = True
+    cuts_model = True
+    compiled_by_block = True
     supported_options = frozenset({"compile", "channels_last", "fused"})
 
     def __init__(self, runtime: Runtime, devices: list[DeviceName] | None, num_microbatches: Count):

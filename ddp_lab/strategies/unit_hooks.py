@@ -83,7 +83,7 @@ class UnitHooks(UnitGradients):
         self.order.event(BACKWARD + self._names[unit])
 
     def _end_backward(self) -> None:
-        """Note the end, behind which fully_shard sums the units whose inputs need no gradient."""
+        """Note the end, after which fully_shard sums the units whose inputs need no gradient."""
         self._in_backward = False
         self.order.event(END)
 

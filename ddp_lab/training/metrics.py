@@ -70,7 +70,8 @@ def evaluate(
     for inputs, targets, global_size in batches:
         strategy.begin_batch(global_size)
         num_valid = strategy.valid_samples(global_size)
-        outputs = sums_of_batch = None
+        outputs = None
+        sums_of_batch = None
         if (
             isinstance(inputs, torch.Tensor)
             and isinstance(targets, torch.Tensor)

@@ -113,7 +113,8 @@ class Sync:
         """Begin before the first step of this launch, at `position`."""
         self.running_sums.begin(position.step)
         self._last_step = position.step
-        self._last_time = self._recorded_at = time.perf_counter()
+        self._last_time = time.perf_counter()
+        self._recorded_at = self._last_time
         self._exchange_at = position.step + 1 if self._is_used else sys.maxsize
         self._set_next(position.step)
 

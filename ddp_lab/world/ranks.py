@@ -49,7 +49,8 @@ class Ranks:
         self.timeout = timeout
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None
-        self._questions = self._collections = 0
+        self._questions = 0
+        self._collections = 0
         self._launch: str | None = None
 
     @property

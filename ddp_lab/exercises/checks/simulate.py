@@ -85,7 +85,8 @@ def simulate(schedules: list[list[Action]]) -> int:
 
 def peak(actions: list[Action]) -> int:
     """Return the largest number of micro-batches whose activations a stage keeps at a time."""
-    in_memory = highest = 0
+    in_memory = 0
+    highest = 0
     for kind, _ in actions:
         in_memory += 1 if kind == "F" else -1
         highest = max(highest, in_memory)

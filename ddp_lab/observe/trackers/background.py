@@ -116,7 +116,9 @@ class Background(Guarded):
         self._thread.start()
 
     def _work(self, make: MakeTracker, run: TrackedRun) -> None:
-        recorded = passed = self._before  # positions of rows
+        # positions of rows
+        recorded = self._before
+        passed = self._before
         self._guard(partial(self._save, recorded))
         super()._open(make, run)
         while self._tracker is not None:

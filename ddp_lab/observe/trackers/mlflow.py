@@ -47,7 +47,8 @@ class MLflow:
         folder = Path(dir or (run.path.parent if uri else run.path)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         artifacts = None if uri and uri.startswith(SERVERS) else (folder / "mlartifacts").as_uri()
-        self.client = client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+        client = MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
+        self.client = client
 
         if existing := client.get_experiment_by_name(experiment):
             experiment_id = existing.experiment_id
