@@ -35,7 +35,6 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import random_like, some
 from ddp_lab.models.usage import find_usage
-from ddp_lab.models.vit import Patches
 from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy
@@ -118,11 +117,12 @@ def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
     The layer must compute as torch does.
 
     That excludes groups, other padding than zeros, weights that are computed, and subclasses, which
-    may compute something else or, as the out_proj of nn.MultiheadAttention, never be called.
+    may compute something else or, as the out_proj of nn.MultiheadAttention, never be called. A
+    class of ours that computes the same has the attribute `computes_like`.
     """
-    if type(layer) not in (nn.Conv2d, nn.Linear, Patches) or not isinstance(
-        layer.weight, nn.Parameter
-    ):
+    kind = type(layer)
+    known_kind = vars(kind).get("computes_like", kind)  # not what a subclass inherits
+    if known_kind not in (nn.Conv2d, nn.Linear) or not isinstance(layer.weight, nn.Parameter):
         return False
     usual = not isinstance(layer, nn.Conv2d) or (
         layer.groups == 1 and layer.padding_mode == "zeros"

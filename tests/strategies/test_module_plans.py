@@ -96,13 +96,13 @@ def trained(
 
 
 def train_all(strategy: str, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: trained(strategy, *case, folder / strategy / name) for name, case in EQUAL.items()
     }
     if strategy == "tp":
         for name, (options, plan, _) in WRONG.items():
-            found[name] = trained(strategy, Pairs, options, plan, folder)
-    return found
+            results[name] = trained(strategy, Pairs, options, plan, folder)
+    return results
 
 
 def continue_all(strategy: str, folder: Path) -> list[Any]:
@@ -123,17 +123,17 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("weights")
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-12, rtol=0, msg=name)
+        torch.testing.assert_close(weights[name], tensor, atol=1e-12, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_model_with_a_plan_equals_single(name, folder):
-    found = outcomes("tp", 2, folder)[0][name]
-    assert isinstance(found, dict), found
-    assert_same(found, outcomes("single", 1, folder)[0][name])
+    outcome = outcomes("tp", 2, folder)[0][name]
+    assert isinstance(outcome, dict), outcome
+    assert_same(outcome, outcomes("single", 1, folder)[0][name])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -148,11 +148,11 @@ def test_wrong_plan_is_found_before_the_first_step(name, folder):
 def test_checkpoints_resume_with_and_without_a_plan(folder):
     outcomes("single", 1, folder)
     outcomes("tp", 2, folder)
-    expected, *found = [
+    expected, *others = [
         *run_world(1, continue_all, "single", folder)[0],
         *run_world(2, continue_all, "tp", folder)[0],
     ]
-    for weights in found:
+    for weights in others:
         assert_same(weights, expected)
 
 
@@ -302,13 +302,13 @@ def test_plan_without_an_example_is_refused():
     ],
 )
 def test_plan_of_the_command_line(plan, code, text, tmp_path):
-    found, output = launch(
+    exit_code, output = launch(
         f"ddp-lab train --nproc 2 device=cpu runs_dir={tmp_path} strategy=tp epochs=1",
         f"strategy.plan={plan}",
         *OWN,
         "model._target_=planned_models.Pairs",
     )
-    assert found == code, output
+    assert exit_code == code, output
     assert text in output
     assert output.count("error: ") == (code > 0), "one message"
     assert "Traceback" not in output
