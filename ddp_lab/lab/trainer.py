@@ -223,7 +223,7 @@ class Trainer(OwnLoop, training.Trainer):
             self._training = strategy.module.training
 
     def _count_step(self, current: CurrentBatch | None) -> None:
-        """Move the position behind a step."""
+        """Move the position after a step."""
         self.position.step += 1
         if current:
             self.position.epoch += self._epochs_ahead(current)

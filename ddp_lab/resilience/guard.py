@@ -23,7 +23,9 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
 
-OUT_OF_TIME, SAVE = 2, 3  # the indices of two of Guard.flags
+# the indices of two of Guard.flags
+OUT_OF_TIME = 2
+SAVE = 3
 
 
 class Preempted(Exception):
@@ -128,8 +130,7 @@ class Guard(Hook):
             exchanged = self.sync.after_step(position, self.run.waited)
             if exchanged is not None:
                 if exchanged.flags[OUT_OF_TIME]:
-                    position.minutes_passed = self.run.settings.max_minutes or 0.0
-                    self.run.ends_after = step
+                    self.run.end_in_time()
                 if self._must_leave(exchanged) or exchanged.flags[SAVE]:
                     self.save(self.run.current())
 

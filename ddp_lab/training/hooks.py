@@ -146,6 +146,11 @@ class Run:
         self.sync.begin_epoch(self._begun)
         self._begun_at = time.perf_counter()
 
+    def end_in_time(self) -> None:
+        """End after the last step, because max_minutes have passed. All ranks call it."""
+        self.position.minutes_passed = self.settings.max_minutes or 0.0
+        self.ends_after = self.position.step
+
     def leave_out(self, seconds: float) -> None:
         """Leave seconds in which no step was taken out of the duration of the epoch's steps."""
         self._begun_at += seconds
