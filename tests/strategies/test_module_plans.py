@@ -2,19 +2,22 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import models_of_others
 import pytest
 import torch
 from launches import OWN, launch
 from planned_models import FULL, PAIRS, Base, Pairs, Planned
 from safetensors.torch import load_file
+from small_networks import make_model
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.vit import Block
 from ddp_lab.strategies.module_plans import chosen_plan, own_plan
 
 WORDS = 12
@@ -154,6 +157,83 @@ def test_checkpoints_resume_with_and_without_a_plan(folder):
     ]
     for weights in others:
         assert_same(weights, expected)
+
+
+class WrongBlock(Block):
+    """A block whose plan divides only the second layer of a pair."""
+
+    tensor_parallel: ClassVar[dict[str, str]] = Block.tensor_parallel | {"fc1": "tokens"}
+
+
+class UsersBlock(Block):
+    """A block with a plan, of a file of the user."""
+
+
+def train_blocks() -> list[str]:
+    """Train a step with each kind of block; return "", or why the plan is refused."""
+    messages = []
+    images = torch.rand(4, 3, 16, 16)
+    with Lab("tp", device="cpu", timeout=30) as lab:
+        for kind in (WrongBlock, UsersBlock):
+            model = make_model("vit", 0)
+            model.block1 = kind(16, 4, 32, 0.0, "block1")
+            sgd = partial(torch.optim.SGD, lr=0.1)
+            try:
+                trainer = lab.trainer(model, tasks.Classification(), sgd, 4, example=images[0])
+            except ConfigError as error:
+                messages.append(str(error))
+                continue
+            trainer.step(images, torch.arange(4))
+            messages.append("")
+    return messages
+
+
+def test_wrong_plan_of_a_block_is_found_before_the_first_step():
+    for wrong, right in run_world(2, train_blocks):
+        assert right == ""
+        assert wrong.startswith(
+            "the attribute tensor_parallel of WrongBlock: the divided model does not compute what "
+            "the model does: block1.fc2 fails: RuntimeError: "
+        )
+
+
+MLP = {
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+}
+BERT = {
+    "bert.encoder.layer.*.attention.self.[qkv]*": "column",
+    "bert.encoder.layer.*.attention.output.dense": "row",
+    "bert.encoder.layer.*.intermediate.dense": "column",
+    "bert.encoder.layer.?.output.dense": "row",
+}
+LIBRARIES: list[tuple[str, dict | None]] = [
+    ("transformers Llama of two key heads, tied", None),
+    ("transformers Llama of two key heads, tied", {}),
+    ("transformers Llama", MLP),
+    ("transformers BERT with a mask", BERT),
+    ("timm vit_tiny", {"blocks.*.mlp.fc1": "column", "blocks.*.mlp.fc2": "row"}),
+]
+
+
+def train_libraries(strategy: str, folder: Path) -> list[str | float]:
+    """Return the largest difference of a weight from single's, or why the model is refused."""
+    options: list[dict] = [{} if strategy == "single" else {"plan": plan} for _, plan in LIBRARIES]
+    return [
+        models_of_others.trained(strategy, name, folder, **each)
+        for (name, _), each in zip(LIBRARIES, options, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_models_of_libraries_with_a_plan_equal_single(tmp_path):
+    run_world(1, train_libraries, "single", tmp_path)
+    for (name, _), difference in zip(
+        LIBRARIES, run_world(2, train_libraries, "tp", tmp_path)[0], strict=True
+    ):
+        assert isinstance(difference, float), (name, difference)
+        assert difference < 1e-12, name
 
 
 def text_model(**options: Any) -> Pairs:
