@@ -18,7 +18,9 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.vit import Block
+from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.module_plans import chosen_plan, own_plan
+from ddp_lab.world.runtime import Runtime
 
 WORDS = 12
 # What is trained, with its plan: a class, its options, and the plan; None: that of the model.
@@ -70,16 +72,19 @@ def trained(
     plan: dict | None,
     folder: Path,
     resumed: Path | None = None,
+    **keys: Any,
 ) -> dict[str, torch.Tensor] | str:
     """Train for an epoch; return rank 0's weights, or why the plan is refused.
 
     Args:
         folder: for the weights and a checkpoint.
         resumed: folder of a checkpoint with which training begins.
+        keys: other options of the strategy.
     """
     torch.set_default_dtype(torch.float64)
     data = texts()
-    keys = {} if strategy == "single" else {"plan": plan}
+    if strategy != "single":
+        keys["plan"] = plan
     with Lab(strategy, device="cpu", timeout=30, **keys) as lab:
         model = make(words=WORDS, num_classes=WORDS, **options)
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -234,6 +239,49 @@ def test_models_of_libraries_with_a_plan_equal_single(tmp_path):
     ):
         assert isinstance(difference, float), (name, difference)
         assert difference < 1e-12, name
+
+
+def train_on_meshes(folder: Path) -> list[dict[str, torch.Tensor] | str]:
+    """Train the model with tied weights under meshes; the last plan is wrong."""
+    return [
+        trained("mesh", *EQUAL["tied"], folder / "mesh", tp=2),
+        trained("mesh", *EQUAL["dropout of what is complete"], folder / "mesh", tp=2),
+        trained("mesh", *EQUAL["tied"], folder / "mesh", folder / "tp" / "tied", shard=None),
+        trained("mesh", Pairs, {}, {"layers.1.up": "column"}, folder, tp=2),
+    ]
+
+
+def test_meshes_with_a_plan_equal_single_and_resume_from_tp(folder):
+    expected = outcomes("single", 1, folder)[0]
+    outcomes("tp", 2, folder)
+    tied, dropout, resumed, wrong = run_world(2, train_on_meshes, folder)[0]
+    assert_same(tied, expected["tied"])
+    assert_same(dropout, expected["dropout of what is complete"])
+    assert_same(resumed, run_world(1, continue_all, "single", folder)[0][0])
+    assert wrong.startswith("strategy.plan: the divided model does not compute what the model does")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pp", 2), ("cut", ["head"]), ("sequence_parallel", True)]
+)
+def test_mesh_with_a_plan_has_no_stages(key, value, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    keys: dict[str, Any] = {
+        "shard": 1,
+        "tp": 1,
+        "pp": 1,
+        "sequence_parallel": False,
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "cut": None,
+        "plan": PAIRS,
+    }
+    with pytest.raises(ConfigError) as caught:
+        Mesh(Runtime("cpu"), "local", **(keys | {key: value}))
+    assert str(caught.value).startswith(
+        f"strategy.{key}={value}: is not supported with strategy.plan, which divides the layers of "
+        "a complete module. Use strategy."
+    )
 
 
 def text_model(**options: Any) -> Pairs:
