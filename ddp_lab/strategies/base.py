@@ -118,7 +118,7 @@ class Strategy(ABC):
     # by shards, so that hooks on those of the user's model would be lost
     replaces_parameters: ClassVar[bool] = False
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
-    needs_chain: ClassVar[bool] = False  # the model must be a Chain, because it is cut into blocks
+    needs_chain: bool = False  # the model must be a Chain, because it is cut into blocks
     cuts_model: ClassVar[bool] = False  # into stages; a Chain between its blocks
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU

@@ -19,7 +19,8 @@ divisor of dp is hybrid sharding (HSDP).
 
 Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also
 along an axis of one rank. Every parameter is therefore a DTensor of the same mesh, which
-optimizers, clipping, averages and checkpoints treat alike.
+optimizers, clipping, averages and checkpoints treat alike. A module without blocks has a file of
+its own (mesh_of_module.py).
 """
 
 import math
@@ -30,10 +31,11 @@ from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError, divisors
-from ddp_lab.config.types import BlockName, Count
+from ddp_lab.config.types import BlockName, Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain, tie, tied_parameters
@@ -45,6 +47,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_no
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order
+from ddp_lab.strategies.mesh_of_module import MeshOfModule, require_no_stages
 from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
@@ -70,6 +73,7 @@ class MeshKeys(TypedDict):
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b"]
     num_microbatches: Count
     cut: list[BlockName] | None
+    plan: dict[ModulePattern, str] | None
 
 
 class Mesh(FullyShard):
@@ -87,6 +91,9 @@ class Mesh(FullyShard):
         num_microbatches: number of micro-batches that a batch is divided into.
         cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs
             into one stage per rank, or two per rank with the interleaved schedule.
+        plan: how the layers of any module are divided over tp, as under strategy=tp; its parts are
+            sharded as under fsdp. It needs no blocks with a plan, and no pipeline. null: the
+            model's blocks have the plan.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not
@@ -119,12 +126,22 @@ class Mesh(FullyShard):
         self.pp_rank = runtime.rank // (tp * dp)
         self.sharded = shard > 1
         self.keys = keys
+        self.of_module: MeshOfModule | None = None
+        self.executor: PipelineExecutor | None = None
         if pp > 1:
             self.num_microbatches = keys["num_microbatches"]
+        plan = keys.get("plan")
+        if plan is not None:
+            require_no_stages(keys)
+            self.of_module = MeshOfModule(dict(plan))
+            self.needs_chain = self.calls_blocks = False
 
     def partition(self, model: nn.Module, samples: int) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
         super().partition(model, samples)
+        if self.of_module is not None:
+            self.of_module.partition(self, model)
+            return
+        assert isinstance(model, Chain)  # `needs_chain`
         tp = self.axes["tp"]
         pp = self.axes["pp"]
         tokens_too = self.keys["sequence_parallel"]
@@ -153,8 +170,11 @@ class Mesh(FullyShard):
             self.forms = StageForms(model, self.plan, samples, self.runtime.precision, own_part)
 
     def setup(self, model: nn.Module) -> None:
-        assert isinstance(model, Chain)  # `needs_chain`
         self._make_groups()
+        if self.of_module is not None:
+            self.of_module.setup(self, model, self._along_dp())
+            return
+        assert isinstance(model, Chain)  # `needs_chain`
         self.gradients: list[BlockGradients] = []  # of each stage of this rank
         stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
@@ -180,6 +200,10 @@ class Mesh(FullyShard):
         else:
             self.dp_group = self.mesh.get_group("shard" if self.sharded else "replicate")
 
+    def _along_dp(self) -> DeviceMesh:
+        """Return the ranks along dp: of two dimensions if there are several copies of shards."""
+        return self.mesh["replicate", "shard"] if self.axes["replicate"] > 1 else self.mesh["shard"]
+
     def _place(self, stage: Stage) -> None:
         """Divide a stage over the ranks of its pp."""
         if self.initial_weights is None:
@@ -204,13 +228,9 @@ class Mesh(FullyShard):
             tie(stage, tied)  # each block has got parameters of its own
 
         self.gradients.append(
-            BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self._peers()))
+            BlockGradients(stage, UnitOrder(self.runtime, self.name, None, self.peers()))
         )
-        if self.axes["replicate"] > 1:
-            along_dp = self.mesh["replicate", "shard"]
-        else:
-            along_dp = self.mesh["shard"]
-
+        along_dp = self._along_dp()
         # Blocks with the same parameter are gathered together, with the stage.
         units = [block for block in stage.children() if is_self_contained(block, stage)]
         self.shard([*units, stage], along_dp, reshard_after_forward=self.axes["pp"] == 1)
@@ -218,6 +238,11 @@ class Mesh(FullyShard):
             fill(stage, self.initial_weights, self.device)
 
     def shard_unit(self, unit: nn.Module, shard: Callable[[nn.Module], object]) -> None:
+        if self.of_module is not None:
+            self.of_module.hooks.before_sharding(unit)
+            super().shard_unit(unit, shard)
+            self.of_module.hooks.after_sharding(unit)
+            return
         if not isinstance(unit, Stage) and any(
             parameter.requires_grad for parameter in unit.parameters()
         ):
@@ -226,13 +251,15 @@ class Mesh(FullyShard):
         super().shard_unit(unit, shard)
         self.gradients[-1].after_sharding(unit)
 
-    def _peers(self) -> list[int]:
+    def peers(self) -> list[int]:
         """Return the ranks with this rank's blocks, itself included, each with its own batches."""
         tp = self.axes["tp"]
         first = self.runtime.rank - self.dp_rank * tp
         return [first + tp * replica for replica in range(self.dp_size)]
 
     def describe(self) -> str:
+        if self.of_module is not None:
+            return self.of_module.describe(self)
         (pp, replicate, shard, tp) = self.axes.values()
         parts = self.plan.parts
         lines = [
@@ -255,6 +282,9 @@ class Mesh(FullyShard):
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
     ) -> torch.Tensor:
+        if self.of_module is not None:
+            self.of_module.hooks.has_samples = num_valid > 0
+            return super().add_gradient(inputs, targets, num_valid, divisor)
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
         self._begin()
@@ -266,6 +296,8 @@ class Mesh(FullyShard):
         return self.executor.add_gradient(inputs, targets, num_valid, divisor)
 
     def predict(self, inputs: Tree) -> Any:
+        if self.of_module is not None:
+            return super().predict(inputs)
         self.require_inputs(inputs)
         assert isinstance(inputs, torch.Tensor)
         self._begin()
@@ -292,10 +324,14 @@ class Mesh(FullyShard):
     def no_sync(self) -> Generator[None]:
         # torch's schedules sum the gradients after the last micro-batch of every
         # gradient-accumulation step.
-        with nullcontext() if self.executor else super().no_sync():
+        of_module = self.of_module.no_sync() if self.of_module else nullcontext()
+        with of_module, nullcontext() if self.executor else super().no_sync():
             yield
 
     def reduce_gradients(self) -> None:
+        if self.of_module is not None:
+            self.of_module.reduce_gradients(self)
+            return
         assert self.dp_group is not None
         for gradients in self.gradients:
             gradients.drop_unused(self.dp_group, self.device)
@@ -303,6 +339,8 @@ class Mesh(FullyShard):
         self.weights.sum_copies(self.module, self.pp_rank, self.pp_group)
 
     def counted_parameters(self) -> Iterable[nn.Parameter]:
+        if self.of_module is not None:
+            return self.module.parameters()
         return self.weights.counted_once(self.module, self.pp_rank)
 
     def gradient_norm(self) -> torch.Tensor:

@@ -18,7 +18,7 @@ too large for a device. The models contain no code for it: `setup` shards their 
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
 from ddp_lab.models.trial import random_like, some
 from ddp_lab.models.usage import find_usage
-from ddp_lab.strategies.activation_sums import make_group
+from ddp_lab.strategies.activation_sums import TokenGroup, make_group
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
@@ -47,6 +47,9 @@ from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.plan_trial import PlanTrial
 
 
 class ShardedConv2d(nn.Conv2d):
@@ -288,8 +291,7 @@ class TP(Strategy):
         if self.plans:
             group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)
             self.runtime.keep(self.peer_sums)
-            for block in self.plans.values():
-                divide(block, mesh["tp"], group, replicate=False)
+            self._divide_blocks(model, mesh["tp"], group)
             return
         if self.plan is not None:
             self._apply(self.plan, model, mesh["tp"])
@@ -312,16 +314,44 @@ class TP(Strategy):
             for parameter in model.get_submodule(name).parameters()
         ]
         self.tp_group = mesh.get_group()
-        trial = None
-        if self.sample is not None and not self.runtime.is_planned:
-            from ddp_lab.strategies.plan_trial import PlanTrial
-
-            said = {name: layer.said for name, layer in plan.layers.items()}
-            inputs = random_like(self.sample())
-            trial = PlanTrial(model, inputs, self.runtime, plan.key, plan.remedy, said)
+        words = {name: layer.said for name, layer in plan.layers.items()}
+        trial = self._begin_trial(model, plan.key, plan.remedy, words)
         apply_plan(model, plan, mesh)
         if trial is not None:
             trial.compare(self._sum_along_tp)
+
+    def _divide_blocks(self, model: nn.Module, mesh: DeviceMesh, group: TokenGroup) -> None:
+        """Divide blocks by the plans of their classes, and try those of the user."""
+        others = {
+            name: block
+            for name, block in self.plans.items()
+            if type(block).__module__.partition(".")[0] != "ddp_lab"
+        }
+        trial = None
+        if others:
+            words = {
+                f"{name}.{path}": word
+                for name, block in others.items()
+                for path, word in (plan_of(block) or {}).items()
+            }
+            kinds = dict.fromkeys(type(block).__name__ for block in others.values())
+            key = f"the attribute tensor_parallel of {', '.join(kinds)}"
+            trial = self._begin_trial(model, key, "Correct the plan, or remove it", words)
+        for block in self.plans.values():
+            divide(block, mesh, group, replicate=False)
+        if trial is not None:
+            self._begin()
+            trial.compare(self._sum_along_tp)
+
+    def _begin_trial(
+        self, model: nn.Module, key: str, remedy: str, words: dict[str, str]
+    ) -> "PlanTrial | None":
+        """Return the trial of a plan; None if there is no sample. Arguments as in `PlanTrial`."""
+        if self.sample is None or self.runtime.is_planned:
+            return None
+        from ddp_lab.strategies.plan_trial import PlanTrial
+
+        return PlanTrial(model, random_like(self.sample()), self.runtime, key, remedy, words)
 
     def _sum_along_tp(self) -> None:
         """Sum the parts of gradients that each rank has of its own units or words."""

@@ -32,15 +32,15 @@ def param_groups(
     """Return those of the parameters that are not frozen, in the form that optimizers accept.
 
     Args:
-        parameters: DTensors, tensors or, under tp, both, which the optimizers' foreach kernels do
-            not support.
+        parameters: DTensors, tensors or, under tp, both; DTensors of several meshes, under mesh
+            with a plan of any module. The optimizers' foreach kernels support one kind.
         decay_norms_and_biases: whether weight decay applies to all parameters. Otherwise those with
             fewer than two dimensions, which are biases and the weights of normalization layers,
             form a second group, as in timm. Every rank has both groups, which may be empty.
         kept: those of them that the optimizer will keep; None: all.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    kinds = {hasattr(parameter, "to_local") for parameter in (kept or parameters)}
+    kinds = {getattr(parameter, "device_mesh", None) for parameter in (kept or parameters)}
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:
         return [{"params": parameters, **options}]

@@ -2,20 +2,25 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import models_of_others
 import pytest
 import torch
 from launches import OWN, launch
 from planned_models import FULL, PAIRS, Base, Pairs, Planned
 from safetensors.torch import load_file
+from small_networks import make_model
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.vit import Block
+from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.module_plans import chosen_plan, own_plan
+from ddp_lab.world.runtime import Runtime
 
 WORDS = 12
 # What is trained, with its plan: a class, its options, and the plan; None: that of the model.
@@ -67,16 +72,19 @@ def trained(
     plan: dict | None,
     folder: Path,
     resumed: Path | None = None,
+    **keys: Any,
 ) -> dict[str, torch.Tensor] | str:
     """Train for an epoch; return rank 0's weights, or why the plan is refused.
 
     Args:
         folder: for the weights and a checkpoint.
         resumed: folder of a checkpoint with which training begins.
+        keys: other options of the strategy.
     """
     torch.set_default_dtype(torch.float64)
     data = texts()
-    keys = {} if strategy == "single" else {"plan": plan}
+    if strategy != "single":
+        keys["plan"] = plan
     with Lab(strategy, device="cpu", timeout=30, **keys) as lab:
         model = make(words=WORDS, num_classes=WORDS, **options)
         sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -154,6 +162,126 @@ def test_checkpoints_resume_with_and_without_a_plan(folder):
     ]
     for weights in others:
         assert_same(weights, expected)
+
+
+class WrongBlock(Block):
+    """A block whose plan divides only the second layer of a pair."""
+
+    tensor_parallel: ClassVar[dict[str, str]] = Block.tensor_parallel | {"fc1": "tokens"}
+
+
+class UsersBlock(Block):
+    """A block with a plan, of a file of the user."""
+
+
+def train_blocks() -> list[str]:
+    """Train a step with each kind of block; return "", or why the plan is refused."""
+    messages = []
+    images = torch.rand(4, 3, 16, 16)
+    with Lab("tp", device="cpu", timeout=30) as lab:
+        for kind in (WrongBlock, UsersBlock):
+            model = make_model("vit", 0)
+            model.block1 = kind(16, 4, 32, 0.0, "block1")
+            sgd = partial(torch.optim.SGD, lr=0.1)
+            try:
+                trainer = lab.trainer(model, tasks.Classification(), sgd, 4, example=images[0])
+            except ConfigError as error:
+                messages.append(str(error))
+                continue
+            trainer.step(images, torch.arange(4))
+            messages.append("")
+    return messages
+
+
+def test_wrong_plan_of_a_block_is_found_before_the_first_step():
+    for wrong, right in run_world(2, train_blocks):
+        assert right == ""
+        assert wrong.startswith(
+            "the attribute tensor_parallel of WrongBlock: the divided model does not compute what "
+            "the model does: block1.fc2 fails: RuntimeError: "
+        )
+
+
+MLP = {
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+}
+BERT = {
+    "bert.encoder.layer.*.attention.self.[qkv]*": "column",
+    "bert.encoder.layer.*.attention.output.dense": "row",
+    "bert.encoder.layer.*.intermediate.dense": "column",
+    "bert.encoder.layer.?.output.dense": "row",
+}
+LIBRARIES: list[tuple[str, dict | None]] = [
+    ("transformers Llama of two key heads, tied", None),
+    ("transformers Llama of two key heads, tied", {}),
+    ("transformers Llama", MLP),
+    ("transformers BERT with a mask", BERT),
+    ("timm vit_tiny", {"blocks.*.mlp.fc1": "column", "blocks.*.mlp.fc2": "row"}),
+]
+
+
+def train_libraries(strategy: str, folder: Path) -> list[str | float]:
+    """Return the largest difference of a weight from single's, or why the model is refused."""
+    options: list[dict] = [{} if strategy == "single" else {"plan": plan} for _, plan in LIBRARIES]
+    return [
+        models_of_others.trained(strategy, name, folder, **each)
+        for (name, _), each in zip(LIBRARIES, options, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_models_of_libraries_with_a_plan_equal_single(tmp_path):
+    run_world(1, train_libraries, "single", tmp_path)
+    for (name, _), difference in zip(
+        LIBRARIES, run_world(2, train_libraries, "tp", tmp_path)[0], strict=True
+    ):
+        assert isinstance(difference, float), (name, difference)
+        assert difference < 1e-12, name
+
+
+def train_on_meshes(folder: Path) -> list[dict[str, torch.Tensor] | str]:
+    """Train the model with tied weights under meshes; the last plan is wrong."""
+    return [
+        trained("mesh", *EQUAL["tied"], folder / "mesh", tp=2),
+        trained("mesh", *EQUAL["dropout of what is complete"], folder / "mesh", tp=2),
+        trained("mesh", *EQUAL["tied"], folder / "mesh", folder / "tp" / "tied", shard=None),
+        trained("mesh", Pairs, {}, {"layers.1.up": "column"}, folder, tp=2),
+    ]
+
+
+def test_meshes_with_a_plan_equal_single_and_resume_from_tp(folder):
+    expected = outcomes("single", 1, folder)[0]
+    outcomes("tp", 2, folder)
+    tied, dropout, resumed, wrong = run_world(2, train_on_meshes, folder)[0]
+    assert_same(tied, expected["tied"])
+    assert_same(dropout, expected["dropout of what is complete"])
+    assert_same(resumed, run_world(1, continue_all, "single", folder)[0][0])
+    assert wrong.startswith("strategy.plan: the divided model does not compute what the model does")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pp", 2), ("cut", ["head"]), ("sequence_parallel", True)]
+)
+def test_mesh_with_a_plan_has_no_stages(key, value, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    keys: dict[str, Any] = {
+        "shard": 1,
+        "tp": 1,
+        "pp": 1,
+        "sequence_parallel": False,
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "cut": None,
+        "plan": PAIRS,
+    }
+    with pytest.raises(ConfigError) as caught:
+        Mesh(Runtime("cpu"), "local", **(keys | {key: value}))
+    assert str(caught.value).startswith(
+        f"strategy.{key}={value}: is not supported with strategy.plan, which divides the layers of "
+        "a complete module. Use strategy."
+    )
 
 
 def text_model(**options: Any) -> Pairs:

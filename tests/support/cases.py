@@ -549,6 +549,12 @@ MATRIX = [
     ),
     Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
     Case("tp", "plan={}", model="planned", slow=(2,)),
+    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case(
+        "mesh", f"tp=2 shard=null {PLAN}", model="pairs", settings="clipped almost-empty", slow=(4,)
+    ),
+    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=2", slow=(4,)),
+    Case("mesh", f"shard=null {PLAN}", model="pairs", slow=(2,)),
     Case("tp", "plan={}", model="vit", slow=(2,)),
     Case("tp", model="own=one_weight", ranks=(2,)),
     Case("tp", model="own=attention", ranks=(2,)),

@@ -202,6 +202,16 @@ MODELS = {
         use_cache=False,
         **BERT,
     ),
+    "transformers Llama of two key heads, tied": of_transformers(
+        "LlamaForCausalLM",
+        Texts("attention_mask"),
+        last_token,
+        config="LlamaConfig",
+        vocab_size=WORDS + 1,  # an even number
+        tie_word_embeddings=True,
+        use_cache=False,
+        **BERT,
+    ),
     "transformers GPT-2, tied": of_transformers(
         "GPT2LMHeadModel",
         Texts(),
@@ -267,13 +277,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def trained(strategy: str, name: str, folder: Path) -> str | float:
+def trained(strategy: str, name: str, folder: Path, **options: Any) -> str | float:
     """Train a model for three steps; return its largest difference of a weight from single's.
 
     Args:
         strategy: the first one must be single, which leaves its weights in `folder`.
         name: of the model.
         folder: for the weights.
+        options: of the strategy.
 
     Returns:
         The difference on rank 0, and 0.0 on the others; or why the model is refused.
@@ -285,7 +296,6 @@ def trained(strategy: str, name: str, folder: Path) -> str | float:
     torch.manual_seed(0)
     model = without_dropout(spec.make())
     has_statistics = any(map(is_batch_norm, model.modules()))
-    options: dict[str, Any] = {}
     accumulate = 2
     if has_statistics:
         accumulate = 1  # another function otherwise

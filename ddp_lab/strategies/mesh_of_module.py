@@ -1,0 +1,153 @@
+"""A mesh without stages for any module: layers divided over tp by a plan, parts sharded over dp.
+
+    rank (dp 0, tp 0)   shard 0 of the units 0 .. c/2        rank (dp 0, tp 1)   ... c/2 .. c
+    rank (dp 1, tp 0)   shard 1 of the units 0 .. c/2        rank (dp 1, tp 1)
+
+First the plan divides the layers (module_plans.py), and the model is compared with the undivided
+one. Then `fully_shard` is applied to its parts, as under fsdp.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.trial import random_like, some
+from ddp_lab.models.usage import find_usage
+from ddp_lab.strategies.batch_norm import set_batch_norm
+from ddp_lab.strategies.dtensor import local
+from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
+from ddp_lab.strategies.parameters import make_contiguous
+from ddp_lab.strategies.unit_hooks import UnitHooks
+from ddp_lab.strategies.unit_order import UnitOrder
+from ddp_lab.strategies.units import find_units, require_one_dtype
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.mesh import Mesh
+
+UNTESTED = "it was never tested with strategy.plan of strategy=mesh"
+
+
+def require_no_stages(keys: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if a mesh with strategy.plan has options of stages or blocks.
+
+    Args:
+        keys: the options of the mesh.
+    """
+    for key, value, remedy in (
+        ("pp", 1, "strategy.pp=1, or strategy=pipeline for a model without blocks"),
+        ("cut", None, "strategy.cut=null"),
+        ("sequence_parallel", False, "strategy.sequence_parallel=false"),
+    ):
+        if keys[key] != value:
+            raise ConfigError(
+                f"strategy.{key}={keys[key]}: is not supported with strategy.plan, which divides "
+                f"the layers of a complete module. Use {remedy}"
+            )
+
+
+class MeshOfModule:
+    """What a mesh does with a module that is no Chain.
+
+    Args:
+        option: strategy.plan.
+
+    Attributes:
+        plan: of the model. Known after `partition`.
+        units: parts of the model that are gathered separately. Known after `partition`.
+        hooks: on them. Known after `setup`.
+    """
+
+    plan: ModulePlan
+    units: list[nn.Module]
+    hooks: UnitHooks
+
+    def __init__(self, option: Mapping[Any, str]):
+        self.option = option
+
+    def partition(self, mesh: "Mesh", model: nn.Module) -> None:
+        """Choose the plan and the units, as `Strategy.partition`.
+
+        Raises:
+            ConfigError: the plan does not fit the model, or there is no sample to try it with.
+        """
+        plan = chosen_plan(model, self.option, mesh.axes["tp"])
+        if plan is None:
+            raise ConfigError(
+                "strategy.plan={}: names no layer. Name some, or use strategy=fsdp, which needs no "
+                "plan"
+            )
+        if mesh.sample is None and not mesh.runtime.is_planned:
+            raise ConfigError(
+                f"{plan.key}: is tried with a sample before the first step: "
+                "lab.trainer(..., example=dataset[0])"
+            )
+        self.plan = plan
+        usage = None if mesh.example is None else find_usage(model, mesh.example)
+        self.units = find_units(model, usage)
+        names = {module: name for name, module in model.named_modules()}
+        require_one_dtype([*self.units, model], names)
+        mesh.unsupported |= dict.fromkeys(("compile", "cuda_graph"), UNTESTED)
+
+    def setup(self, mesh: "Mesh", model: nn.Module, along_dp: DeviceMesh) -> None:
+        """Divide and shard the model, as `Strategy.setup`.
+
+        Args:
+            along_dp: the ranks along dp.
+        """
+        along_tp = mesh.mesh["tp"]
+        self.tp_group = along_tp.get_group()
+        mesh.to_device(model)
+        make_contiguous(model)
+        mesh.module = mesh.forward = set_batch_norm(model, mesh.batch_norm, mesh.dp_group)
+        trial = None
+        if mesh.sample is not None and not mesh.runtime.is_planned:
+            from ddp_lab.strategies.plan_trial import PlanTrial
+
+            inputs = random_like(mesh.sample())
+            words = {name: layer.said for name, layer in self.plan.layers.items()}
+            trial = PlanTrial(model, inputs, mesh.runtime, self.plan.key, self.plan.remedy, words)
+        apply_plan(model, self.plan, along_tp)
+        if trial is not None:
+            trial.compare(lambda: self._sum_along_tp(model))
+
+        self.hooks = UnitHooks(model, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
+        mesh.shard([*self.units, model], along_dp, reshard_after_forward=True)
+        mesh.is_metric_rank = along_tp.get_local_rank() == 0
+
+    def reduce_gradients(self, mesh: "Mesh") -> None:
+        """Complete the gradients after the last backward pass of a step."""
+        assert mesh.dp_group is not None
+        self.hooks.drop_unused(mesh.dp_group, mesh.device)
+        self._sum_along_tp(mesh.module)
+
+    def _sum_along_tp(self, model: nn.Module) -> None:
+        """Sum the gradients of layers of which each rank has computed with its own units."""
+        for name in self.plan.with_word("summed"):
+            for parameter in model.get_submodule(name).parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=self.tp_group)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Let the hooks know that the backward passes of the body do not communicate."""
+        self.hooks.is_last = False
+        try:
+            yield
+        finally:
+            self.hooks.is_last = True
+
+    def describe(self, mesh: "Mesh") -> str:
+        """Return the line of the log, as `Strategy.describe`."""
+        replicate, shard, tp = (mesh.axes[name] for name in ("replicate", "shard", "tp"))
+        names = [name for name, module in mesh.module.named_modules() if module in self.units]
+        gathered = f"separately: {some(names)}" if names else "together"
+        return (
+            f"mesh on {mesh.where}: dp {mesh.dp_size} x tp {tp}, dp = replicate {replicate} x "
+            f"shard {shard}; {len(self.plan.divided)} layers divided by {self.plan.key}, "
+            f"parameters gathered {gathered}"
+        )
