@@ -544,7 +544,7 @@ MATRIX = [
         "tp",
         f"tp=2 {PLAN}",
         model="pairs",
-        settings="adamw optimizer.eps=1e-4 almost-empty",
+        settings="adamw optimizer.eps=0.0001 almost-empty",
         slow=(2, 4),
     ),
     Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
