@@ -540,13 +540,6 @@ MATRIX = [
     Case("pipeline", "cut=['5']", model="own=one_weight", ranks=(2,)),
     # plans of any module
     Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
-    Case(
-        "tp",
-        f"tp=2 {PLAN}",
-        model="pairs",
-        settings="adamw optimizer.eps=0.0001 almost-empty",
-        slow=(2, 4),
-    ),
     Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
     Case("tp", "plan={}", model="planned", slow=(2,)),
     Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
