@@ -85,6 +85,24 @@ def test_config_is_read_in_one_place():
     assert others == BUILDS_RUN, "all others get values and callables, and no part of the config"
 
 
+def assigned_attributes(path: Path) -> list[str]:
+    """Return the assignments of a file to attributes of a strategy or a task, but for its own."""
+    assigned = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                name = ast.unparse(target.value).rpartition(".")[2]
+                if name in ("strategy", "task"):
+                    assigned.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    return assigned
+
+
+def test_strategies_and_tasks_set_their_attributes_themselves():
+    """What others know of a run they pass to `Strategy.expect`, `place` and `use_compiled`."""
+    assert not [line for path in FILES for line in assigned_attributes(path)]
+
+
 def test_every_command_is_listed():
     assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 

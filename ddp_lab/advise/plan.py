@@ -188,9 +188,7 @@ def plan_rank(
         )
 
     runtime.device = torch.device("cpu")
-    strategy.device = runtime.device
-    if hasattr(strategy, "devices"):
-        strategy.devices = [runtime.device] * len(strategy.devices)
+    strategy.use_device(runtime.device)
     logs = logging.root.manager.disable  # errors of fake tensors are logged, and raised as well
     logging.disable(logging.CRITICAL)
     try:

@@ -132,24 +132,35 @@ def as_task(loss: LossFunction | Task) -> Task:
     return loss if isinstance(loss, Task) else Task(loss)
 
 
-def in_blocks(model: nn.Module, strategy: Strategy, example: Example | None) -> nn.Module:
-    """Return the model, as a Chain of blocks if the strategy cuts it.
+def form_of(model: nn.Module, example: Example | None) -> Tree:
+    """Return inputs of two samples on the meta device; None: their form is not known.
 
-    Let the strategy know the form of its inputs.
+    Args:
+        model: of the user.
+        example: of a sample; None: there is none.
+    """
+    if example is not None:
+        return example.form
+    if isinstance(model, Chain):
+        return torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
+    return None
+
+
+def in_blocks(
+    model: nn.Module, strategy: Strategy, example: Example | None, form: Tree
+) -> nn.Module:
+    """Return the model, as a Chain of blocks if the strategy cuts it.
 
     Args:
         model: of the user.
         strategy: before `partition`.
         example: of a sample; None: there is none.
+        form: of the inputs, from `form_of`.
 
     Raises:
         ConfigError: the strategy cannot cut the model, or needs an example for it.
     """
     give_own_memory(model, "the model")
-    form = None if example is None else example.form
-    if example is None and isinstance(model, Chain):
-        form = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
-    strategy.example = form
     give_shapes(model, example)
     if isinstance(model, Chain) or not (strategy.needs_chain or strategy.cuts_model):
         return model

@@ -47,6 +47,10 @@ class Example:
         """The inputs on the meta device."""
         return apply(lambda tensor: torch.empty_like(tensor, device="meta"), self.inputs)
 
+    def get_inputs(self) -> Tree:
+        """Return the inputs, as a strategy asks for them."""
+        return self.inputs
+
 
 def find_example(example: Any, parts: Parts) -> Example | None:
     """Return the example that a user has given.

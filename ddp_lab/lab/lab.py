@@ -23,6 +23,7 @@ from ddp_lab.lab.arguments import (
     TrainerKeys,
     as_task,
     find_strategy,
+    form_of,
     in_blocks,
     name_of_target,
     require_same,
@@ -293,17 +294,21 @@ class Lab:
         parts = Parts(targets, collate_fn)
         tried = find_example(example, parts)
         original = model
-        model = in_blocks(model, strategy, tried)
+        form = form_of(model, tried)
+        model = in_blocks(model, strategy, tried, form)
         task = as_task(loss)
-        for note in try_model(model, task, tried, strategy):
+        idle, notes = try_model(model, task, tried, strategy)
+        for note in notes:
             self.print(note)
 
         pretrained = Pretrained.of(original)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        strategy.checkpoint_activations = checkpoint_activations
-        if tried is not None:
-            inputs = tried.inputs
-            strategy.sample = lambda: inputs
+        strategy.expect(
+            example=form,
+            sample=None if tried is None else tried.get_inputs,
+            idle=idle,
+            checkpoint_activations=checkpoint_activations,
+        )
         strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
             self.print(OF_MICRO_BATCHES)

@@ -151,7 +151,8 @@ class OwnStep:
         tensors = tensors_of((arguments, keywords))
         has_samples = all(len(tensor) for tensor in tensors if tensor.dim())
         if self._accumulates:
-            self.strategy.accumulate = 2  # of which `gather` must not compare the parts
+            # of several parts, which `gather` must not compare
+            self.strategy.begin_batch(self.strategy.global_size, accumulate=2, in_loop=True)
         strategy = self.strategy
         if not has_samples and strategy.find_unused_parameters:
             raise ConfigError(

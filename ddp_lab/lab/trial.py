@@ -17,7 +17,7 @@ from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
 
 def try_model(
     model: nn.Module, task: Task, example: Example | None, strategy: Strategy
-) -> list[str]:
+) -> tuple[frozenset[str], list[str]]:
     """Freeze the parameters that training never uses, as train.py does. Collective.
 
     Without a target no loss can be computed, so nothing is tried.
@@ -30,26 +30,27 @@ def try_model(
         strategy: before `partition`.
 
     Returns:
-        Notes about what is frozen.
+        The names of the parameters that are frozen, and notes about them.
 
     Raises:
         ConfigError: model or loss fail for the sample, or the ranks would freeze different
             parameters; on all ranks.
     """
     if example is None or not example.is_complete:
-        return []
+        return frozenset(), []
     runtime = strategy.runtime
     freezes = not strategy.may_leave_unused
     trial = make_trial(example, task.to(runtime.device), freezes)
     problem = ""
+    idle = frozenset[str]()
     notes = list[str]()
     try:
-        strategy.idle, notes = freeze_unused(model, trial, runtime, "the model")
+        idle, notes = freeze_unused(model, trial, runtime, "the model")
     except ConfigError as error:
         problem = str(error)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     runtime.gather_and_decide("trial", [problem, trained], require_same_trial)
-    return notes
+    return idle, notes
 
 
 def make_trial(example: Example, task: Task, freezes: bool) -> Trial:

@@ -124,7 +124,6 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
 
         trial = make_trial(dataset, task, freezes=not strategy.may_leave_unused)
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
-    strategy.idle = built.unused
     is_divided = (strategy.dp_size, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
         from ddp_lab.run.loss_check import check_divided_loss
@@ -197,15 +196,16 @@ def assemble(
     if strategy.needs_chain:
         spec = model_spec(cfg.model, dataset.model_shape())
         models.require_chain(model, strategy.name, spec.key)
-    strategy.example, _ = dataset.train.example(2, "meta")
-    strategy.sample = partial(dataset.train.first_inputs, 2)
-    if dataset.train.is_tree:
-        strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
-    elif not dataset.train.has_fixed_shapes:
-        strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
-    strategy.checkpoint_activations = cfg.checkpoint_activations
+    example, _ = dataset.train.example(2, "meta")
+    strategy.expect(
+        example=example,
+        sample=partial(dataset.train.first_inputs, 2),
+        idle=built.unused,
+        checkpoint_activations=cfg.checkpoint_activations,
+        initial_weights=built.initial_weights,
+        unsupported=excluded_by(dataset),
+    )
     strategy.partition(model, sizes.samples_at_once)
-    strategy.initial_weights = built.initial_weights
 
     options = find_performance(cfg, strategy, dataset, model)
     mix = make_mix(cfg, strategy, dataset, sizes)
@@ -243,6 +243,15 @@ def assemble(
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
     )
+
+
+def excluded_by(dataset: Dataset) -> dict[str, str]:
+    """Return why the form of a dataset's batches excludes performance options, by their names."""
+    if dataset.train.is_tree:
+        return dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+    if not dataset.train.has_fixed_shapes:
+        return dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
+    return {}
 
 
 def make_mix(

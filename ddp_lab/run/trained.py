@@ -18,7 +18,6 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.trainer import setup_distributed
 from ddp_lab.world.runtime import Runtime
 
 
@@ -134,7 +133,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         log.warning(other)
     saved = open_checkpoint(path, key="--checkpoint ")
     saved.check(job.shapes)
-    setup_distributed(job.strategy, job.model, job.task, job.options.channels_last)
+    job.strategy.place(job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
     if runtime.is_main:
         slow = log_if_slow("evaluating", partial(print, file=sys.stderr))

@@ -53,9 +53,10 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
     Returns:
         What of the model is compiled, for the log.
     """
-    strategy.measure = compile_fn(measure)
+    compiled_measure = compile_fn(measure)
     model = strategy.module
     if strategy.compiled_by_block or repeats(model):
+        strategy.use_compiled(compiled_measure)
         blocks = [block for block in model.children() if any(True for _ in block.parameters())]
         for block in blocks:
             block.compile(**compile_fn.keywords)
@@ -66,10 +67,11 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
 
     if strategy.bucket_sizes:
         assert isinstance(model, Chain)  # `unsupported_options`
+        strategy.use_compiled(compiled_measure)
         pieces = model.pieces(*strategy.bucket_sizes)
         model.execute_in(map(compile_fn, pieces))
         return f"the model in {count(len(pieces), 'piece')}"
-    strategy.forward = compile_fn(model)
+    strategy.use_compiled(compiled_measure, compile_fn(model))
     return "the complete model"
 
 

@@ -12,7 +12,7 @@ What of a step is compiled is in speed/compile.py, and what of it is saved in ch
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, divisors
 from ddp_lab.config.types import BatchNorm, Checkpointing
+from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.checkpointing import Recomputed
-    from ddp_lab.strategies.parameter_hooks import Hooked
+    from ddp_lab.strategies.parameter_hooks import Hooked, Key
 
 Module = TypeVar("Module", bound=nn.Module)
+Measure = Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]]
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
@@ -50,9 +52,11 @@ class Strategy(ABC):
     the others:
 
         strategy = SomeStrategy(runtime, ...)   before the data: which local batch this rank reads
+        strategy.expect(example=..., ...)       what is known of the model and its inputs
         strategy.partition(model, samples)      which rank holds what
-        (the process group opens, unless the strategy runs in one process)
-        strategy.setup(model)                   moves, wraps, cuts it; sets `module` and `forward`
+        strategy.place(model, task)             the process group opens; model and task to devices
+          setup(model)                            moves, wraps, cuts; sets `module` and `forward`
+        strategy.use_compiled(...)              if the step is compiled
         optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
@@ -84,13 +88,13 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
-        task: what the model is trained for, with its loss, on `device`. Set before `setup`.
+        task: what the model is trained for, with its loss, on `device`; known in `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights,
             and after `setup`.
         autocast: returns the context of the forward pass.
-        measure: returns the loss to backpropagate and the sums of a micro-batch; compiled in place
-            of `tasks.base.measure`.
-        parameter_hooks: of the user, found before `setup`; called at the end of a step.
+        measure: returns the loss to backpropagate and the sums of a micro-batch:
+            `tasks.base.measure`, or what it was compiled to.
+        parameter_hooks: of the user, taken before `setup`; called at the end of a step.
         bubble: fraction of a step in which the ranks of a balanced pipeline are idle; None: it is
             no pipeline.
         unsupported: why options of the strategy exclude a performance option, by its name. Known
@@ -100,7 +104,7 @@ class Strategy(ABC):
         calls_blocks: whether the blocks of a Chain are called, and not the model.
         watches_writes: whether the model has code that may change a parameter in a later forward
             pass. Set by `partition`.
-        idle: names of the parameters that a trial has found to be unused. Set before `setup`.
+        idle: names of the parameters that a trial has found to be unused.
         watched: those of them that are frozen, by name, because the strategy needs a gradient of
             every parameter that is not.
         check_first: gets the inputs of the first local batch, of which the shapes were not known
@@ -140,13 +144,11 @@ class Strategy(ABC):
     accumulate: int = 1
     in_loop: bool = False
 
-    # inputs of two samples, on the meta device; set before `partition`. None: they are not known
+    # These four by `expect`, which describes them.
     example: "Tree" = None
-    # returns inputs of some samples, on the CPU, for the trial of a plan; set before `partition`.
-    # None: there are none
     sample: "Callable[[], Tree] | None" = None
-    # what the backward pass computes again; set before `partition`
     checkpoint_activations: Checkpointing = "none"
+    initial_weights: "Weights | None" = None
     recomputed: "Recomputed | None" = None  # the blocks; known after `partition`
     # before the forward pass, because the outputs are no tensor from which it could be cut
     cuts_padding: bool = False
@@ -191,11 +193,8 @@ class Strategy(ABC):
         self.pp_rank = 0
         self.batch_norm: BatchNorm = batch_norm
         self.task: Task = Classification()
-        self.initial_weights: Weights | None = None
         self.autocast: Callable[[], AbstractContextManager[object]] = runtime.autocast
-        self.measure: Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]] = (
-            measure
-        )
+        self.measure: Measure = measure
 
         self.parameter_hooks: list[Hooked] = []
         self.bubble: float | None = None
@@ -232,6 +231,34 @@ class Strategy(ABC):
         """The part of the model on each device that this process drives. Known after `setup`."""
         return [self.module]
 
+    def expect(
+        self,
+        *,
+        example: "Tree" = None,
+        sample: "Callable[[], Tree] | None" = None,
+        idle: frozenset[str] = frozenset(),
+        checkpoint_activations: Checkpointing = "none",
+        initial_weights: "Weights | None" = None,
+        unsupported: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take what is known of the model and its inputs. Called before `partition`.
+
+        Args:
+            example: inputs of two samples, on the meta device; None: they are not known.
+            sample: returns inputs of some samples, on the CPU, for the trial of a plan; None: there
+                are none.
+            idle: names of the parameters that a trial has found to be unused.
+            checkpoint_activations: what the backward pass computes again.
+            initial_weights: of a model that is on the meta device; None: the model has its weights.
+            unsupported: why the inputs exclude a performance option, by its name.
+        """
+        self.example = example
+        self.sample = sample
+        self.idle = idle
+        self.checkpoint_activations = checkpoint_activations
+        self.initial_weights = initial_weights
+        self.unsupported |= unsupported or {}
+
     def partition(self, model: nn.Module, samples: int) -> None:
         """Decide which rank holds which part of the model. Called before the process group opens.
 
@@ -253,12 +280,64 @@ class Strategy(ABC):
             from ddp_lab.strategies.checkpointing import choose_blocks
 
             self.recomputed = choose_blocks(self, model)
+            self.unsupported |= self.recomputed.unsupported
+            # torch compiles a block, and what is around it runs in eager mode
+            self.compiled_by_block = True
         is_divided = self.runtime.world_size > 1 or self.num_microbatches > 1
         is_like_one_device = self.batch_norm == "local" and self.one_process
         if is_divided or self.copies_weights or not is_like_one_device:
             from ddp_lab.strategies.model_checks import check_model
 
-            check_model(self, model)
+            writes = check_model(self, model)
+            self.watches_writes = writes.may_come_later
+            self.written = writes.written
+            self.check_first = writes.check_first
+
+    def place(self, model: nn.Module, task: Task, channels_last: bool = False) -> None:
+        """Connect the ranks, and place the model and the task on their devices. Collective.
+
+        Args:
+            model: as for `setup`.
+            task: what it is trained for, with the loss.
+            channels_last: whether its convolutions use this memory format.
+        """
+        if not self.one_process:
+            self.runtime.open_group()
+        self.task = task.to(self.device)
+        self.take_parameter_hooks(model)
+        if channels_last:
+            from ddp_lab.models.channels_last import to_channels_last
+
+            model = to_channels_last(model)
+
+        self.setup(model)
+        if self.recomputed is not None:
+            from ddp_lab.strategies.checkpointing import recompute_blocks
+
+            recompute_blocks(self.module, self.recomputed)
+        if self.idle and not self.may_leave_unused:
+            from ddp_lab.strategies.idle import watch_idle
+
+            self.watched = watch_idle(self)
+        if self.watches_writes and not self.copies_weights:
+            from ddp_lab.strategies.later_writes import watch_parts
+
+            # a strategy that cuts the model calls its blocks
+            parts = self.module.children() if self.calls_blocks else [self.module]
+            watch_parts(parts, self.module, self)
+        self.initial_weights = None  # the tensors of a file are not needed any more
+
+    def take_parameter_hooks(self, model: nn.Module, known: "Set[Key]" = frozenset()) -> None:
+        """Take the user's hooks on parameters from them, to call the hooks at the end of a step.
+
+        Args:
+            model: the complete model, or this rank's part of it.
+            known: hooks that are not the user's.
+        """
+        if any(map(has_hooks, model.parameters())):
+            from ddp_lab.strategies.parameter_hooks import take_hooks
+
+            self.parameter_hooks = take_hooks(model, known)
 
     @abstractmethod
     def setup(self, model: nn.Module) -> None:
@@ -276,6 +355,21 @@ class Strategy(ABC):
 
         A plan does so, because torch's needs data.
         """
+
+    def use_device(self, device: torch.device) -> None:
+        """Let `setup` place everything on one device. A plan does so, which needs no GPU."""
+        self.device = device
+
+    def use_compiled(self, measure: Measure, forward: nn.Module | None = None) -> None:
+        """Call what torch.compile has made of the loss and the model. Called after `setup`.
+
+        Args:
+            measure: of `tasks.base.measure`.
+            forward: of the complete model; None: its blocks are compiled in place.
+        """
+        self.measure = measure
+        if forward is not None:
+            self.forward = forward
 
     def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
         """Move blocks of the model to a device, or draw their initial weights there; return them.
@@ -450,6 +544,8 @@ class Strategy(ABC):
         ):
             from ddp_lab.strategies.nested import outputs_of_samples
 
+            # the loss could cut padding only from a tensor
+            self.cuts_padding = self.cuts_padding or not isinstance(outputs, torch.Tensor)
             outputs = outputs_of_samples(self, outputs, inputs, num_valid)
         loss, results = self.measure(self.task, outputs, targets, num_valid, divisor)
         loss.backward()

@@ -48,6 +48,16 @@ class Recomputed(NamedTuple):
     blocks: tuple[str, ...]
     draws: bool
 
+    @property
+    def unsupported(self) -> dict[str, str]:
+        """Why a performance option is excluded, by its name."""
+        if not self.draws:
+            return {}
+        return {
+            "cuda_graph": f"{KEY} keeps the state of the random generators on the host, for a "
+            "model that draws at random"
+        }
+
 
 class RecomputedBlock(nn.Module):
     """A block whose backward pass computes its forward pass again; a base of the block's class.
@@ -146,8 +156,6 @@ def recomputing(kind: type[nn.Module]) -> type[nn.Module]:
 def choose_blocks(strategy: "Strategy", model: nn.Module) -> Recomputed:
     """Return what the backward pass computes again. Called in `Strategy.partition`.
 
-    Notes in `strategy.unsupported` if a CUDA graph is not possible.
-
     Args:
         strategy: with `example`.
         model: the complete model, on any device.
@@ -183,15 +191,7 @@ def choose_blocks(strategy: "Strategy", model: nn.Module) -> Recomputed:
             f"Use checkpoint_activations=none"
         )
 
-    draws = draws_at_random(model, strategy.example)
-    if draws:
-        strategy.unsupported["cuda_graph"] = (
-            f"{KEY} keeps the state of the random generators on the host, for a model that draws "
-            "at random"
-        )
-    # torch compiles a block, and what is around it runs in eager mode
-    strategy.compiled_by_block = True
-    return Recomputed((*blocks,), draws)
+    return Recomputed((*blocks,), draws_at_random(model, strategy.example))
 
 
 def recompute_blocks(module: nn.Module, recomputed: Recomputed) -> None:

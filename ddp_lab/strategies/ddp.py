@@ -22,7 +22,13 @@ from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.frozen import FrozenParameters
 from ddp_lab.strategies.gradients import trainable
-from ddp_lab.strategies.unused import allow_unused, empty_error, refuse_unused, unused_error
+from ddp_lab.strategies.unused import (
+    SAME_PARAMETERS,
+    empty_error,
+    refuse_unused,
+    require_may_leave_unused,
+    unused_error,
+)
 from ddp_lab.world.runtime import Runtime
 
 # Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that
@@ -66,7 +72,8 @@ class DDP(Strategy):
         super().__init__(runtime, batch_norm=batch_norm)
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
-            allow_unused(self)
+            require_may_leave_unused(self)
+            self.unsupported |= SAME_PARAMETERS
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_sizes = (bucket_cap_mb * MiB,)
         self.passes = Passes()

@@ -17,18 +17,23 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.unused import remedy_of
 
 
-def watch_idle(strategy: Strategy) -> None:
+def watch_idle(strategy: Strategy) -> dict[str, nn.Parameter]:
     """Let steps report that they use a parameter which is frozen because the trial has not used it.
 
     Args:
         strategy: after `setup`.
+
+    Returns:
+        These parameters of this rank, by name.
     """
+    watched: dict[str, nn.Parameter] = {}
     for name, parameter in strategy.module.named_parameters():
         if name in strategy.idle:
-            strategy.watched[name] = parameter
+            watched[name] = parameter
             parameter.requires_grad_()  # only then it may have hooks
             parameter.register_post_accumulate_grad_hook(partial(refuse, strategy, name))
             parameter.requires_grad_(False)
+    return watched
 
 
 @contextmanager

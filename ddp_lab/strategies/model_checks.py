@@ -8,15 +8,15 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.written import require_no_max_norm
 from ddp_lab.strategies.batch_norm import require_no_others, require_supported
 from ddp_lab.strategies.batch_trial import changing_buffer
-from ddp_lab.strategies.written_weights import check_written
+from ddp_lab.strategies.written_weights import Writes, check_written
 
 if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.strategies.base import Strategy
 
 
-def check_model(strategy: "Strategy", model: nn.Module) -> None:
-    """Check that the strategy trains a model as one device does, and set `written`.
+def check_model(strategy: "Strategy", model: nn.Module) -> Writes:
+    """Check that the strategy trains a model as one device does; return what its passes write.
 
     Args:
         strategy: in `partition`.
@@ -30,16 +30,18 @@ def check_model(strategy: "Strategy", model: nn.Module) -> None:
     example = strategy.example
     if strategy.num_microbatches > 1 and example is not None:
         require_constant_buffers(model, example, strategy.num_microbatches)
+    writes = Writes()
     if world_size > 1 or strategy.copies_weights or strategy.num_microbatches > 1:
-        check_written(strategy, model)
+        writes = check_written(strategy, model)
 
     if strategy.batch_norm == "local" and strategy.one_process:
-        return  # a batch is never divided between processes
+        return writes  # a batch is never divided between processes
     if world_size > 1:
         require_no_max_norm(model, strategy.name)
     require_supported(model, strategy.batch_norm, strategy.one_process)
     if strategy.batch_norm == "sync" and example is not None:
         require_no_others(model, example)
+    return writes
 
 
 def require_constant_buffers(model: nn.Module, example: "Tree", num_microbatches: int) -> None:

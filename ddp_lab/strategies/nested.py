@@ -27,7 +27,7 @@ def outputs_of_samples(strategy: "Strategy", outputs: Any, inputs: Tree, num_val
     The loss could cut it only from a tensor.
 
     Args:
-        strategy: `cuts_padding` is set where the outputs are no tensor.
+        strategy: which may not support such inputs.
         outputs: of the model.
         inputs: with padding at the end.
         num_valid: number of samples without padding.
@@ -39,5 +39,4 @@ def outputs_of_samples(strategy: "Strategy", outputs: Any, inputs: Tree, num_val
     if isinstance(outputs, torch.Tensor):
         require_samples(outputs.shape, samples)
         return outputs
-    strategy.cuts_padding = True
     return without_padding(outputs, samples, num_valid)

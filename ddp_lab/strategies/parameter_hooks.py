@@ -142,7 +142,7 @@ class LateHooks:
             names = [name for name, parameter in module.named_parameters() if id(parameter) in late]
             self.strategy.runtime.gather_and_decide("late hooks", names, self._refuse)
         elif late:
-            self.strategy.parameter_hooks = take_hooks(module, self._of_strategy)
+            self.strategy.take_parameter_hooks(module, self._of_strategy)
 
     def require_none_on_model(self) -> None:
         """Check that the model itself has no hook, if the strategy calls its blocks only.

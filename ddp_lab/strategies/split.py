@@ -72,6 +72,10 @@ class Split(Strategy):
         self.num_microbatches = num_microbatches
         self.traced: TracedSplit | None = None  # of a model that is no Chain
 
+    def use_device(self, device: torch.device) -> None:
+        super().use_device(device)
+        self.devices = [device] * len(self.devices)
+
     def partition(self, model: nn.Module, samples: int) -> None:
         self.calls_blocks = isinstance(model, Chain)
         # What a forward pass writes to a parameter is no part of a trace.
@@ -80,8 +84,10 @@ class Split(Strategy):
         if isinstance(model, Chain):
             self._cut(model)
         else:
+            from ddp_lab.strategies.traced import OF_TRACES
             from ddp_lab.strategies.traced_split import TracedSplit
 
+            self.unsupported["compile"] = OF_TRACES
             self.traced = TracedSplit(self, model, self.devices, samples)
             self.parts = self.traced.parts
 

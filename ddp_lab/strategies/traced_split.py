@@ -22,7 +22,7 @@ from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.stage_shapes import StageShapes
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
-from ddp_lab.strategies.traced import INNER, OF_TRACES, Blueprint, Traced, bind
+from ddp_lab.strategies.traced import INNER, Blueprint, Traced, bind
 from ddp_lab.strategies.traced_model import require_traceable
 from ddp_lab.strategies.traced_values import TracedStage
 from ddp_lab.tasks.base import Task, measure
@@ -95,7 +95,6 @@ class TracedSplit:
             )
         self.strategy_name = strategy.name
         self.require_no_hooks(model)
-        strategy.unsupported["compile"] = OF_TRACES
         self.devices = devices
         self.autocast = strategy.autocast
         self.num_microbatches = strategy.num_microbatches

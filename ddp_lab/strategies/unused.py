@@ -29,7 +29,7 @@ SAME_PARAMETERS = {
 }
 
 
-def allow_unused(strategy: Strategy) -> None:
+def require_may_leave_unused(strategy: Strategy) -> None:
     """Refuse what excludes parameters that only some steps use. Called in the constructor.
 
     Raises:
@@ -42,7 +42,6 @@ def allow_unused(strategy: Strategy) -> None:
             "because ranks that skip a layer would leave the others waiting for its statistics. "
             "Use strategy.batch_norm=local"
         )
-    strategy.unsupported |= SAME_PARAMETERS
 
 
 @contextmanager

@@ -11,8 +11,9 @@ A largest norm, a clamp and an average of other weights depend on weights alone.
 replica then writes the same.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,25 @@ def may_write(model: nn.Module) -> bool:
     return not packages <= KNOWN or any(map(hook_of, modules))
 
 
-def check_written(strategy: "Strategy", model: nn.Module) -> None:
-    """Check that what a forward pass writes to parameters is as on one device, and set `written`.
+@dataclass(frozen=True)
+class Writes:
+    """What forward passes write to parameters.
+
+    Attributes:
+        written: by the name of a parameter that a forward pass changes, the name of the module that
+            does so; None: not known.
+        may_come_later: whether the model has code that may change a parameter in a later pass.
+        check_first: gets the inputs of the first local batch, of which the shapes were not known
+            before; None: nothing is left to be checked.
+    """
+
+    written: Mapping[str, str] | None = field(default_factory=dict[str, str])
+    may_come_later: bool = False
+    check_first: Callable[[Tree], object] | None = None
+
+
+def check_written(strategy: "Strategy", model: nn.Module) -> Writes:
+    """Check that what a forward pass writes to parameters is as on one device, and return it.
 
     Two made-up samples find it. Without the shape of a sample, the first batch finds it, on the
     meta device.
@@ -59,24 +77,22 @@ def check_written(strategy: "Strategy", model: nn.Module) -> None:
         ConfigError: it is not the same, or that is not known.
     """
     if not may_write(model):
-        return
-    strategy.watches_writes = True
-    strategy.written = None
+        return Writes()
     if strategy.example is None:
+        check_first = None
         with suppress(Exception):  # some models cannot be copied
-            copy = meta_copy(model)
-            strategy.check_first = lambda inputs: check_first_batch(strategy, copy, inputs)
-        return
+            check_first = partial(check_first_batch, strategy, meta_copy(model))
+        return Writes(None, True, check_first)
 
     usage = find_usage(model, strategy.example)
     if usage is None:
-        return
-    strategy.written = usage.written
+        return Writes(None, True)
     if strategy.bucket_sizes or strategy.copies_weights:
         refuse_replaced(strategy, model, usage)
     refuse_lost(strategy, usage.written)
     if strategy.dp_size > 1 and usage.written:
         refuse_different(strategy, model, usage.written)
+    return Writes(usage.written, True)
 
 
 def check_first_batch(strategy: "Strategy", copy: nn.Module, inputs: Tree) -> None:

@@ -107,6 +107,21 @@ class Task(nn.Module):
                     f"{type(self).__name__}: defines {old}, which a task calls {new}; rename it"
                 )
 
+    def require_first(self, check: Callable[[Any, Any], object]) -> None:
+        """Call a function of outputs and targets once, with the first ones of training."""
+        self.check_first = check
+
+    def run_first_check(self, outputs: Any, targets: Any) -> None:
+        """Call `check_first`, which must not be None, and not again."""
+        check = self.check_first
+        assert check is not None
+        self.check_first = None
+        check(outputs, targets)
+
+    def note_gathering(self) -> None:
+        """Note that the loss calls ddp_lab.gather."""
+        self.gathers = True
+
     def monitorable(self, classes: int) -> list[str]:
         """Return the names of the metrics that can choose the best epoch.
 
@@ -338,9 +353,7 @@ def measure(
         outputs = in_float32(outputs)
 
     if task.check_first is not None and num_valid:
-        check = task.check_first
-        task.check_first = None
-        check(outputs, targets)
+        task.run_first_check(outputs, targets)
     if not num_valid and isinstance(outputs, torch.Tensor) and not task.gathers:
         return loss_of_none(task, outputs)
     loss_sum, weight = task.loss_sum(outputs, targets)

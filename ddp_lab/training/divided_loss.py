@@ -93,7 +93,7 @@ def check_loss(
     with trial_of_loss() as trial:
         how = describe_coupling(task, outputs, targets, division.batch_size)
     if trial.gathers:
-        task.gathers = True
+        task.note_gathering()
         return True
     if how is not None:
         raise ConfigError(
@@ -129,10 +129,10 @@ def check_lab_loss(
         ConfigError: the loss is over the batch.
     """
     if over_batch:
-        task.check_first = partial(check_in_first_batch, division, task, is_allowed=True)
+        task.require_first(partial(check_in_first_batch, division, task, is_allowed=True))
         return division.describe()
     if not check_loss(division, task, "loss", lambda: example and outputs_for(model, *example)):
-        task.check_first = partial(check_in_first_batch, division, task)
+        task.require_first(partial(check_in_first_batch, division, task))
     return None
 
 

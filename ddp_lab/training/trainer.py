@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import (
@@ -70,7 +69,7 @@ class Trainer:
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module, task: Task, recipe: Recipe):
-        setup_distributed(strategy, model, task, recipe.performance.channels_last)
+        strategy.place(model, task, recipe.performance.channels_last)
         self.strategy = strategy
         self.seed = recipe.step.seed
         self.optimizer = make_optimizer(recipe, strategy, model)
@@ -81,47 +80,6 @@ class Trainer:
 
             self.ema = EMA(strategy, recipe.ema, recipe.ema_warmup)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
-
-
-def setup_distributed(
-    strategy: Strategy, model: nn.Module, task: Task, channels_last: bool
-) -> None:
-    """Connect the ranks, and place the model and the task on their devices. Collective.
-
-    Args:
-        strategy: after `partition`.
-        model: as for `Strategy.setup`.
-        task: with the loss.
-        channels_last: whether its convolutions use this memory format.
-    """
-    if not strategy.one_process:
-        strategy.runtime.open_group()
-    strategy.task = task.to(strategy.device)
-    if any(map(has_hooks, model.parameters())):
-        from ddp_lab.strategies.parameter_hooks import take_hooks
-
-        strategy.parameter_hooks = take_hooks(model)
-
-    if channels_last:
-        from ddp_lab.models.channels_last import to_channels_last
-
-        model = to_channels_last(model)
-    strategy.setup(model)
-    if strategy.recomputed is not None:
-        from ddp_lab.strategies.checkpointing import recompute_blocks
-
-        recompute_blocks(strategy.module, strategy.recomputed)
-    if strategy.idle and not strategy.may_leave_unused:
-        from ddp_lab.strategies.idle import watch_idle
-
-        watch_idle(strategy)
-    if strategy.watches_writes and not strategy.copies_weights:
-        from ddp_lab.strategies.later_writes import watch_parts
-
-        # a strategy that cuts the model calls its blocks
-        parts = strategy.module.children() if strategy.calls_blocks else [strategy.module]
-        watch_parts(parts, strategy.module, strategy)
-    strategy.initial_weights = None  # the tensors of a file are not needed any more
 
 
 def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torch.optim.Optimizer:

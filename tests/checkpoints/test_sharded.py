@@ -44,7 +44,7 @@ def wide(
     runtime: Runtime, folder: Path, strategy: Strategy, layers: int = 8, **options: Any
 ) -> Checkpoints:
     """Return the checkpoints of a model with layers of 1 MiB, after a training step."""
-    strategy.example = torch.empty(2, 512, device="meta")
+    strategy.expect(example=torch.empty(2, 512, device="meta"))
     strategy.setup(
         nn.Sequential(
             *(nn.Linear(512, 512, bias=False) for _ in range(layers)), nn.BatchNorm1d(512)

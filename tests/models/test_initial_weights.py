@@ -32,7 +32,7 @@ def weights_of(node: dict, seed: int = 3) -> dict[str, torch.Tensor]:
     model, initial_weights, *_ = made(node, seed)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     strategy = Single(Runtime("cpu"))
-    strategy.initial_weights = initial_weights
+    strategy.expect(initial_weights=initial_weights)
     strategy.setup(model)
     return strategy.module.state_dict()
 

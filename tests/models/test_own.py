@@ -152,10 +152,10 @@ def test_split_copies_a_weight_of_two_devices_in_each_pass():
     with torch.device("meta"):
         model = build_model(model_spec({"_target_": "own_models.one_weight"}, SHAPE))
     strategy = Split(Runtime("cpu"), ["cpu", "cpu"], 1)
+    strategy.expect(initial_weights=FakeWeights(fake))
     strategy.partition(model, 4)
     strategy.parts.parts = [range(4), range(4, 7)]
     strategy.devices = [torch.device("cuda:0"), torch.device("cuda:1")]
-    strategy.initial_weights = FakeWeights(fake)
     with fake:
         strategy.setup(model)
         weight = model.get_parameter("2.weight")

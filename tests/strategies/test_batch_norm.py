@@ -176,7 +176,7 @@ def test_statistics_outside_of_batch_norm_layers_are_refused_by_name(module, rea
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(module)).eval()
     before = copy.deepcopy(model.state_dict())
     strategy = DDP(Runtime("cpu"), "sync", 1.0)
-    strategy.example = torch.empty(2, 4, device="meta")
+    strategy.expect(example=torch.empty(2, 4, device="meta"))
     message = (
         rf"^strategy\.batch_norm=sync: does not support the module 2\.0, {type(module).__name__}: "
         f"{reason}"
@@ -189,7 +189,7 @@ def test_statistics_outside_of_batch_norm_layers_are_refused_by_name(module, rea
 
 def test_buffers_that_do_not_depend_on_the_batch_are_allowed():
     strategy = DDP(Runtime("cpu"), "sync", 1.0)
-    strategy.example = torch.empty(2, 4, device="meta")
+    strategy.expect(example=torch.empty(2, 4, device="meta"))
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
     strategy.partition(nn.Sequential(spectral, nn.BatchNorm1d(3), Frozen1d(), nn.Dropout()), 2)
 

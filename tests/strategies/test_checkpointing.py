@@ -133,8 +133,8 @@ def test_block_keeps_the_name_of_its_class_its_parameters_and_no_activations_in_
 
 def strategy_of(name: str, model: nn.Module, *inputs: int) -> Strategy:
     strategy = build(config(f"strategy={name}").strategy, Runtime("cpu"))
-    strategy.checkpoint_activations = "block"
-    strategy.example = torch.empty(2, *inputs, device="meta") if inputs else None
+    example = torch.empty(2, *inputs, device="meta") if inputs else None
+    strategy.expect(example=example, checkpoint_activations="block")
     strategy.partition(model, 4)
     return strategy
 

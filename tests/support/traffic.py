@@ -87,7 +87,8 @@ def step(strategy: Strategy, accumulate: int) -> None:
 def set_up(case: str, runtime: Runtime, name: str, accumulate: int) -> Strategy:
     model = make_model(name, 0)
     strategy: Any = build(config_of(case).strategy, runtime)
-    strategy.example = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
+    example = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
+    strategy.expect(example=example)
     strategy.partition(model, SAMPLES // accumulate)
     strategy.setup(model)
     strategy.train()
