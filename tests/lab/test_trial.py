@@ -198,7 +198,7 @@ def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         modes = {name: module.training for name, module in model.named_modules()}
         state = torch.get_rng_state()
-        notes = lab_trial.try_model(model, *rest)
+        idle, notes = lab_trial.try_model(model, *rest)
         outcomes["notes"] = notes
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert modes == {name: module.training for name, module in model.named_modules()}
@@ -207,7 +207,7 @@ def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
         assert [
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ] == TRAINED
-        return notes
+        return idle, notes
 
     monkeypatch.setattr("ddp_lab.lab.lab.try_model", keep)
     with Lab("ddp", device="cpu") as lab:
