@@ -85,6 +85,18 @@ def test_config_is_read_in_one_place():
     assert others == BUILDS_RUN, "all others get values and callables, and no part of the config"
 
 
+def test_models_are_known_to_nobody_above_them():
+    """What a strategy or an option needs of a layer, the layer says by an attribute or its type."""
+    configs = "".join(path.read_text() for path in (ROOT / "conf/model").glob("*.yaml"))
+    models = set(re.findall(r"^_target_: ddp_lab\.(models\.\w+)\.", configs, re.MULTILINE))
+    assert len(models) > 5
+    above = [
+        path for path in FILES if height(path.relative_to(PACKAGE).parts[0]) > height("models")
+    ]
+    importers = [path.name for path in above if models & {*imports_of(path)}]
+    assert not importers
+
+
 def assigned_attributes(path: Path) -> list[str]:
     """Return the assignments of a file to attributes of a strategy or a task, but for its own."""
     assigned = []

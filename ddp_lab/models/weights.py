@@ -55,55 +55,100 @@ def match_weights(
             f"model.weights_except=[{','.join(left_out)}]: matches no parameter of the model. Use "
             f"a name or a pattern of names, for example of {some([*expected])}"
         )
-    for name, tensor in [*weights.items()]:
-        if (
-            name in expected
-            and tensor.dim() == 4
-            and (tensor.size(1), expected[name].size(1)) == (3, 1)
-        ):
-            full = tensor if isinstance(tensor, torch.Tensor) else tensor.read()
-            weights[name] = full.sum(1, keepdim=True)
+
+    for name in [*weights]:
+        if name in expected and has_other_channels(weights[name], expected[name]):
+            weights[name] = in_one_channel(weights[name])
             notes.append(f"{name}: summed over its 3 channels, because the images have 1")
 
-    differ = [
-        name for name in expected if name in weights and weights[name].shape != expected[name].shape
-    ]
-    heads = [name for name in differ if is_head(weights[name], expected[name], num_classes)]
-    if num_classes and len({weights[name].size(0) for name in heads}) == 1:
+    heads = other_heads(expected, weights, num_classes)
+    if heads:
         notes.append(
             f"{some(heads)}: initialised anew, for {num_classes} classes instead of "
             f"{weights[heads[0]].size(0)}"
         )
-        differ = [name for name in differ if name not in heads]
+        keeps_initial += heads
         weights = {name: tensor for name, tensor in weights.items() if name not in heads}
-    else:
-        heads = []
+    require_same_names(expected, weights, keeps_initial, key)
+    return weights, notes
 
+
+def has_other_channels(weight: Any, expected: torch.Tensor) -> bool:
+    """Return whether a weight is of a convolution of 3 channels in place of 1."""
+    return (
+        expected.dim() == 4 and weight.dim() == 4 and (weight.size(1), expected.size(1)) == (3, 1)
+    )
+
+
+def in_one_channel(weight: Any) -> torch.Tensor:
+    """Return a weight, a tensor or a StoredTensor, [b, 3, ...], summed over its channels."""
+    full = weight if isinstance(weight, torch.Tensor) else weight.read()
+    return full.sum(1, keepdim=True)
+
+
+def other_heads(
+    expected: Mapping[str, torch.Tensor], weights: Mapping[str, Any], num_classes: int
+) -> list[str]:
+    """Return the names of the weights of a head for another number of classes.
+
+    Args:
+        expected: the complete model's tensors by name.
+        weights: tensors or StoredTensors by name.
+        num_classes: number of logits of the model; 0: it has no head.
+    """
+    if not num_classes:
+        return []
+    heads = [
+        name
+        for name, tensor in expected.items()
+        if name in weights
+        and weights[name].shape != tensor.shape
+        and is_head(weights[name], tensor, num_classes)
+    ]
+    numbers_of_classes = {weights[name].size(0) for name in heads}
+    return heads if len(numbers_of_classes) == 1 else []
+
+
+def require_same_names(
+    expected: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Any],
+    keeps_initial: Sequence[str],
+    key: str,
+) -> None:
+    """Check that weights have the names and shapes of a model.
+
+    Args:
+        expected: the complete model's tensors by name.
+        weights: tensors or StoredTensors by name.
+        keeps_initial: names that need no weight.
+        key: key and value of the config, for the message.
+
+    Raises:
+        ConfigError: they do not.
+    """
     # Files from before torch 0.4.1 have no counters of batches, which only BatchNorm layers without
     # a momentum use.
-    counters = {name for name in expected if name.endswith("num_batches_tracked")}
+    counters = [name for name in expected if name.endswith("num_batches_tracked")]
+    may_lack = {*counters, *keeps_initial}
     problems = {
-        "missing": [
-            name
-            for name in expected
-            if name not in weights and name not in counters.union(heads, keeps_initial)
-        ],
+        "missing": [name for name in expected if name not in weights and name not in may_lack],
         "not in the model": [name for name in weights if name not in expected],
         "of another shape": [
-            f"{name} {list(weights[name].shape)} instead of {list(expected[name].shape)}"
-            for name in differ
+            f"{name} {list(weights[name].shape)} instead of {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in weights and weights[name].shape != tensor.shape
         ],
     }
-    if any(problems.values()):
-        text = "; ".join(
-            f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names
-        )
-        raise ConfigError(
-            f"{key}: are not the weights of this model: {text}. Use the model that they were "
-            "trained with, with the same options and image size, or name what keeps its initial "
-            "weights, such as a new head: model.weights_except=[head.*]"
-        )
-    return weights, notes
+    if not any(problems.values()):
+        return
+    text = "; ".join(
+        f"{len(names)} {problem}: {some(names)}" for problem, names in problems.items() if names
+    )
+    raise ConfigError(
+        f"{key}: are not the weights of this model: {text}. Use the model that they were trained "
+        "with, with the same options and image size, or name what keeps its initial weights, such "
+        "as a new head: model.weights_except=[head.*]"
+    )
 
 
 def is_matched(name: str, patterns: Sequence[str]) -> bool:

@@ -26,11 +26,7 @@ def find_options(
         if options["loader"] == AUTO and bytes_of(dataset) is None:
             options["loader"] = "workers"
         return choose(False, options, reasons)
-    from ddp_lab.models.vit import Patches
-
-    if not any(
-        isinstance(layer, nn.Conv2d) and not isinstance(layer, Patches) for layer in model.modules()
-    ):
+    if not any(map(has_windows, model.modules())):
         reasons.setdefault("channels_last", "the model has no convolutions")
     if not (isinstance(wanted.optimizer, type) and issubclass(wanted.optimizer, ELEMENTWISE)):
         reasons.setdefault("fused", f"{wanted.optimizer_name} has no fused kernel for GPUs")
@@ -38,6 +34,18 @@ def find_options(
     weights = sum(parameter.nbytes for parameter in model.parameters())
     free = strategy.runtime.gather_and_decide("free memory", strategy.runtime.free_memory(), min)
     return choose(True, wanted.options, reasons, bytes_of(dataset), weights, free)
+
+
+def has_windows(layer: nn.Module) -> bool:
+    """Return whether a layer is a convolution whose windows overlap.
+
+    One that cuts the image into patches, the first layer of a Vision Transformer, is a linear layer
+    of patches, and gains nothing from another memory format.
+    """
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    cuts_patches = layer.kernel_size == layer.stride and max(layer.kernel_size) > 1
+    return not cuts_patches
 
 
 def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:

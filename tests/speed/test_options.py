@@ -154,6 +154,11 @@ ONE_DEVICE = (
 def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reasons, monkeypatch):
     without = options_on_gpu(monkeypatch, model=torch.nn.Linear(1, 1))
     assert without.reasons["channels_last"] == "the model has no convolutions"
+    patches = torch.nn.Conv2d(3, 8, 16, stride=16)
+    of_patches = options_on_gpu(monkeypatch, model=patches)
+    assert of_patches.reasons["channels_last"] == "the model has no convolutions"
+    of_points = options_on_gpu(monkeypatch, model=torch.nn.Conv2d(3, 8, 1))
+    assert of_points.reasons["channels_last"] == ""
     options = options_on_gpu(monkeypatch, *overrides.split())
     assert {
         name: reason for name, reason in options.reasons.items() if reason and name != "loader"

@@ -11,8 +11,8 @@ WRITE = ("shard", "forward", "backward")
 RANKS = (2, 3)
 HINTS = (
     "weight.chunk(world_size)[rank] are the rows, that is the outputs, of a rank.",
-    "Forward is the linear layer with the own rows: x @ shard.T, without communication.",
-    "grad_y @ shard lacks what the other ranks' outputs add to the gradient of x: all_reduce it. "
+    "Forward is the linear layer with the own rows: x @ rows.T, without communication.",
+    "grad_y @ rows lacks what the other ranks' outputs add to the gradient of x: all_reduce it. "
     "That of the weight is local.",
 )
 

@@ -23,26 +23,26 @@ def shard(weight: torch.Tensor) -> torch.Tensor:
     return weight.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def forward(x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+def forward(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the outputs of this rank, [samples, outputs / world_size].
 
     Args:
         x: [samples, inputs], the same on all ranks.
-        shard: [outputs / world_size, inputs].
+        rows: of this rank, [outputs / world_size, inputs].
     """
-    return x @ shard.T
+    return x @ rows.T
 
 
 def backward(
-    x: torch.Tensor, shard: torch.Tensor, grad_y: torch.Tensor
+    x: torch.Tensor, rows: torch.Tensor, grad_y: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of x, the same on all ranks, and of the own rows.
 
     Args:
         x: as in `forward`.
-        shard: as in `forward`.
+        rows: as in `forward`.
         grad_y: [samples, outputs / world_size], the gradient of this rank's outputs.
     """
-    grad_x = grad_y @ shard
+    grad_x = grad_y @ rows
     dist.all_reduce(grad_x)
     return grad_x, grad_y.T @ x
