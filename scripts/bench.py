@@ -327,10 +327,15 @@ def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
 
 
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
-    """Return the rows with what an earlier call has measured, and after them its other rows."""
+    """Return the rows with what an earlier call has measured, and after them its other rows.
+
+    A row that could not be measured is tried again.
+    """
     keys = ("model", "devices", "strategy", "loop", "batch")
-    known = [next((old for old in before if is_same(old, row, *keys)), row) for row in rows]
-    return [*known, *(old for old in before if old not in known)]
+    measured = [old for old in before if "skipped" not in old]
+    known = [next((old for old in measured if is_same(old, row, *keys)), row) for row in rows]
+    others = [old for old in before if not any(is_same(old, row, *keys) for row in rows)]
+    return [*known, *others]
 
 
 def main() -> None:

@@ -140,9 +140,19 @@ def train(
             reason = errors[-1]
         else:
             reason = f"exit code {code}"
-        problem = reason.splitlines()[0].partition("error: ")[2] or reason
-        return ShortRun([], None, problem, refused=code == REFUSED)
+        return ShortRun([], None, in_one_line(reason), refused=code == REFUSED)
 
     return ShortRun(
         read_epochs(run_dir / "metrics.jsonl"), read_json(run_dir / "profile" / "summary.json")
     )
+
+
+def in_one_line(reason: str) -> str:
+    """Return a message without what follows its first line; of a traceback its first and last line.
+
+    Args:
+        reason: the message of a failed run.
+    """
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    first = lines[0].partition("error: ")[2] or lines[0]
+    return f"{first} {lines[-1]}" if first.endswith(":") and len(lines) > 1 else first

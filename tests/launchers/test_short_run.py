@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from ddp_lab.launchers.short_run import run_in_time
+from ddp_lab.launchers.short_run import in_one_line, run_in_time
 
 # as torchrun, which starts each rank in a session of its own
 LAUNCHER = """
@@ -36,3 +36,9 @@ def test_launch_in_time_returns_its_code_and_what_it_prints(tmp_path):
     program = "import sys; print('out'); print('error', file=sys.stderr); sys.exit(3)"
     code, printed = run_in_time([sys.executable, "-c", program], os.environ, 60, tmp_path)
     assert (code, sorted(printed.split())) == (3, ["error", "out"])
+
+
+def test_reason_of_a_failed_run_has_what_ended_its_traceback():
+    of_a_rank = "rank 0, evaluating: failed:\nTraceback\n  File x\nOutOfMemoryError: tried 6 GiB\n"
+    assert in_one_line(of_a_rank) == "rank 0, evaluating: failed: OutOfMemoryError: tried 6 GiB"
+    assert in_one_line("error: lr=a: must be a number\nhint") == "lr=a: must be a number"

@@ -5,7 +5,7 @@ import json
 import pytest
 from launches import launch
 
-from scripts.bench import table
+from scripts.bench import resumed, table
 from scripts.bench_pairs import WARM_UP, lower_bound, ratios
 
 ROWS = [
@@ -89,6 +89,16 @@ def test_lower_bound_is_below_the_median_by_order_statistics():
     # Of 21 values the 7th smallest: P(at most 6 of 21 throws) = 0.039, of at most 7 0.095.
     assert lower_bound([float(value) for value in range(1, 22)]) == 7.0
     assert lower_bound([3.0, 2.0]) == 2.0
+
+
+def test_second_call_keeps_what_is_measured_and_tries_the_others_again():
+    keys = {"model": "lenet", "devices": 2, "loop": "ours", "batch": 8}
+    measured = keys | {"strategy": "ddp", "rate": 5.0}
+    failed = keys | {"strategy": "fsdp", "skipped": "not done within 5 s"}
+    of_another_call = keys | {"strategy": "tp", "rate": 7.0}
+    wanted = [keys | {"strategy": "ddp"}, keys | {"strategy": "fsdp"}]
+    rows = resumed(wanted, [failed, of_another_call, measured])
+    assert rows == [measured, wanted[1], of_another_call]
 
 
 @pytest.mark.slow
