@@ -268,26 +268,3 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     with suppress(ConfigError):
         return Chain(input_shape, **blocks)
     return model
-
-
-def require_chain(model: nn.Module, strategy: str, key: str) -> None:
-    """Check that a strategy can cut the model into blocks, and that the model has no own hooks.
-
-    Args:
-        strategy: name of the strategy, for the message.
-        key: key and value that chose the model, for the message.
-
-    Raises:
-        ConfigError: the model is no chain, or has a hook.
-    """
-    if isinstance(model, nn.Sequential):
-        from ddp_lab.models.module_hooks import require_no_hook
-
-        require_no_hook(model, strategy)
-    if not isinstance(model, Chain):
-        raise ConfigError(
-            f"strategy={strategy}: needs a model made of blocks, but {key} is a "
-            f"{type(model).__name__}. Use single, scratch, dp, ddp, fsdp or tp, a model of "
-            "ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated layers "
-            "and methods of its own, or a Chain of blocks (docs/your-own.md)"
-        )

@@ -194,9 +194,6 @@ def assemble(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
 
-    if strategy.needs_chain:
-        spec = model_spec(cfg.model, dataset.model_shape())
-        models.require_chain(model, strategy.name, spec.key)
     strategy.example, _ = dataset.train.example(2, "meta")
     strategy.sample = partial(dataset.train.first_inputs, 2)
     if dataset.train.is_tree:

@@ -548,6 +548,17 @@ MATRIX = [
     ),
     Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=2", slow=(4,)),
     Case("mesh", f"shard=null {PLAN}", model="pairs", slow=(2,)),
+    # any module without a plan
+    Case("mesh", "shard=2", model="pairs", settings="accumulate=2 clipped almost-empty", slow=(4,)),
+    Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,)),
+    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", ranks=(2,)),
+    Case(
+        "mesh",
+        "pp=2 schedule=gpipe num_microbatches=2 cut=[layers.1]",
+        model="pairs",
+        settings="accumulate=3 decayed ema=0.8",
+        slow=(4,),
+    ),
     Case("tp", "plan={}", model="vit", slow=(2,)),
     Case("tp", model="own=one_weight", ranks=(2,)),
     Case("tp", model="own=attention", ranks=(2,)),
