@@ -12,7 +12,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, log_if_slow, setup_logging
+from ddp_lab.observe.log import log, log_if_slow, print_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_at
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
@@ -60,7 +60,8 @@ def train(job: Job) -> tuple[Outcome, Path]:
     flags = job.options.backend_flags(runtime)
     with matmul, flags:
         # a plan that does not fit the model is refused before a directory is created
-        placed = place(job) if job.strategy.tries_plan else None
+        with print_if_slow("trying the plan, and placing the model", runtime.is_main):
+            placed = place(job) if job.strategy.tries_plan else None
         run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
         requests = Requests(runtime)
         requests.listen()
@@ -138,7 +139,8 @@ def train_guarded(
     runtime = job.runtime
     run_dir = launch.run_dir
     watchdog = launch.watchdog
-    fit_settings, trainer = placed or place(job)
+    with log_if_slow("placing the model on its devices"):
+        fit_settings, trainer = placed or place(job)
     log.info(job.strategy.describe())
     checkpoint_settings = settings.checkpoint
     source = settings.source
