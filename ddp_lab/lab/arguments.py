@@ -27,7 +27,7 @@ from ddp_lab.data.trees import Tree, apply, leaves
 from ddp_lab.lab.example import Example
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.lazy import lazy_layers, materialise
-from ddp_lab.models.make import as_chain, require_chain
+from ddp_lab.models.make import as_chain
 from ddp_lab.models.memory import give_own_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
@@ -149,7 +149,7 @@ def form_of(model: nn.Module, example: Example | None) -> Tree:
 def in_blocks(
     model: nn.Module, strategy: Strategy, example: Example | None, form: Tree
 ) -> nn.Module:
-    """Return the model, as a Chain of blocks if the strategy cuts it.
+    """Return the model; a plain nn.Sequential as a Chain, if the strategy cuts or divides it.
 
     Args:
         model: of the user.
@@ -158,32 +158,17 @@ def in_blocks(
         form: of the inputs, from `form_of`.
 
     Raises:
-        ConfigError: the strategy cannot cut the model, or needs an example for it.
+        ConfigError: lazy layers need an example.
     """
     give_own_memory(model, "the model")
     give_shapes(model, example)
-    if isinstance(model, Chain) or not (strategy.needs_chain or strategy.cuts_model):
+    uses_blocks = strategy.cuts_model or strategy.divides_blocks
+    if isinstance(model, Chain) or not uses_blocks or not isinstance(form, torch.Tensor):
         return model
-    if strategy.cuts_model:
-        if not isinstance(form, torch.Tensor):
-            return model
-        made = as_chain(model, tuple(form.shape[1:]))
-        if isinstance(made, Chain):
-            made.input_dtype = form.dtype
-        return made
-    if form is not None:
-        strategy.require_inputs(form)
-    chain = as_chain(model, tuple(form.shape[1:]) if isinstance(form, torch.Tensor) else ())
-    require_chain(chain, strategy.name, "the model")
-    if not isinstance(form, torch.Tensor):
-        raise ConfigError(
-            f"strategy={strategy.name}: cuts the model by the shapes of its activations, and needs "
-            "a sample for them: lab.trainer(..., example=dataset[0])"
-        )
-
-    assert isinstance(chain, Chain)
-    chain.input_dtype = form.dtype
-    return chain
+    made = as_chain(model, tuple(form.shape[1:]))
+    if isinstance(made, Chain):
+        made.input_dtype = form.dtype
+    return made
 
 
 def give_shapes(model: nn.Module, example: Example | None) -> None:

@@ -35,6 +35,7 @@ from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
 from ddp_lab.lab.trial import try_model
+from ddp_lab.observe.log import print_if_slow
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
@@ -297,7 +298,8 @@ class Lab:
         form = form_of(model, tried)
         model = in_blocks(model, strategy, tried, form)
         task = as_task(loss)
-        idle, notes = try_model(model, task, tried, strategy)
+        with print_if_slow("trying the model: a step of the example", self.is_main):
+            idle, notes = try_model(model, task, tried, strategy)
         for note in notes:
             self.print(note)
 
@@ -309,10 +311,12 @@ class Lab:
             idle=idle,
             checkpoint_activations=checkpoint_activations,
         )
-        strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
+        with print_if_slow(f"strategy={strategy.name}: dividing the model", self.is_main):
+            strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
             self.print(OF_MICRO_BATCHES)
-        require_same(model, runtime)
+        with print_if_slow("comparing the initial weights of the ranks", self.is_main):
+            require_same(model, runtime)
         division = Division(strategy, batch_size, accumulate)
         complete = None
         if tried is not None and tried.is_complete:
@@ -328,7 +332,8 @@ class Lab:
         options = LoopOptions(
             original, shapes, self._log, self._calls, num_workers, parts, number, pretrained
         )
-        trainer = Trainer(strategy, model, task, recipe, options)
+        with print_if_slow("placing the model on its devices", self.is_main):
+            trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.chain import Chain, tied_parameters
+from ddp_lab.observe.log import print_if_slow
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -99,8 +100,35 @@ def make_model(
             these data.
     """
     torch.manual_seed(seed)
-    notes = list[str]()
+    with print_if_slow("making the model: drawing or reading its weights", runtime.is_main):
+        built, inputs = make_untried(spec, runtime, seed, trial, with_weights)
+    model = built.model
+    notes = built.notes
     unused = frozenset[str]()
+    if trial is not None and (not spec.is_own or trial.of_all):
+        from ddp_lab.models.trial import freeze_unused
+
+        with print_if_slow("trying the model: a step of two samples", runtime.is_main):
+            unused, trial_notes = freeze_unused(model, trial, runtime, spec.key)
+        notes += trial_notes
+
+    if (
+        isinstance(model, Chain)
+        and isinstance(inputs, torch.Tensor)
+        and not inputs.is_floating_point()
+    ):
+        model.input_dtype = inputs.dtype
+    return built._replace(notes=notes, unused=unused)
+
+
+def make_untried(
+    spec: ModelSpec, runtime: Runtime, seed: int, trial: "Trial | None", with_weights: bool
+) -> "tuple[BuiltModel, Tree]":
+    """Return the model with its weights, and the samples with which it is tried, or None.
+
+    Arguments and errors as in `make_model`.
+    """
+    notes = list[str]()
     initial_weights: Weights | None = None
     drawn = None
     inputs = None if trial is None else trial.inputs
@@ -130,19 +158,7 @@ def make_model(
             initial_weights = StoredWeights(model, stored)
     elif spec.weights is not None and with_weights:
         notes += load_weights(spec, spec.weights, model, drawn, runtime)
-    if trial is not None and (not spec.is_own or trial.of_all):
-        from ddp_lab.models.trial import freeze_unused
-
-        unused, trial_notes = freeze_unused(model, trial, runtime, spec.key)
-        notes += trial_notes
-
-    if (
-        isinstance(model, Chain)
-        and isinstance(inputs, torch.Tensor)
-        and not inputs.is_floating_point()
-    ):
-        model.input_dtype = inputs.dtype
-    return BuiltModel(model, initial_weights, notes, unused)
+    return BuiltModel(model, initial_weights, notes), inputs
 
 
 def stored_weights(spec: ModelSpec, model: nn.Module) -> tuple[dict[str, Any], list[str]]:
@@ -268,26 +284,3 @@ def as_chain(model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
     with suppress(ConfigError):
         return Chain(input_shape, **blocks)
     return model
-
-
-def require_chain(model: nn.Module, strategy: str, key: str) -> None:
-    """Check that a strategy can cut the model into blocks, and that the model has no own hooks.
-
-    Args:
-        strategy: name of the strategy, for the message.
-        key: key and value that chose the model, for the message.
-
-    Raises:
-        ConfigError: the model is no chain, or has a hook.
-    """
-    if isinstance(model, nn.Sequential):
-        from ddp_lab.models.module_hooks import require_no_hook
-
-        require_no_hook(model, strategy)
-    if not isinstance(model, Chain):
-        raise ConfigError(
-            f"strategy={strategy}: needs a model made of blocks, but {key} is a "
-            f"{type(model).__name__}. Use single, scratch, dp, ddp, fsdp or tp, a model of "
-            "ddp_lab, such as model=resnet18, or return an nn.Sequential without repeated layers "
-            "and methods of its own, or a Chain of blocks (docs/your-own.md)"
-        )

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
-from ddp_lab.models.trial import meta_copy
+from ddp_lab.models.trial import fake_copy, is_large, meta_copy
 from ddp_lab.models.usage import drawn_like
 
 
@@ -59,6 +59,9 @@ def draws_at_random(model: nn.Module, example: Tree) -> bool:
     # A model that reads values cannot run there.
     with suppress(Exception), state_kept(model, weights=False):
         return _draws(meta_copy(model), example)
+    if is_large(model):
+        with suppress(Exception), state_kept(model, weights=False), fake_copy(model) as copied:
+            return _draws(copied, drawn_like(example))
     if not any(parameter.is_meta for parameter in model.parameters()):
         with suppress(Exception), state_kept(model, weights=False):
             return _draws(copy.deepcopy(model), drawn_like(example))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ddp_lab.data.trees import Tree, apply
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
-from ddp_lab.models.trial import LARGE, fake_copy, meta_copy
+from ddp_lab.models.trial import fake_copy, is_large, meta_copy
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ def find_usage(model: nn.Module, example: Tree) -> Usage | None:
         example: two samples, on the meta device.
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    if on_meta or sum(parameter.numel() for parameter in model.parameters()) > LARGE:
+    if on_meta or is_large(model):
         # A model that reads values cannot run there.
         with suppress(Exception), state_kept(model, weights=False):
             return record(meta_copy(model), example)
-    if on_meta:
         with suppress(Exception), state_kept(model, weights=False), fake_copy(model) as copied:
             return record(copied, drawn_like(example))
-    else:
+    if not on_meta:
         # A copy shares closures and random states with the model.
         with suppress(Exception), state_kept(model, weights=False):
             return record(copy.deepcopy(model), drawn_like(example))

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -62,6 +63,18 @@ def log_if_slow(activity: str, tell: Callable[[str], object] = log.info) -> Gene
         yield
     finally:
         ended.set()
+
+
+def print_if_slow(activity: str, is_main: bool) -> AbstractContextManager[None]:
+    """Print on rank 0 what the body does if it takes longer than a few seconds.
+
+    For what happens before the log is set up.
+
+    Args:
+        activity: what the body does.
+        is_main: whether this is rank 0.
+    """
+    return log_if_slow(activity, partial(print, flush=True)) if is_main else nullcontext()
 
 
 def setup_logging(run_dir: Path, rank: int) -> None:

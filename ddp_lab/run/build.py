@@ -33,6 +33,7 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models import make as models
 from ddp_lab.models.make import BuiltModel
+from ddp_lab.observe.log import print_if_slow
 from ddp_lab.run.build_data import load_dataset, make_loaders
 from ddp_lab.run.build_model import make_task, model_spec
 from ddp_lab.run.build_settings import (
@@ -132,9 +133,10 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
         group = "task" if task.loss is None else "loss"
         key = f"{group}._target_={cfg[group]['_target_']}"
         division = Division(strategy, sizes.global_batch_size, cfg.accumulate)
-        built.notes.extend(
-            check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
-        )
+        with print_if_slow("checking whether the loss can be divided", runtime.is_main):
+            built.notes.extend(
+                check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
+            )
     job = assemble(cfg, strategy, dataset, sizes, built, task)
     return replace(job, loaders=make_loaders(cfg, job))
 
@@ -193,9 +195,6 @@ def assemble(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
 
-    if strategy.needs_chain:
-        spec = model_spec(cfg.model, dataset.model_shape())
-        models.require_chain(model, strategy.name, spec.key)
     example, _ = dataset.train.example(2, "meta")
     strategy.expect(
         example=example,
@@ -205,7 +204,8 @@ def assemble(
         initial_weights=built.initial_weights,
         unsupported=excluded_by(dataset),
     )
-    strategy.partition(model, sizes.samples_at_once)
+    with print_if_slow(f"strategy={strategy.name}: dividing the model", strategy.runtime.is_main):
+        strategy.partition(model, sizes.samples_at_once)
 
     options = find_performance(cfg, strategy, dataset, model)
     mix = make_mix(cfg, strategy, dataset, sizes)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.dataset import Dataset, hold_out, require_same_data
 from ddp_lab.data.loader import Loader, loader_class
-from ddp_lab.observe.log import log_if_slow
+from ddp_lab.observe.log import print_if_slow
 from ddp_lab.run.job import Job
 from ddp_lab.world.runtime import Runtime
 
@@ -38,9 +37,7 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     data = cfg.data
     loaded: list[Dataset] = []
     source = make_source(plain(data), cfg.seed)
-    # The log begins with the run directory.
-    slow = log_if_slow("preparing the data: downloading or reading", partial(print, flush=True))
-    with slow if runtime.is_main else nullcontext():
+    with print_if_slow("preparing the data: downloading or reading", runtime.is_main):
         runtime.broadcast_from_rank0("dataset", lambda: loaded.append(source.load()), per_node=True)
         dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
     sizes = {name: samples.size for name, samples in dataset.sets.items()}

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
 from ddp_lab.checkpoints.files import steps_in
@@ -12,7 +12,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, log_if_slow, setup_logging
+from ddp_lab.observe.log import log, log_if_slow, print_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_at
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
@@ -24,6 +24,7 @@ from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
+from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
@@ -54,17 +55,39 @@ def train(job: Job) -> tuple[Outcome, Path]:
     assert settings is not None, "`prepare` makes them"
     if runtime.device.type == "cpu":
         keep_freed_memory()
-    run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
-    requests = Requests(runtime)
-    requests.listen()
-    setup_logging(run_dir.path, runtime.rank)
-    log_beginning(job, settings, run_dir)
     before_exit = ExitStack()
     matmul = float32_matmul(settings.float32_matmul)
     flags = job.options.backend_flags(runtime)
-    with matmul, flags, Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
-        launch = Launch(run_dir, watchdog, requests, before_exit)
-        return train_guarded(job, settings, launch), run_dir.path
+    with matmul, flags:
+        # a plan that does not fit the model is refused before a directory is created
+        with print_if_slow("trying the plan, and placing the model", runtime.is_main):
+            placed = place(job) if job.strategy.tries_plan else None
+        run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
+        requests = Requests(runtime)
+        requests.listen()
+        setup_logging(run_dir.path, runtime.rank)
+        log_beginning(job, settings, run_dir)
+        with Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
+            launch = Launch(run_dir, watchdog, requests, before_exit)
+            return train_guarded(job, settings, launch, placed), run_dir.path
+
+
+class Placed(NamedTuple):
+    """A job whose model is on its devices.
+
+    Attributes:
+        fit_settings: with the full rate of the devices.
+        trainer: of the model.
+    """
+
+    fit_settings: FitSettings
+    trainer: Trainer
+
+
+def place(job: Job) -> Placed:
+    """Connect the ranks, and place the model on its devices. Collective."""
+    fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
+    return Placed(fit_settings, job.trainer())
 
 
 def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
@@ -102,13 +125,22 @@ class Launch:
     before_exit: ExitStack
 
 
-def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
-    """Resume, train, record the outcome in the run directory, and return it."""
+def train_guarded(
+    job: Job, settings: RunSettings, launch: Launch, placed: Placed | None = None
+) -> Outcome:
+    """Resume, train, record the outcome in the run directory, and return it.
+
+    Args:
+        job: that is prepared.
+        settings: of the run.
+        launch: what protects the run.
+        placed: the job, if its model is already on its devices.
+    """
     runtime = job.runtime
     run_dir = launch.run_dir
     watchdog = launch.watchdog
-    fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
-    trainer = job.trainer()
+    with log_if_slow("placing the model on its devices"):
+        fit_settings, trainer = placed or place(job)
     log.info(job.strategy.describe())
     checkpoint_settings = settings.checkpoint
     source = settings.source

@@ -120,10 +120,10 @@ class Strategy(ABC):
     """
 
     # by shards, so that hooks on those of the user's model would be lost
-    replaces_parameters: ClassVar[bool] = False
+    replaces_parameters: bool = False
     one_process: ClassVar[bool] = False  # one process drives all devices, without a process group
-    needs_chain: bool = False  # the model must be a Chain, because it is cut into blocks
-    cuts_model: ClassVar[bool] = False  # into stages; a Chain between its blocks
+    cuts_model: bool = False  # into stages; a Chain between its blocks
+    divides_blocks: bool = False  # of a Chain, so that a plain nn.Sequential becomes one
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
     # a loop may call the complete model and the backward pass (Trainer.forward)
@@ -137,6 +137,9 @@ class Strategy(ABC):
     find_unused_parameters: bool | None = None
     copies_weights: bool = False  # a forward pass has copies of the parameters, as those of fsdp
     sharded: bool = False  # the ranks of dp_group hold shards of the model instead of replicas
+    # whether `setup` compares the divided model with the complete one, and may refuse the plan;
+    # known after `partition`
+    tries_plan: bool = False
 
     # A loss that needs the complete batch (gathering.py) has no other way to its strategy.
     active: ClassVar["Strategy | None"] = None
@@ -201,7 +204,7 @@ class Strategy(ABC):
         self.unsupported: dict[str, str] = {}
         self.written: Mapping[str, str] | None = {}
         self.watches_writes = False
-        self.calls_blocks = self.needs_chain
+        self.calls_blocks = False
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
         self.check_first: Callable[[Tree], object] | None = None

@@ -4,7 +4,7 @@ They would be those of the local batch, so that they differ between the ranks: a
 F.batch_norm itself, or keep an average of its batches in a buffer of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from ddp_lab.data.trees import Tree, apply, leaves, to
-from ddp_lab.models.calls import arguments_of
+from ddp_lab.models.calls import arguments_of, call
 from ddp_lab.models.kept_state import state_kept
+from ddp_lab.models.trial import fake_copy, is_large
+from ddp_lab.models.usage import drawn_like
 
 FUNCTIONS = ("batch_norm", "native_batch_norm")
 TRAINING = 5  # number of the argument `training` of all of them
@@ -100,7 +102,7 @@ def changing_buffer(model: nn.Module, example: Tree) -> str | None:
         for name, buffer in model.named_buffers()
         if name.rpartition(".")[0] not in layers and not buffer.is_meta
     ]
-    if not names:
+    if not names or (is_large(model) and writes_no_buffer(model, example, names)):
         return None
     with suppress(Exception), state_kept(model):
         inputs = samples(model, example, 0)
@@ -108,6 +110,28 @@ def changing_buffer(model: nn.Module, example: Tree) -> str | None:
         after = buffers_after_step(model, inputs, Functional(layers), before)
         return next((name for name in names if not torch.equal(before[name], after[name])), None)
     return None
+
+
+def writes_no_buffer(model: nn.Module, example: Tree, names: Sequence[str]) -> bool:
+    """Return whether a forward pass in training changes no buffer; False if that is not known.
+
+    It runs without data, so that a large model takes no time.
+
+    Args:
+        model: complete, which stays as it is.
+        example: two samples, on the meta device.
+        names: of the buffers that matter.
+    """
+    with suppress(Exception), state_kept(model, weights=False), fake_copy(model) as copied:
+        before = {name: copied.get_buffer(name) for name in names}
+        versions = {name: buffer._version for name, buffer in before.items()}
+        call(copied.train(), drawn_like(example))
+        now = dict(copied.named_buffers(remove_duplicate=False))
+        return all(
+            now.get(name) is buffer and buffer._version == versions[name]
+            for name, buffer in before.items()
+        )
+    return False
 
 
 def samples(model: nn.Module, example: Tree, draw: int) -> Tree:

@@ -39,6 +39,8 @@ class FullyShard(Strategy):
 
     def partition(self, model: nn.Module, samples: int) -> None:
         super().partition(model, samples)
+        if not self.replaces_parameters:  # the traced stages of a mesh
+            return
         require_no_hooks(model, self.name)
         scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
         if scalars:

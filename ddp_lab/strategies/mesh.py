@@ -19,17 +19,20 @@ divisor of dp is hybrid sharding (HSDP).
 
 Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also
 along an axis of one rank. Every parameter is therefore a DTensor of the same mesh, which
-optimizers, clipping, averages and checkpoints treat alike. A module without blocks has a file of
-its own (mesh_of_module.py).
+optimizers, clipping, averages and checkpoints treat alike.
+
+That is for a Chain of blocks. Any other module has either no stages (mesh_of_module.py), or stages
+that are traces (traced_model.py), which are neither divided over tp nor sharded.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -42,11 +45,14 @@ from ddp_lab.models.chain import Chain, tie, tied_parameters
 from ddp_lab.models.partition import Partition
 from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.activation_sums import make_group
+from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import gradients_of, require_division
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local
+from ddp_lab.strategies.executor import Executor
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order
+from ddp_lab.strategies.gradients import sum_gradients
 from ddp_lab.strategies.mesh_of_module import MeshOfModule, require_no_stages
 from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.peer_sums import PeerSums
@@ -54,11 +60,21 @@ from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
-from ddp_lab.strategies.tensor_parallel import check_plans, own_tokens, parallelize, token_layouts
+from ddp_lab.strategies.tensor_parallel import (
+    check_plans,
+    is_of_user,
+    own_tokens,
+    parallelize,
+    token_layouts,
+)
 from ddp_lab.strategies.unit_gradients import eager
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.units import is_self_contained
+from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.strategies.traced_model import TracedModel
 
 
 class MeshKeys(TypedDict):
@@ -84,23 +100,23 @@ class Mesh(FullyShard):
     Args:
         shard: ranks along dp that share one copy of the parameters, each storing a shard of every
             tensor; null: all of dp.
-        tp: ranks that share each layer. The model's blocks must have a plan for it.
-        pp: ranks that share the model's blocks, each with one stage or several.
+        tp: ranks that share each layer. The model's blocks must have a plan for it, or the model.
+        pp: ranks that share the model's blocks, each with one stage or several. A module that is no
+            Chain is cut by a trace, with tp=1 and shard=1.
         sequence_parallel: whether the ranks along tp also share the tokens between the layers.
         schedule: name of torch's pipeline schedule.
         num_microbatches: number of micro-batches that a batch is divided into.
-        cut: names of the first blocks of the second stage, the third and so on; null cuts by FLOPs
-            into one stage per rank, or two per rank with the interleaved schedule.
+        cut: names of the first blocks of the second stage, the third and so on, or paths of modules
+            of a model that is no Chain; null cuts by FLOPs into one stage per rank, or two per rank
+            with the interleaved schedule.
         plan: how the layers of any module are divided over tp, as under strategy=tp; its parts are
             sharded as under fsdp. It needs no blocks with a plan, and no pipeline. null: the
-            model's blocks have the plan.
+            model's blocks have the plan, or a model of transformers.
 
     Raises:
         ConfigError: the axes do not fit the number of ranks; or, in `partition`, the model does not
             fit the axes.
     """
-
-    needs_chain = True
 
     def __init__(
         self,
@@ -126,22 +142,46 @@ class Mesh(FullyShard):
         self.pp_rank = runtime.rank // (tp * dp)
         self.sharded = shard > 1
         self.keys = keys
-        self.of_module: MeshOfModule | None = None
-        self.executor: PipelineExecutor | None = None
+        self.of_module: MeshOfModule | None = None  # a complete one
+        self.traced: TracedModel | None = None  # of a module that is cut by a trace
+        self.executor: Executor | None = None
+        self.peer_sums: PeerSums | None = None
+        self.gradients: list[BlockGradients] = []  # of each stage of this rank
         if pp > 1:
             self.num_microbatches = keys["num_microbatches"]
-        plan = keys.get("plan")
-        if plan is not None:
+            self.cuts_model = True
+        if keys.get("plan") is None:
+            self.divides_blocks = True
+        else:
             require_no_stages(keys)
-            self.of_module = MeshOfModule(dict(plan))
-            self.needs_chain = self.calls_blocks = False
 
     def partition(self, model: nn.Module, samples: int) -> None:
+        is_complete = self.axes["pp"] == 1
+        if self.divides_blocks and isinstance(model, Chain):
+            self.calls_blocks = True
+        elif is_complete:
+            plan = self.keys.get("plan")
+            self.of_module = MeshOfModule(None if plan is None else dict(plan))
+        else:
+            require_only_stages(self.keys, self.axes, model)
+            self.replaces_parameters = self.copies_weights = False
+            self.autocast = self.runtime.autocast
         super().partition(model, samples)
         if self.of_module is not None:
             self.of_module.partition(self, model)
-            return
-        assert isinstance(model, Chain)  # `needs_chain`
+            self.tries_plan = self.of_module.plan is not None
+        elif isinstance(model, Chain):
+            self._cut(model, samples)
+        else:
+            from ddp_lab.strategies.traced_model import cut_by_trace
+
+            self.traced = cut_by_trace(self, model, samples)
+            self.plan = self.traced.plan
+            self.weights = self.traced.weights
+            self.bubble = self.plan.bubble
+
+    def _cut(self, model: Chain, samples: int) -> None:
+        """Decide which rank has which blocks of a Chain, as `partition`."""
         tp = self.axes["tp"]
         pp = self.axes["pp"]
         tokens_too = self.keys["sequence_parallel"]
@@ -162,7 +202,7 @@ class Mesh(FullyShard):
         self.weights.require_one_stage_a_rank(self.plan, self.name)
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
-        self.peer_sums: PeerSums | None = None
+            self.tries_plan = any(map(is_of_user, model))
         self.tokens = token_layouts(model, tokens_too)
         self.forms = None
         if pp > 1 or tokens_too:
@@ -174,22 +214,42 @@ class Mesh(FullyShard):
         if self.of_module is not None:
             self.of_module.setup(self, model, self._along_dp())
             return
-        assert isinstance(model, Chain)  # `needs_chain`
-        self.gradients: list[BlockGradients] = []  # of each stage of this rank
+        assert self.pp_group is not None
+        if self.traced is not None:
+            self.module = self.traced.place(model, self.to_device)
+            self.executor = self.traced.executor(self.module, self.pp_group, self.task)
+            self.is_metric_rank = self.executor.has_loss
+            return
+        assert isinstance(model, Chain)  # `partition`
+        if self.tries_plan and not self.runtime.is_planned:
+            self._try_blocks(model)
         stages = make_stages(model, self.plan, self.pp_rank, self.runtime.precision, self.autocast)
         for stage in stages.values():
             self._place(stage)
 
         self.module = self.weights.with_first_names(blocks_of(stages), self.pp_rank)
         self.forward = next(iter(stages.values()))  # the only stage, if there is no pipeline
-        self.executor = None
-        if self.pp_group is not None and self.axes["pp"] > 1:
+        if self.axes["pp"] > 1:
             assert self.forms is not None
             self.executor = PipelineExecutor(
                 self.plan, stages, self.forms, self.pp_group, self.task, self.device
             )
         has_loss = self.plan.num_stages - 1 in stages
         self.is_metric_rank = has_loss and self.mesh["tp"].get_local_rank() == 0
+
+    def _try_blocks(self, model: Chain) -> None:
+        """Compare users' blocks that are divided by their plans with the undivided ones."""
+        from ddp_lab.strategies.block_trial import blocks_to_try, try_block
+
+        assert isinstance(self.plan.parts, Partition)  # of a Chain
+        along_tp = self.mesh["tp"]
+        tokens_too = self.keys["sequence_parallel"]
+        group, peer_sums = make_group(along_tp.get_group(), tokens_too, self.device)
+        self.runtime.keep(peer_sums)
+        for block in blocks_to_try(model, self.plan.parts.shapes):
+            if peer_sums is not None:
+                peer_sums.begin()
+            try_block(block, group, along_tp, self.runtime, self.to_device)
 
     def _make_groups(self) -> None:
         self.mesh = self.runtime.mesh(self.axes)
@@ -262,6 +322,10 @@ class Mesh(FullyShard):
             return self.of_module.describe(self)
         (pp, replicate, shard, tp) = self.axes.values()
         parts = self.plan.parts
+        if self.traced is not None:
+            stages = parts.describe([f"pp {stage % pp}" for stage in range(self.plan.num_stages)])
+            layout = f"mesh on {self.where}: pp {pp} x dp {self.dp_size}"
+            return f"{layout}, {stages}, {self.plan.describe()}"
         lines = [
             f"mesh on {self.where}:",
             f"pp {pp} x dp {self.dp_size} x tp {tp}, dp = replicate {replicate} x shard {shard}",
@@ -286,7 +350,6 @@ class Mesh(FullyShard):
             self.of_module.hooks.has_samples = num_valid > 0
             return super().add_gradient(inputs, targets, num_valid, divisor)
         self.require_inputs(inputs)
-        assert isinstance(inputs, torch.Tensor)
         self._begin()
         for gradients in self.gradients:
             gradients.begin(num_valid > 0)
@@ -299,7 +362,6 @@ class Mesh(FullyShard):
         if self.of_module is not None:
             return super().predict(inputs)
         self.require_inputs(inputs)
-        assert isinstance(inputs, torch.Tensor)
         self._begin()
         if self.executor is None:
             self._check_tokens(inputs)
@@ -312,12 +374,13 @@ class Mesh(FullyShard):
         if self.peer_sums is not None:
             self.peer_sums.begin()
 
-    def _check_tokens(self, inputs: torch.Tensor) -> None:
+    def _check_tokens(self, inputs: Tree) -> None:
         """Raise a ConfigError if the ranks along tp cannot share the tokens of a batch.
 
         Called where the model is not cut into stages.
         """
         if self.forms is not None:
+            assert isinstance(inputs, torch.Tensor)  # `require_inputs`
             self.forms.of(Form.of(inputs))
 
     @contextmanager
@@ -337,6 +400,16 @@ class Mesh(FullyShard):
             gradients.drop_unused(self.dp_group, self.device)
         assert self.pp_group is not None
         self.weights.sum_copies(self.module, self.pp_rank, self.pp_group)
+        if self.traced is not None and self.dp_size > 1:
+            with every_gradient(self):
+                sum_gradients(self.module.parameters(), partial(flat, group=self.dp_group))
+
+    def require_called_hooks(self, model: nn.Module) -> None:
+        if self.traced is not None:
+            from ddp_lab.strategies.traced_model import require_traceable
+
+            require_traceable(model, self.name)
+        super().require_called_hooks(model)
 
     def counted_parameters(self) -> Iterable[nn.Parameter]:
         if self.of_module is not None:
@@ -344,6 +417,10 @@ class Mesh(FullyShard):
         return self.weights.counted_once(self.module, self.pp_rank)
 
     def gradient_norm(self) -> torch.Tensor:
+        if self.traced is not None:
+            squares = super().gradient_norm().square()
+            dist.all_reduce(squares, group=self.pp_group)
+            return squares.sqrt()
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same
         # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -353,3 +430,28 @@ class Mesh(FullyShard):
             copies = self.dp_size * self.axes["tp"] / shards
             squares += real_view(local(gradient)).double().square().sum() / copies
         return self.runtime.all_reduce(squares).sqrt().to(torch.get_default_dtype())
+
+
+def require_only_stages(keys: Mapping[str, Any], axes: Mapping[str, int], model: nn.Module) -> None:
+    """Check that a mesh with stages of a module that is no Chain has no other axes than dp and pp.
+
+    Args:
+        keys: the options of the mesh.
+        axes: sizes of its axes.
+        model: that is no Chain.
+
+    Raises:
+        ConfigError: it has.
+    """
+    pp = axes["pp"]
+    others = [f"strategy.{name}={axes[name]}" for name in ("tp", "shard") if axes[name] > 1]
+    if keys["sequence_parallel"]:
+        others.append("strategy.sequence_parallel=true")
+    if others:
+        raise ConfigError(
+            f"strategy.pp={pp} {' '.join(others)}: {type(model).__name__} is no Chain of blocks, "
+            f"so strategy.pp={pp} cuts it by a trace, whose stages have no layers that could be "
+            "divided or sharded. Use strategy.pp with strategy.tp=1 strategy.shard=1, or "
+            "strategy.tp and strategy.shard with strategy.pp=1, or return a Chain of blocks "
+            "(docs/your-own.md)"
+        )

@@ -1,5 +1,7 @@
 """A mesh without stages for any module: layers divided over tp by a plan, parts sharded over dp.
 
+With tp=1 no plan is needed, and the mesh is fsdp with any number of replicas.
+
     rank (dp 0, tp 0)   shard 0 of the units 0 .. c/2        rank (dp 0, tp 1)   ... c/2 .. c
     rank (dp 1, tp 0)   shard 1 of the units 0 .. c/2        rank (dp 1, tp 1)
 
@@ -32,11 +34,15 @@ if TYPE_CHECKING:
 UNTESTED = "it was never tested with strategy.plan of strategy=mesh"
 
 
-def require_no_stages(keys: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if a mesh with strategy.plan has options of stages or blocks.
+def require_no_stages(
+    keys: Mapping[str, Any],
+    why: str = "with strategy.plan, which divides the layers of a complete module",
+) -> None:
+    """Raise a ConfigError if a mesh of a complete module has options of stages or blocks.
 
     Args:
         keys: the options of the mesh.
+        why: it is a complete module.
     """
     for key, value, remedy in (
         ("pp", 1, "strategy.pp=1, or strategy=pipeline for a model without blocks"),
@@ -44,29 +50,26 @@ def require_no_stages(keys: Mapping[str, Any]) -> None:
         ("sequence_parallel", False, "strategy.sequence_parallel=false"),
     ):
         if keys[key] != value:
-            raise ConfigError(
-                f"strategy.{key}={keys[key]}: is not supported with strategy.plan, which divides "
-                f"the layers of a complete module. Use {remedy}"
-            )
+            raise ConfigError(f"strategy.{key}={keys[key]}: is not supported {why}. Use {remedy}")
 
 
 class MeshOfModule:
     """What a mesh does with a module that is no Chain.
 
     Args:
-        option: strategy.plan.
+        option: strategy.plan; None: the plan of the model, if it has one.
 
     Attributes:
-        plan: of the model. Known after `partition`.
+        plan: of the model; None: its layers are not divided. Known after `partition`.
         units: parts of the model that are gathered separately. Known after `partition`.
         hooks: on them. Known after `setup`.
     """
 
-    plan: ModulePlan
+    plan: ModulePlan | None
     units: list[nn.Module]
     hooks: UnitHooks
 
-    def __init__(self, option: Mapping[Any, str]):
+    def __init__(self, option: Mapping[Any, str] | None):
         self.option = option
 
     def partition(self, mesh: "Mesh", model: nn.Module) -> None:
@@ -75,23 +78,38 @@ class MeshOfModule:
         Raises:
             ConfigError: the plan does not fit the model, or there is no sample to try it with.
         """
-        plan = chosen_plan(model, self.option, mesh.axes["tp"])
-        if plan is None:
+        if self.option is None:
+            kind = type(model).__name__
+            require_no_stages(mesh.keys, f"by a mesh for {kind}, which is no Chain of blocks")
+        self.plan = self._choose_plan(model, mesh.axes["tp"])
+        if self.plan is not None and mesh.sample is None and not mesh.runtime.is_planned:
             raise ConfigError(
-                "strategy.plan={}: names no layer. Name some, or use strategy=fsdp, which needs no "
-                "plan"
-            )
-        if mesh.sample is None and not mesh.runtime.is_planned:
-            raise ConfigError(
-                f"{plan.key}: is tried with a sample before the first step: "
+                f"{self.plan.key}: is tried with a sample before the first step: "
                 "lab.trainer(..., example=dataset[0])"
             )
-        self.plan = plan
         usage = None if mesh.example is None else find_usage(model, mesh.example)
         self.units = find_units(model, usage)
         names = {module: name for name, module in model.named_modules()}
         require_one_dtype([*self.units, model], names)
         mesh.unsupported |= dict.fromkeys(("compile", "cuda_graph"), UNTESTED)
+
+    def _choose_plan(self, model: nn.Module, tp: int) -> ModulePlan | None:
+        if self.option is None and tp == 1:
+            return None
+        plan = chosen_plan(model, self.option, tp)
+        if plan is None and self.option is not None:
+            raise ConfigError(
+                "strategy.plan={}: names no layer. Name some, or use strategy=fsdp, which needs no "
+                "plan"
+            )
+        if plan is None:
+            raise ConfigError(
+                f"strategy.tp={tp}: {type(model).__name__} is no Chain of blocks with a plan for "
+                "tensor parallelism, and has no plan of its own. Name the layers to divide, for "
+                "example strategy.plan={layers.*.up: column, layers.*.down: row}, or use "
+                "strategy=tp, which needs no plan"
+            )
+        return plan
 
     def setup(self, mesh: "Mesh", model: nn.Module, along_dp: DeviceMesh) -> None:
         """Divide and shard the model, as `Strategy.setup`.
@@ -104,20 +122,25 @@ class MeshOfModule:
         mesh.to_device(model)
         make_contiguous(model)
         mesh.module = mesh.forward = set_batch_norm(model, mesh.batch_norm, mesh.dp_group)
+        if self.plan is not None:
+            self._divide(mesh, model, self.plan)
+
+        self.hooks = UnitHooks(model, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
+        mesh.shard([*self.units, model], along_dp, reshard_after_forward=True)
+        mesh.is_metric_rank = along_tp.get_local_rank() == 0
+
+    def _divide(self, mesh: "Mesh", model: nn.Module, plan: ModulePlan) -> None:
+        """Divide the layers by the plan, and compare the model with the undivided one."""
         trial = None
         if mesh.sample is not None and not mesh.runtime.is_planned:
             from ddp_lab.strategies.plan_trial import PlanTrial
 
             inputs = random_like(mesh.sample())
-            words = {name: layer.said for name, layer in self.plan.layers.items()}
-            trial = PlanTrial(model, inputs, mesh.runtime, self.plan.key, self.plan.remedy, words)
-        apply_plan(model, self.plan, along_tp)
+            words = {name: layer.said for name, layer in plan.layers.items()}
+            trial = PlanTrial(model, inputs, mesh.runtime, plan.key, plan.remedy, words)
+        apply_plan(model, plan, mesh.mesh["tp"])
         if trial is not None:
             trial.compare(lambda: self._sum_along_tp(model))
-
-        self.hooks = UnitHooks(model, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
-        mesh.shard([*self.units, model], along_dp, reshard_after_forward=True)
-        mesh.is_metric_rank = along_tp.get_local_rank() == 0
 
     def reduce_gradients(self, mesh: "Mesh") -> None:
         """Complete the gradients after the last backward pass of a step."""
@@ -127,7 +150,7 @@ class MeshOfModule:
 
     def _sum_along_tp(self, model: nn.Module) -> None:
         """Sum the gradients of layers of which each rank has computed with its own units."""
-        for name in self.plan.with_word("summed"):
+        for name in self.plan.with_word("summed") if self.plan else ():
             for parameter in model.get_submodule(name).parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(local(parameter.grad), group=self.tp_group)
@@ -146,8 +169,10 @@ class MeshOfModule:
         replicate, shard, tp = (mesh.axes[name] for name in ("replicate", "shard", "tp"))
         names = [name for name, module in mesh.module.named_modules() if module in self.units]
         gathered = f"separately: {some(names)}" if names else "together"
+        divided = ""
+        if self.plan is not None:
+            divided = f"{len(self.plan.divided)} layers divided by {self.plan.key}, "
         return (
             f"mesh on {mesh.where}: dp {mesh.dp_size} x tp {tp}, dp = replicate {replicate} x "
-            f"shard {shard}; {len(self.plan.divided)} layers divided by {self.plan.key}, "
-            f"parameters gathered {gathered}"
+            f"shard {shard}; {divided}parameters gathered {gathered}"
         )

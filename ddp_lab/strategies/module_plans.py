@@ -52,8 +52,9 @@ ALIASES = {
 MEANING = {word: ours for ours, words in ALIASES.items() for word in words}
 # Words of transformers' plans that are not supported, and why.
 REFUSED = {
-    "sequence_parallel": "it divides the tokens, as strategy=mesh does with "
-    "strategy.sequence_parallel=true for blocks with a plan",
+    "sequence_parallel": "it divides the tokens between the layers, which no word of a plan does "
+    "here. Leave such layers out, so that every rank computes all tokens, or use "
+    "strategy.sequence_parallel=true of strategy=mesh with a Chain of blocks with a plan",
     "packed_colwise": "the layer has the weights of several layers, each of which would have to be "
     "divided",
     "packed_rowwise": "the layer has the weights of several layers, each of which would have to be "
@@ -127,8 +128,8 @@ def chosen_plan(model: nn.Module, option: Mapping[Any, Any] | None, tp: int) -> 
         words = own_plan(model)
         key = f"the tensor-parallel plan of {type(model).__name__}"
         remedy = (
-            "Give another plan by strategy.plan={NAME: WORD, ...}, or use strategy.plan={}, which "
-            "divides the model layer by layer"
+            "Give another plan by strategy.plan={NAME: WORD, ...}, or use strategy=tp with "
+            "strategy.plan={}, which divides the model layer by layer"
         )
         names = [name for name, _ in model.named_modules()]
         matching = {
@@ -211,13 +212,14 @@ def meaning_of(word: str, said: str, key: str) -> str:
     """
     if word in MEANING:
         return MEANING[word]
-    allowed = ", ".join(MEANING)
+    others = ", ".join(other for other in MEANING if other not in ALIASES)
+    allowed = f"{', '.join(ALIASES)}; and of transformers {others}"
     if reason := REFUSED.get(word):
         raise ConfigError(f"{key}: {said} is not supported: {reason}. Allowed: {allowed}")
     if word.startswith(OF_EXPERTS):
         raise ConfigError(
             f"{key}: {said} is not supported: it divides a mixture of experts. Allowed: {allowed}. "
-            "Use strategy.plan={} to divide the model layer by layer"
+            "Use strategy=tp with strategy.plan={} to divide the model layer by layer"
         )
     close = difflib.get_close_matches(word, MEANING, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
@@ -77,24 +76,12 @@ class Pipeline(Strategy):
             self.weights = StageWeights.of_chain(model, self.plan, self.name)
             self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
         else:
-            self._trace(model, samples)
+            from ddp_lab.strategies.traced_model import cut_by_trace
+
+            self.traced = cut_by_trace(self, model, samples)
+            self.plan = self.traced.plan
+            self.weights = self.traced.weights
         self.bubble = self.plan.bubble
-
-    def _trace(self, model: nn.Module, samples: int) -> None:
-        """Cut a model that is no Chain."""
-        from ddp_lab.strategies.traced import OF_TRACES
-        from ddp_lab.strategies.traced_model import TracedModel
-
-        if self.batch_norm == "sync":
-            raise ConfigError(
-                f"strategy.batch_norm=sync: is not supported by strategy={self.name} for a model "
-                "that is no Chain, whose stages are traces without its layers. Use "
-                "strategy.batch_norm=local, or strategy=ddp"
-            )
-        self.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
-        self.traced = TracedModel(self, model, samples)
-        self.plan = self.traced.plan
-        self.weights = self.traced.weights
 
     def setup(self, model: nn.Module) -> None:
         mesh = self.runtime.mesh(self.axes)

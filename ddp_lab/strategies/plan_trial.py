@@ -1,6 +1,6 @@
 """A trial of a tensor-parallel plan: the divided model must compute what the undivided one did.
 
-Both get the same samples before the first step, and outputs and gradients are compared:
+Both get the same samples before anything is written, and outputs and gradients are compared:
 
     undivided   forward, backward -> fingerprints of outputs, activations and gradients
     divided     forward, backward -> the same; the first one that differs is reported

@@ -53,6 +53,12 @@ def plan_of(block: nn.Module) -> Mapping[str, str] | None:
     return getattr(block, "tensor_parallel", None)
 
 
+def is_of_user(block: nn.Module) -> bool:
+    """Return whether a block has a plan that is not one of ddp_lab's own, which are tested."""
+    is_own = type(block).__module__.partition(".")[0] == "ddp_lab"
+    return plan_of(block) is not None and not is_own
+
+
 def plans_for(model: nn.Module, tp: int) -> tuple[dict[str, nn.Module], str]:
     """Return the blocks with a plan by name, and why they are not divided by it: "" if they are.
 

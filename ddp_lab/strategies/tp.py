@@ -44,7 +44,7 @@ from ddp_lab.strategies.gradients import all_gradients_of
 from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
-from ddp_lab.strategies.tensor_parallel import divide, plan_of, plans_for
+from ddp_lab.strategies.tensor_parallel import divide, is_of_user, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
@@ -204,6 +204,7 @@ class TP(Strategy):
         if not self.plans:
             self.plan = chosen_plan(model, self.plan_option, tp)
         self.peer_sums: PeerSums | None = None
+        self.tries_plan = self.plan is not None or any(map(is_of_user, self.plans.values()))
         if self.plan is not None:
             self._require_sample(self.plan)
             divided = {name: model.get_submodule(name) for name in self.plan.divided}
@@ -322,11 +323,7 @@ class TP(Strategy):
 
     def _divide_blocks(self, model: nn.Module, mesh: DeviceMesh, group: TokenGroup) -> None:
         """Divide blocks by the plans of their classes, and try those of the user."""
-        others = {
-            name: block
-            for name, block in self.plans.items()
-            if type(block).__module__.partition(".")[0] != "ddp_lab"
-        }
+        others = {name: block for name, block in self.plans.items() if is_of_user(block)}
         trial = None
         if others:
             words = {

@@ -14,11 +14,12 @@ from ddp_lab.models.drop_path import DropPath
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
-from ddp_lab.strategies.traced import INNER, Blueprint
+from ddp_lab.strategies.traced import INNER, OF_TRACES, Blueprint
 from ddp_lab.strategies.traced_stages import TracedExecutor
 from ddp_lab.tasks.base import Task
 
 if TYPE_CHECKING:
+    from ddp_lab.strategies.mesh import Mesh
     from ddp_lab.strategies.pipeline import Pipeline
 
 
@@ -38,7 +39,7 @@ class TracedModel:
         ConfigError: there is no example, the model has hooks, or it cannot be traced or cut.
     """
 
-    def __init__(self, strategy: "Pipeline", model: nn.Module, samples: int):
+    def __init__(self, strategy: "Pipeline | Mesh", model: nn.Module, samples: int):
         if strategy.example is None:
             raise ConfigError(
                 f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
@@ -93,6 +94,21 @@ class TracedModel:
             task: with the training loss.
         """
         return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, task)
+
+
+def cut_by_trace(strategy: "Pipeline | Mesh", model: nn.Module, samples: int) -> TracedModel:
+    """Return the stages of a model that is no Chain, and note what they do not support.
+
+    Arguments and errors as in `TracedModel`; in addition BatchNorm must have local statistics.
+    """
+    if strategy.batch_norm == "sync":
+        raise ConfigError(
+            f"strategy.batch_norm=sync: is not supported by strategy={strategy.name} for a model "
+            "that is no Chain, whose stages are traces without its layers. Use "
+            "strategy.batch_norm=local, or strategy=ddp"
+        )
+    strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
+    return TracedModel(strategy, model, samples)
 
 
 def require_traceable(model: nn.Module, strategy: str) -> None:

@@ -50,7 +50,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
 
     Collective.
 
-    With `find_unused_parameters`, a bitmap of the used parameters is combined after the body, one
+    If steps may leave parameters unused, a bitmap of the used ones is combined after the body, one
     bit for each parameter. Only a rank that has not used one waits for it, and so for its device:
     it has to know whether another rank has.
 
@@ -62,7 +62,7 @@ def every_gradient(strategy: Strategy) -> Generator[None]:
             it is raised on all ranks. On GPUs the other ranks would have to wait for the device in
             every step, so they are ended with this one.
     """
-    expected = bool(strategy.find_unused_parameters) or strategy.dp_size == 1
+    expected = strategy.may_leave_unused
     on_cpu = strategy.device.type == "cpu"
     parameters = [*trainable(strategy.module.parameters())]
     unused = [parameter for parameter in parameters if parameter.grad is None]

@@ -27,7 +27,8 @@ def adopt_groups(scheduler: LambdaLR, strategy: Strategy, known: Set[int]) -> No
     for group in groups[len(private.base_lrs) :]:
         parameters: list[nn.Parameter] = group["params"]
         for parameter in parameters:
-            is_divided = strategy.runtime.world_size > 1 or strategy.needs_chain
+            is_copied = strategy.replaces_parameters and strategy.calls_blocks
+            is_divided = strategy.runtime.world_size > 1 or is_copied
             if is_divided and id(parameter) not in known:
                 raise ConfigError(
                     f"optimizer.add_param_group: strategy={strategy.name} does not hold a "

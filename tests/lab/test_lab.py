@@ -348,11 +348,6 @@ MESSAGES = [
         "strategy=split: cuts the model by a trace, and needs a sample for it: lab.trainer(...",
     ),
     (
-        {"strategy": "mesh"},
-        made(model=nn.Linear(3, 3)),
-        "strategy=mesh: needs a model made of blocks, but the model is a Linear",
-    ),
-    (
         {"strategy": "pipeline", "num_microbatches": 16},
         step(),
         "must not exceed the 12 samples that a pipeline gets at once",

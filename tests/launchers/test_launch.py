@@ -129,8 +129,10 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     f"{OWN}one_weight strategy=mesh strategy.pp=2 strategy.schedule=interleaved1f1b "
     "strategy.cut=['2','3','4']": "strategy=mesh: 4.weight is the same parameter as 2.weight, "
     "which is in another stage of the same rank",
-    f"{OWN}Plain strategy=mesh": "strategy=mesh: needs a model made of blocks, but "
-    "model._target_=own_models.Plain is a Plain. Use ",
+    f"{OWN}Plain strategy=mesh strategy.tp=2": "strategy.tp=2: Plain is no Chain of blocks with a "
+    "plan for tensor parallelism, and has no plan of its own. Name the layers to divide, ",
+    f"{OWN}Plain strategy=mesh strategy.pp=2 strategy.sequence_parallel=true": "strategy.pp=2 "
+    "strategy.sequence_parallel=true: Plain is no Chain of blocks, so strategy.pp=2 cuts it by a ",
     f"{OWN}Plain strategy=fsdp strategy.keep_whole=[expert.*]": "strategy.keep_whole=[expert.*]: "
     "matches no module of the model.",
     f"{OWN}Wrong +model.how=scalar strategy=fsdp": "strategy=fsdp: cannot shard the parameter "

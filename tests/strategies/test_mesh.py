@@ -315,12 +315,62 @@ def test_blocks_that_only_some_ranks_reach_in_the_backward_pass_are_refused_by_n
     assert "Use another strategy, for example ddp" in message
 
 
-def test_model_that_has_no_blocks_is_refused():
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            {"pp": 2, "tp": 2},
+            "strategy.pp=2 strategy.tp=2: Linear is no Chain of blocks, so strategy.pp=2 cuts it "
+            "by a trace, whose stages have no layers that could be divided or sharded. Use ",
+        ),
+        (
+            {"pp": 2, "shard": None},
+            "strategy.pp=2 strategy.shard=2: Linear is no Chain of blocks, so strategy.pp=2 cuts "
+            "it by a trace",
+        ),
+        (
+            {"pp": 4, "sequence_parallel": True},
+            "strategy.pp=4 strategy.sequence_parallel=true: Linear is no Chain of blocks",
+        ),
+        ({"pp": 4}, "strategy=mesh: cuts the model by a trace, and needs a sample for it: "),
+        (
+            {"pp": 4, "batch_norm": "sync"},
+            "strategy.batch_norm=sync: is not supported by strategy=mesh for a model that is no ",
+        ),
+        (
+            {"tp": 2},
+            "strategy.tp=2: Linear is no Chain of blocks with a plan for tensor parallelism, and "
+            "has no plan of its own. Name the layers to divide, for example strategy.plan={",
+        ),
+        (
+            {"cut": ["0"]},
+            "strategy.cut=['0']: is not supported by a mesh for Linear, which is no Chain of "
+            "blocks. Use strategy.cut=null",
+        ),
+        (
+            {"sequence_parallel": True},
+            "strategy.sequence_parallel=True: is not supported by a mesh for Linear, which is no "
+            "Chain of blocks. Use strategy.sequence_parallel=false",
+        ),
+    ],
+)
+def test_axes_that_a_model_that_has_no_blocks_does_not_support_are_refused(
+    axes, message, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    strategy = Mesh(Runtime("cpu"), **(AXES | OPTIONS | axes))
+    with pytest.raises(ConfigError) as caught:
+        strategy.partition(nn.Linear(2, 2), 8)
+    assert str(caught.value).startswith(message)
+
+
+def test_model_that_has_no_blocks_trains_on_a_mesh_of_one_rank():
     with Lab("mesh", device="cpu") as lab:
         optimizer = partial(torch.optim.SGD, lr=0.1)
+        model = nn.Linear(2, 2)
+        start = model.weight.detach().clone()
         sample = torch.ones(2), torch.ones(2)
-        message = r"^strategy=mesh: needs a model made of blocks, but the model is a Linear\. "
-        with pytest.raises(ConfigError, match=message):
-            lab.trainer(
-                nn.Linear(2, 2), tasks.Regression(), optimizer, batch_size=4, example=sample
-            )
+        trainer = lab.trainer(model, tasks.Regression(), optimizer, batch_size=4, example=sample)
+        trainer.step(torch.ones(4, 2), torch.ones(4, 2))
+        weight = trainer.strategy.module.state_dict()["weight"]
+        assert not torch.equal(weight.full_tensor(), start)

@@ -17,6 +17,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.models.chain import Chain
 from ddp_lab.models.vit import Block
 from ddp_lab.strategies.mesh import Mesh
 from ddp_lab.strategies.module_plans import chosen_plan, own_plan
@@ -174,14 +175,22 @@ class UsersBlock(Block):
     """A block with a plan, of a file of the user."""
 
 
-def train_blocks() -> list[str]:
+class MixingBlock(Block):
+    """A block whose plan divides the tokens where they are mixed, which only some ranks see."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.fc2(self.fc1(self.norm2(tokens))).mean(1, True)
+
+
+def train_blocks(strategy: str, options: dict) -> list[str]:
     """Train a step with each kind of block; return "", or why the plan is refused."""
     messages = []
     images = torch.rand(4, 3, 16, 16)
-    with Lab("tp", device="cpu", timeout=30) as lab:
-        for kind in (WrongBlock, UsersBlock):
+    with Lab(strategy, device="cpu", timeout=30, **options) as lab:
+        for kind in (WrongBlock, UsersBlock, MixingBlock):
             model = make_model("vit", 0)
             model.block1 = kind(16, 4, 32, 0.0, "block1")
+            assert isinstance(model, Chain)
             sgd = partial(torch.optim.SGD, lr=0.1)
             try:
                 trainer = lab.trainer(model, tasks.Classification(), sgd, 4, example=images[0])
@@ -193,9 +202,20 @@ def train_blocks() -> list[str]:
     return messages
 
 
-def test_wrong_plan_of_a_block_is_found_before_the_first_step():
-    for wrong, right in run_world(2, train_blocks):
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("tp", {}),
+        ("mesh", {"tp": 2}),
+        ("mesh", {"tp": 2, "sequence_parallel": True}),
+    ],
+)
+def test_wrong_plan_of_a_block_is_found_before_the_first_step(strategy, options):
+    for wrong, right, mixing in run_world(2, train_blocks, strategy, options):
         assert right == ""
+        divides_tokens = "sequence_parallel" in options
+        expected = "the attribute tensor_parallel of MixingBlock: the divided model does not "
+        assert mixing.startswith(expected) == divides_tokens
         assert wrong.startswith(
             "the attribute tensor_parallel of WrongBlock: the divided model does not compute what "
             "the model does: block1.fc2 fails: RuntimeError: "
@@ -301,7 +321,8 @@ def text_model(**options: Any) -> Pairs:
             text_model(),
             {"layers.*.up": "colum"},
             2,
-            "layers.*.up: colum: there is no such word; did you mean column? allowed: column, ",
+            "layers.*.up: colum: there is no such word; did you mean column? allowed: column, "
+            "column_gathered, row, row_divided, replicated, summed; and of transformers colwise, ",
         ),
         (
             text_model(),
@@ -313,7 +334,11 @@ def text_model(**options: Any) -> Pairs:
             text_model(),
             {"head": "sequence_parallel"},
             2,
-            "head: sequence_parallel is not supported: it divides the tokens, as strategy=mesh",
+            "head: sequence_parallel is not supported: it divides the tokens between the layers, "
+            "which no word of a plan does here. Leave such layers out, so that every rank computes "
+            "all tokens, or use strategy.sequence_parallel=true of strategy=mesh with a Chain of "
+            "blocks with a plan. Allowed: column, column_gathered, row, row_divided, replicated, "
+            "summed; and of transformers colwise, ",
         ),
         (
             text_model(),
@@ -401,8 +426,8 @@ def test_models_own_plan_that_tp_does_not_divide_is_refused_with_the_way_out():
     assert str(caught.value) == (
         "the tensor-parallel plan of Planned: cannot divide layers.0.attn.q (layers.*.attn.[qkv]: "
         "column): strategy.tp=4 must divide its 2 heads of 8 units. Give another plan by "
-        "strategy.plan={NAME: WORD, ...}, or use strategy.plan={}, which divides the model layer "
-        "by layer"
+        "strategy.plan={NAME: WORD, ...}, or use strategy=tp with strategy.plan={}, which divides "
+        "the model layer by layer"
     )
 
 
@@ -440,3 +465,4 @@ def test_plan_of_the_command_line(plan, code, text, tmp_path):
     assert text in output
     assert output.count("error: ") == (code > 0), "one message"
     assert "Traceback" not in output
+    assert any(tmp_path.iterdir()) == (code == 0), "a refused plan leaves no directory"

@@ -11,7 +11,7 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError
 
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 WORDS = 11
 LENGTH = 5
 
@@ -49,6 +49,14 @@ class Language(nn.Module):
         for layer in self.layers:
             tokens = layer(tokens, attention_mask == 0)
         return {"logits": self.head(self.norm(tokens)).mean(1), "tokens": tokens}
+
+
+class Spare(Language):
+    """The same with a layer that no step uses."""
+
+    def __init__(self):
+        super().__init__(is_tied=True)
+        self.spare = nn.Linear(2, 2)
 
 
 class Pictures(nn.Module):
@@ -96,6 +104,7 @@ class Images(Dataset):
 MODELS = {
     "language": (Language, Sentences, "label"),
     "tied": (partial(Language, is_tied=True), Sentences, "label"),
+    "spare": (Spare, Sentences, "label"),
     "pictures": (Pictures, Images, 1),
 }
 
@@ -107,8 +116,10 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
     dataset = data()
     with Lab(strategy, device="cpu", timeout=60, **options) as lab:
         torch.manual_seed(3)
+        model = make()
+        start = {name: each.detach().clone() for name, each in model.named_parameters()}
         trainer = lab.trainer(
-            make(),
+            model,
             tasks.Classification(),
             SGD,
             batch_size=8,
@@ -125,7 +136,9 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
         inputs, _ = next(iter(trainer.batches(dataset, 0, shuffle=False)))
         outputs = trainer.predict(inputs)
         outputs = outputs["logits"] if isinstance(outputs, dict) else outputs
+        named = dict(trainer.strategy.module.named_parameters())
         return {
+            "not moved": [name for name, each in named.items() if torch.equal(each, start[name])],
             "losses": losses,
             "metrics": metrics,
             "outputs": outputs.tolist(),
@@ -135,6 +148,7 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
 QUICK = {
     ("tied", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
     ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
+    ("tied", "mesh"): {"schedule": "1f1b", "num_microbatches": 2, "pp": 2},
 }
 FURTHER = {
     ("language", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
@@ -142,13 +156,22 @@ FURTHER = {
     ("language", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
     ("tied", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
     ("tied", "cut"): {"schedule": "gpipe", "num_microbatches": 2, "cut": ["layers.1"]},
+    ("pictures", "mesh"): {"schedule": "gpipe", "num_microbatches": 1, "pp": 2},
+    ("tied", "mesh, interleaved"): {
+        "schedule": "interleaved1f1b",
+        "num_microbatches": 2,
+        "pp": 2,
+    },
 }
 
 
 def on_two(cases: dict) -> dict:
     return {
         (name, case): train(
-            "pipeline", name, options, **({"accumulate": 2} if case == "accumulate" else {})
+            "mesh" if case.startswith("mesh") else "pipeline",
+            name,
+            options,
+            **({"accumulate": 2} if case in ("accumulate", "mesh, interleaved") else {}),
         )
         for (name, case), options in cases.items()
     }
@@ -166,7 +189,11 @@ def further() -> list[dict]:
 
 def on_four() -> dict:
     options = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2}
-    return {name: train("ddp_pipeline", name, options) for name in ("language", "tied")}
+    return {
+        (strategy, name): train(strategy, name, options)
+        for strategy in ("ddp_pipeline", "mesh")
+        for name in ("language", "tied", "spare")
+    }
 
 
 @once
@@ -174,9 +201,13 @@ def alone(name: str) -> dict:
     return run_world(1, train, "single", name, {})[0]
 
 
-def assert_same(trained: dict, expected: dict) -> None:
+def assert_losses_same(trained: dict, expected: dict) -> None:
     assert trained["losses"] == pytest.approx(expected["losses"], rel=1e-12)
     assert trained["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+
+
+def assert_same(trained: dict, expected: dict) -> None:
+    assert_losses_same(trained, expected)
     for row, other in zip(trained["outputs"], expected["outputs"], strict=True):
         assert row == pytest.approx(other, rel=1e-11, abs=1e-13)
 
@@ -196,10 +227,13 @@ def test_traced_model_equals_single_in_further_cases(name, case):
 
 @pytest.mark.slow
 def test_traced_model_on_two_pipelines_equals_single():
-    for rank in run_world(4, on_four, timeout=300):
-        for name, trained in rank.items():
-            losses = alone(name)["losses"]
-            assert trained["losses"] == pytest.approx(losses, rel=1e-12)
+    for number, rank in enumerate(run_world(4, on_four, timeout=300)):
+        for (strategy, name), trained in rank.items():
+            assert_losses_same(trained, alone(name))  # a replica predicts its own samples
+            # the ranks with the first stage have it, too
+            has_spare = name == "spare" and number in ((0, 2) if strategy != "mesh" else (0, 1))
+            expected = ["spare.weight", "spare.bias"] * has_spare
+            assert trained["not moved"] == expected, (strategy, name, number)
 
 
 SPLIT = {

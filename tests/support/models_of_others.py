@@ -6,7 +6,7 @@ Each is trained by `single` and by other strategies. The packages are imported w
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,6 +265,63 @@ MODELS = {
     "nanoGPT's layout, tied": Model(NanoGPT, Texts(), last_token),
 }
 
+# Those that are trained by every strategy, with the plan by which tp and mesh divide their layers;
+# None: their own.
+PLANS: dict[str, dict[str, str] | None] = {
+    "timm vit_tiny": {"blocks.*.mlp.fc1": "column", "blocks.*.mlp.fc2": "row"},
+    "transformers Llama of two key heads, tied": None,
+    "nanoGPT's layout, tied": {
+        "transformer.h.*.mlp.0": "column",
+        "transformer.h.*.mlp.2": "row",
+    },
+}
+
+
+class World(NamedTuple):
+    """Ranks under a strategy, which train the models of PLANS.
+
+    Attributes:
+        strategy: its name.
+        ranks: their number.
+        options: of the strategy.
+        is_planned: whether it gets the plan of each model.
+        reason: in the message, if it is refused.
+    """
+
+    strategy: str
+    ranks: int
+    options: Mapping[str, Any] = {}
+    is_planned: bool = False
+    reason: str = ""
+
+
+GPIPE = {"schedule": "gpipe", "num_microbatches": 2}
+TRACED = "a trace, whose stages have no layers"
+# by what the table calls it
+WORLDS = {
+    "dp": World("dp", 1),
+    "split": World("split", 1, {"devices": ["cpu", "cpu"], "num_microbatches": 2}),
+    "split, 4 stages": World("split", 1, {"devices": ["cpu"] * 4, "num_microbatches": 2}),
+    "scratch": World("scratch", 2),
+    "tp": World("tp", 2, is_planned=True),
+    "tp, layer by layer": World("tp", 2, {"plan": {}}),
+    "mesh, tp=2": World("mesh", 2, {"tp": 2}, is_planned=True),
+    "mesh, shard=null": World("mesh", 2, {"shard": None}),
+    "mesh, pp=2": World("mesh", 2, {"pp": 2} | GPIPE),
+    "scratch on 4": World("scratch", 4, {"algorithm": "ring"}),
+    "ddp on 4": World("ddp", 4),
+    "fsdp on 4": World("fsdp", 4),
+    "pipeline on 4": World("pipeline", 4, GPIPE),
+    "ddp_pipeline on 4": World("ddp_pipeline", 4, {"pp": 2} | GPIPE),
+    "tp=2 on 4": World("tp", 4, {"tp": 2}, is_planned=True),
+    "mesh, tp=2 on 4": World("mesh", 4, {"tp": 2}, is_planned=True),
+    "mesh, tp=2 shard=null on 4": World("mesh", 4, {"tp": 2, "shard": None}, is_planned=True),
+    "mesh, shard=2 on 4": World("mesh", 4, {"shard": 2}),
+    "mesh, pp=2 on 4": World("mesh", 4, {"pp": 2} | GPIPE),
+    "mesh, pp=2 tp=2 on 4": World("mesh", 4, {"pp": 2, "tp": 2} | GPIPE, reason=TRACED),
+    "mesh, pp=2 shard=2 on 4": World("mesh", 4, {"pp": 2, "shard": 2} | GPIPE, reason=TRACED),
+}
+
 
 def without_dropout(model: nn.Module) -> nn.Module:
     """Return a model that draws no random numbers, in float64."""
@@ -302,7 +359,7 @@ def trained(strategy: str, name: str, folder: Path, **options: Any) -> str | flo
         if strategy in ("ddp", "fsdp", "scratch", "tp"):
             options["batch_norm"] = "sync"
     if strategy == "pipeline":
-        options = {"schedule": "gpipe", "num_microbatches": 1 if has_statistics else 2}
+        options = GPIPE | ({"num_microbatches": 1} if has_statistics else {})
     path = folder / f"{'single' if strategy == 'single' else 'other'}-{list(MODELS).index(name)}"
     try:
         with Lab(strategy, device="cpu", timeout=120, **options) as lab:
@@ -341,3 +398,17 @@ def batches(trainer: Any, data: Dataset) -> Iterator[Any]:
 
 def train_all(strategy: str, names: list[str], folder: Path) -> dict[str, str | float]:
     return {name: trained(strategy, name, folder) for name in names}
+
+
+def train_planned(world: World, folder: Path) -> dict[str, str | float]:
+    """Train the models of PLANS on a rank of a world; results as of `trained`."""
+    return {
+        name: trained(
+            world.strategy,
+            name,
+            folder,
+            **world.options,
+            **{"plan": plan} if world.is_planned else {},
+        )
+        for name, plan in PLANS.items()
+    }

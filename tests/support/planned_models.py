@@ -31,11 +31,14 @@ class HeadNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, heads: int, dropout: float):
+    def __init__(self, heads: int, dropout: float, key_bias: bool):
         super().__init__()
         self.head_dim = WIDTH // heads
         self.dropout = dropout
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q = nn.Linear(WIDTH, WIDTH)
+        # mathematically its bias has no gradient: it adds the same to all scores of a query
+        self.k = nn.Linear(WIDTH, WIDTH, bias=key_bias)
+        self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.norm = HeadNorm(self.head_dim)
 
     def forward(self, tokens):
@@ -49,9 +52,9 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, heads: int, dropout: float, dropout_of_heads: float):
+    def __init__(self, heads: int, dropout: float, dropout_of_heads: float, key_bias: bool):
         super().__init__()
-        self.attn = Attention(heads, dropout_of_heads)
+        self.attn = Attention(heads, dropout_of_heads, key_bias)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.act = nn.ReLU(inplace=True)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
@@ -76,13 +79,16 @@ class Pairs(nn.Module):
         dropout: float = 0.0,
         dropout_of_heads: float = 0.0,
         padding: int | None = None,
+        key_bias: bool = True,
     ):
         super().__init__()
         if words:
             self.entry = nn.Embedding(words, WIDTH, padding_idx=padding)
         else:
             self.entry = nn.Linear(in_channels * image_size, WIDTH)
-        self.layers = nn.ModuleList(Layer(heads, dropout, dropout_of_heads) for _ in range(2))
+        self.layers = nn.ModuleList(
+            Layer(heads, dropout, dropout_of_heads, key_bias) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, num_classes, bias=not tied)
         if tied:
             self.head.weight = self.entry.weight
