@@ -98,14 +98,14 @@ def test_models_are_known_to_nobody_above_them():
 
 
 def assigned_attributes(path: Path) -> list[str]:
-    """Return the assignments of a file to attributes of a strategy or a task, but for its own."""
+    """Return the assignments of a file to attributes of a strategy or a task from outside of it."""
     assigned = []
     for node in ast.walk(ast.parse(path.read_text())):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute):
                 name = ast.unparse(target.value).rpartition(".")[2]
-                if name in ("strategy", "task"):
+                if name in ("strategy", "mesh", "task"):
                     assigned.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
     return assigned
 

@@ -194,7 +194,8 @@ class Together:
         self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> None:
         """Free what `enter` has kept: a forward hook."""
-        self._tokens = self._complete = None
+        self._tokens = None
+        self._complete = None
         self._outputs = []
 
     def compute(self, layer: ColumnLinear, inputs: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.executor import Executor
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order
 from ddp_lab.strategies.gradients import sum_gradients
-from ddp_lab.strategies.mesh_of_module import MeshOfModule, require_no_stages
+from ddp_lab.strategies.mesh_of_module import UNTESTED, MeshOfModule, require_no_stages
 from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.schedules import PipelinePlan
@@ -128,7 +128,9 @@ class Mesh(FullyShard):
         tp = keys["tp"]
         pp = keys["pp"]
         require_division(runtime.world_size, {"pp": pp, "tp": tp})
-        dp = self.dp_size = self.replicas = runtime.world_size // (pp * tp)
+        dp = runtime.world_size // (pp * tp)
+        self.dp_size = dp
+        self.replicas = dp
         shard = keys["shard"] or dp
         if dp % shard:
             raise ConfigError(
@@ -169,13 +171,15 @@ class Mesh(FullyShard):
         super().partition(model, samples)
         if self.of_module is not None:
             self.of_module.partition(self, model)
+            self.unsupported |= dict.fromkeys(("compile", "cuda_graph"), UNTESTED)
             self.tries_plan = self.of_module.plan is not None
         elif isinstance(model, Chain):
             self._cut(model, samples)
         else:
-            from ddp_lab.strategies.traced_model import cut_by_trace
+            from ddp_lab.strategies.traced_model import UNSUPPORTED_BY_TRACES, cut_by_trace
 
             self.traced = cut_by_trace(self, model, samples)
+            self.unsupported |= UNSUPPORTED_BY_TRACES
             self.plan = self.traced.plan
             self.weights = self.traced.weights
             self.bubble = self.plan.bubble
@@ -212,7 +216,9 @@ class Mesh(FullyShard):
     def setup(self, model: nn.Module) -> None:
         self._make_groups()
         if self.of_module is not None:
-            self.of_module.setup(self, model, self._along_dp())
+            self.module = self.of_module.setup(self, model, self._along_dp())
+            self.forward = self.module
+            self.is_metric_rank = self.mesh["tp"].get_local_rank() == 0
             return
         assert self.pp_group is not None
         if self.traced is not None:

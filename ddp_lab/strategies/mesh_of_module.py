@@ -31,7 +31,7 @@ from ddp_lab.strategies.units import find_units, require_one_dtype
 if TYPE_CHECKING:
     from ddp_lab.strategies.mesh import Mesh
 
-UNTESTED = "it was never tested with strategy.plan of strategy=mesh"
+UNTESTED = "it was never tested with a mesh of a model that is no Chain"
 
 
 def require_no_stages(
@@ -91,7 +91,6 @@ class MeshOfModule:
         self.units = find_units(model, usage)
         names = {module: name for name, module in model.named_modules()}
         require_one_dtype([*self.units, model], names)
-        mesh.unsupported |= dict.fromkeys(("compile", "cuda_graph"), UNTESTED)
 
     def _choose_plan(self, model: nn.Module, tp: int) -> ModulePlan | None:
         if self.option is None and tp == 1:
@@ -111,8 +110,8 @@ class MeshOfModule:
             )
         return plan
 
-    def setup(self, mesh: "Mesh", model: nn.Module, along_dp: DeviceMesh) -> None:
-        """Divide and shard the model, as `Strategy.setup`.
+    def setup(self, mesh: "Mesh", model: nn.Module, along_dp: DeviceMesh) -> nn.Module:
+        """Divide and shard the model, as `Strategy.setup`, and return it.
 
         Args:
             along_dp: the ranks along dp.
@@ -121,13 +120,13 @@ class MeshOfModule:
         self.tp_group = along_tp.get_group()
         mesh.to_device(model)
         make_contiguous(model)
-        mesh.module = mesh.forward = set_batch_norm(model, mesh.batch_norm, mesh.dp_group)
+        model = set_batch_norm(model, mesh.batch_norm, mesh.dp_group)
         if self.plan is not None:
             self._divide(mesh, model, self.plan)
 
         self.hooks = UnitHooks(model, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
         mesh.shard([*self.units, model], along_dp, reshard_after_forward=True)
-        mesh.is_metric_rank = along_tp.get_local_rank() == 0
+        return model
 
     def _divide(self, mesh: "Mesh", model: nn.Module, plan: ModulePlan) -> None:
         """Divide the layers by the plan, and compare the model with the undivided one."""

@@ -76,9 +76,10 @@ class Pipeline(Strategy):
             self.weights = StageWeights.of_chain(model, self.plan, self.name)
             self.forms = StageForms(model, self.plan, samples, self.runtime.precision)
         else:
-            from ddp_lab.strategies.traced_model import cut_by_trace
+            from ddp_lab.strategies.traced_model import UNSUPPORTED_BY_TRACES, cut_by_trace
 
             self.traced = cut_by_trace(self, model, samples)
+            self.unsupported |= UNSUPPORTED_BY_TRACES
             self.plan = self.traced.plan
             self.weights = self.traced.weights
         self.bubble = self.plan.bubble

@@ -300,7 +300,8 @@ def recorded(model: nn.Module, running: list[str]) -> Generator[dict[tuple[str, 
 
     def leave(name: str, outputs: Any) -> None:
         running.pop()
-        number = calls[name] = calls.get(name, -1) + 1
+        number = calls.get(name, -1) + 1
+        calls[name] = number
         for place, tensor in enumerate(tensors_of(outputs)):
             if tensor.is_floating_point() or tensor.is_complex():
                 marks[name, number, place] = mark_of(tensor)

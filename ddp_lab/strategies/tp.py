@@ -288,7 +288,8 @@ class TP(Strategy):
         mesh = self.runtime.mesh(self.axes)
         self.dp_group = mesh.get_group("dp")
         model = self.to_device(model)
-        self.module = self.forward = set_batch_norm(model, self.batch_norm, self.dp_group)
+        self.module = set_batch_norm(model, self.batch_norm, self.dp_group)
+        self.forward = self.module
         if self.plans:
             group, self.peer_sums = make_group(mesh["tp"].get_group(), False, self.device)
             self.runtime.keep(self.peer_sums)

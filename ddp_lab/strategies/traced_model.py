@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ddp_lab.strategies.pipeline import Pipeline
 
 
+# Why stages that are traces exclude performance options (`Strategy.unsupported`).
+UNSUPPORTED_BY_TRACES = dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
+
+
 class TracedModel:
     """The stages of a model that is cut by a trace.
 
@@ -97,7 +101,7 @@ class TracedModel:
 
 
 def cut_by_trace(strategy: "Pipeline | Mesh", model: nn.Module, samples: int) -> TracedModel:
-    """Return the stages of a model that is no Chain, and note what they do not support.
+    """Return the stages of a model that is no Chain.
 
     Arguments and errors as in `TracedModel`; in addition BatchNorm must have local statistics.
     """
@@ -107,7 +111,6 @@ def cut_by_trace(strategy: "Pipeline | Mesh", model: nn.Module, samples: int) ->
             "that is no Chain, whose stages are traces without its layers. Use "
             "strategy.batch_norm=local, or strategy=ddp"
         )
-    strategy.unsupported |= dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
     return TracedModel(strategy, model, samples)
 
 
