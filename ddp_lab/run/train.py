@@ -29,7 +29,7 @@ from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
-from ddp_lab.world.process import keep_freed_memory
+from ddp_lab.world.process import keep_freed_memory, note
 
 if TYPE_CHECKING:
     from ddp_lab.training.timed_schedule import TimedSchedule
@@ -55,6 +55,8 @@ def train(job: Job) -> tuple[Outcome, Path]:
     if runtime.device.type == "cpu":
         keep_freed_memory()
     run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
+    if runtime.local_rank == 0:
+        note(run_dir=str(run_dir.path.absolute()), error=None)
     requests = Requests(runtime)
     requests.listen()
     setup_logging(run_dir.path, runtime.rank)
@@ -79,8 +81,8 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         log.info(job.dataset.describe_sets())
     if runtime.is_main and (text := job.sizes.warning()):
         log.warning(text)
-    for note in job.notes:
-        log.info(note)
+    for line in job.notes:
+        log.info(line)
     if run_dir.failure and runtime.is_main:
         log.warning(f"started again after {run_dir.failure}")
 
@@ -311,8 +313,8 @@ def log_result(
         progress: at the end of the run.
         checkpoints: of the run.
     """
-    if result := result_in(checkpoints.folder, checkpoints.best):
-        path, best = result
+    if chosen := result_in(checkpoints.folder, checkpoints.best):
+        path, best = chosen
         end = best
         criterion = checkpoints.best
     else:
@@ -328,9 +330,11 @@ def log_result(
         log.info(f"{never}, so that none is the best: the last weights are the result")
     log.info(describe_result(metrics, epoch, end.step, criterion, path, job.strategy.where))
     row = row_at(metrics, epoch, end.step)
-    return {"epoch": epoch, "checkpoint": str(path)} | {
+    result = {"epoch": epoch, "checkpoint": str(path)} | {
         key: row[key] for key in row if key.partition("_")[0] in SETS
     }
+    note(result=result)
+    return result
 
 
 def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:
