@@ -25,6 +25,7 @@ from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import ShapeByMetric
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
@@ -32,6 +33,7 @@ from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.process import keep_freed_memory, note
 
 if TYPE_CHECKING:
+    from ddp_lab.training.plateau import PlateauSchedule
     from ddp_lab.training.timed_schedule import TimedSchedule
 
 Outcome = Literal["finished", "preempted", "interrupted"]
@@ -137,11 +139,14 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
         before_write,
     )
     timed = timed_schedule(job)
+    plateau = plateau_schedule(job)
 
     def schedule(progress: Progress) -> int:
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
         if timed is not None:
             timed.resume(progress)
+        if plateau is not None:
+            plateau.resume(progress)
         return job.sizes.steps_before(progress)
 
     progress = checkpoints.resume(source, schedule)
@@ -178,8 +183,8 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             check_replicas=settings.check_replicas,
         )
         hooks.insert(0, guard)
-        if timed is not None:
-            hooks.insert(0, timed)  # before a checkpoint, which has its prediction then
+        # before a checkpoint, which has their state then
+        hooks[:0] = [each for each in (timed, plateau) if each is not None]
 
         read = None
         if fit_settings.log_every != Every():
@@ -231,6 +236,17 @@ def timed_schedule(job: Job) -> "TimedSchedule | None":
     from ddp_lab.training.timed_schedule import TimedSchedule
 
     return TimedSchedule(job.horizon, job.fit_settings.max_minutes)
+
+
+def plateau_schedule(job: Job) -> "PlateauSchedule | None":
+    """Return what gives evaluations to the schedule; None if it does not depend on them."""
+    if not isinstance(job.shape, ShapeByMetric):
+        return None
+    from ddp_lab.training.plateau import Plateau, PlateauSchedule
+
+    assert isinstance(job.shape, Plateau), "the only such shape"
+    lower_is_better = job.task.lower_is_better(job.shape.metric.removeprefix("val_"))
+    return PlateauSchedule(job.shape, job.sizes.lr, lower_is_better)
 
 
 def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
