@@ -14,6 +14,7 @@ a start reads no more of each than its header and what `fingerprint` hashes.
 import bisect
 import glob
 import hashlib
+import mmap
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -76,8 +77,17 @@ class Shard:
 
 @lru_cache(MAPPED)
 def mapped(path: str, tokens: int) -> np.ndarray:
-    """Return the tokens of a shard, uint16 [tokens], of which those are read that are used."""
-    return np.memmap(path, TOKEN, "r", HEADER_BYTES, (tokens,))
+    """Return the tokens of a shard, uint16 [tokens], of which those are read that are used.
+
+    The system is told not to read ahead: windows are read in random order, and it would read 128
+    KiB for each. That took 5 ms a window in place of 0.1 (100 shards of 200 MB on a disk that
+    another program used, 2 cores, 2026-11-28).
+    """
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        content.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(content, TOKEN, tokens, HEADER_BYTES)
 
 
 @dataclass(frozen=True)
