@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "merge": "make one file of a sharded checkpoint",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
+    "shards": "write shards of tokens for data=tokens from text files",
     "doctor": "check machines and config before a launch",
     "submit": "submit a run to Slurm or Kubernetes, after showing it",
     "runs": "list runs, show the curves of one, or delete empty ones (--clean)",

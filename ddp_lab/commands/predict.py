@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
     if namespace.output:
         check_output(namespace.output, namespace.force)
+    from ddp_lab.data.datasets import BYTES
     from ddp_lab.run.build_trained import open_run
     from ddp_lab.run.predict import Predictor, find_images, generate, write_table
     from ddp_lab.tasks.classification import Classification
@@ -103,6 +104,12 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(
             f"{namespace.run}: its inputs are no images, so predict cannot read them from files; "
             "use ddp-lab evaluate, or the weights that ddp-lab export writes"
+        )
+    if namespace.prompt and len(run.data.classes) != BYTES:
+        raise ConfigError(
+            f"{namespace.run}: its vocabulary has {len(run.data.classes):,} tokens, but the prompt "
+            f"of predict is bytes, of which there are {BYTES}. Write the weights with ddp-lab "
+            "export, and generate with the tokenizer of its data"
         )
     images = find_images(namespace.images) if namespace.images else []
     print(f"weights: {run.checkpoint}", file=sys.stderr)

@@ -2,10 +2,14 @@
 
 ddp-lab train model=resnet18 data=cifar10
 ddp-lab train --nproc 4 strategy=ddp
+ddp-lab train --json outcome.json epochs=3
 torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 """
 
+import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +17,16 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
+from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launchers.command import (
     PREEMPTED,
     command,
     end_on_requests,
     refuse_tasks,
     run_with_config,
+    user_errors,
 )
+from ddp_lab.world.process import note
 
 if TYPE_CHECKING:
     from ddp_lab.run.job import Job
@@ -33,19 +40,76 @@ def main(arguments: list[str]) -> None:
     end_on_requests()
     from ddp_lab.launchers.start_ranks import is_large, read_options, start_ranks
 
-    options, overrides = read_options(arguments)
-    refuse_tasks(options is not None and is_large(options))
-    if options:
-        sys.exit(start_ranks(options, overrides))
-    run_with_config(train_rank, overrides)
+    file, arguments = split_json(arguments)
+    with outcome_in(file):
+        options, overrides = read_options(arguments)
+        refuse_tasks(options is not None and is_large(options))
+        if options:
+            sys.exit(start_ranks(options, overrides))
+        run_with_config(train_rank, overrides)
 
 
 def main_of_rank(arguments: list[str]) -> None:
     """Train in this process: train.py."""
     with command():
         end_on_requests()
-        refuse_tasks(False)
-        run_with_config(train_rank, arguments)
+        file, arguments = split_json(arguments)
+        with outcome_in(file):
+            refuse_tasks(False)
+            run_with_config(train_rank, arguments)
+
+
+def split_json(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the value of --json, or None without it, and the other arguments.
+
+    Raises:
+        ConfigError: it has no value, cannot be written, or is not supported in this launch.
+    """
+    if not any(each.partition("=")[0] == "--json" for each in arguments):
+        return None, arguments
+    from ddp_lab.launchers.arguments import Parser, check_folder
+
+    parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", type=Path)
+    namespace, others = parser.parse_known_args(arguments)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"--json {namespace.json}: is not supported under torchrun, of which a rank does not "
+            "know how the launch ends. Use `ddp-lab train --nproc N --json FILE`, or read "
+            "status.json and failure.json in the run directory"
+        )
+    if {"-m", "--multirun"} & {*others}:
+        raise ConfigError(
+            f"--json {namespace.json}: is for one run; the jobs of a sweep have status.json and "
+            "metrics.jsonl in their run directories. Leave it out"
+        )
+    check_folder(namespace.json, "--json")
+    return namespace.json, others
+
+
+@contextmanager
+def outcome_in(file: Path | None) -> Generator[None]:
+    """Write the outcome of the launch in the body to a file, however it ends. None: to no file."""
+    if file is None:
+        yield
+        return
+    from ddp_lab.resilience import outcome
+
+    outcome.begin(file)
+    code = 1
+    try:
+        with user_errors():
+            yield
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except Exception as error:
+        note(error=describe_error(error))
+        raise
+    finally:
+        outcome.write(code)
+        outcome.end()
 
 
 def train_rank(cfg: DictConfig) -> float | None:

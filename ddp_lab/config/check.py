@@ -218,7 +218,11 @@ def explain(
     allowed = describe(field.annotation, field.metadata)
     if first["type"] == "missing":
         return f"{key}: is missing; it must be {allowed}"
-    return f"{key}={'null' if value is None else value}: must be {allowed}"
+    from ddp_lab.config.other_names import explain_value
+
+    advice = explain_value(key, value)
+    shown = "null" if value is None else value
+    return f"{key}={shown}: must be {allowed}{advice and f'. {advice}'}"
 
 
 def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
@@ -231,9 +235,12 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
         names: The keys that exist in the group.
     """
     from ddp_lab.config.moved import MOVED
+    from ddp_lab.config.other_names import explain_name
 
     if key in MOVED:
         return f"{key}={value}: is now a key of every strategy. Use {MOVED[key]}={value}"
+    if advice := explain_name(key, value):
+        return f"{key}={value}: there is no such key. {advice}; ddp-lab train --help lists all keys"
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
     advice = "".join(f"did you mean {prefix}{name}? " for name in close)
     allowed = ", ".join(f"{prefix}{name}" for name in names)

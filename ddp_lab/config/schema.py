@@ -47,6 +47,7 @@ class DataConfig(Keys):
     """The keys of the group `data`."""
 
     root: str
+    val_root: str | None = None
     loader: Literal["auto", "device", "workers"]
     num_workers: NaturalNumber
     crop_padding: NaturalNumber

@@ -81,6 +81,11 @@ Best = Annotated[
     Field(pattern=r"^(auto|val_\w+)$"),
     Allowed("auto or a metric of the validation set, as val_loss"),
 ]
+ValidationMetric = Annotated[
+    str,
+    Field(pattern=r"^val_\w+$"),
+    Allowed("a metric of the validation set, as val_loss"),
+]
 Optimize = Annotated[
     str,
     Field(pattern=r"^(auto|(val|test)_\w+)$"),

@@ -1,8 +1,8 @@
 """What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,10 @@ class Samples(ABC):
     def number(self, index: int) -> int:
         """Return the number that the user's dataset has for the sample `index`."""
         return index
+
+    def in_memory(self) -> "InMemory | None":
+        """Return all samples in host memory; None if they can only be read one by one."""
+        return None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,6 +145,9 @@ class InMemory(Samples):
             lambda tensor: tensor[index], self.targets
         )
 
+    def in_memory(self) -> "InMemory":
+        return self
+
     @property
     def device(self) -> torch.device:
         """The device of the samples."""
@@ -220,6 +227,7 @@ class Dataset:
             none.
         digest: hash of the list of files, or of the classes and sizes of data=own, the same on all
             ranks; empty: not compared.
+        files: hash of each file by its name, where a file is hashed; empty: none is.
         find_corrupt: decodes all files and raises a NodeError about those that cannot be decoded;
             None: there are no files.
     """
@@ -230,6 +238,7 @@ class Dataset:
     val: Samples | None = None
     held_out: str = ""
     digest: str = ""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
     find_corrupt: Callable[[], None] | None = None
 
     @property

@@ -49,10 +49,12 @@ class LabelRange:
         """
         if (
             not isinstance(targets, torch.Tensor)
-            or targets.dtype not in INTEGERS
+            or targets.dtype not in (*INTEGERS, torch.uint16)
             or not targets.numel()
         ):
             return 0, 0
+        if targets.dtype == torch.uint16:  # of shards, in host memory
+            return 0, int(targets.numpy().max())
         low, high = (int(bound) for bound in targets.aminmax())
         if self.ignore is not None and low <= self.ignore <= high:
             rows = max(1, PART * len(targets) // targets.numel())

@@ -9,6 +9,7 @@ from multiprocessing import RawValue
 from multiprocessing.util import Finalize
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import Dataset as TorchDataset
@@ -66,6 +67,32 @@ class Batches(TorchDataset[Sample]):
         # it would be reported by rank 0 only, but this sample is read by one rank
         except ConfigError as error:
             raise SampleError(str(error)) from None
+
+
+class EpochBatches:
+    """The arguments of `Batches.__getitems__` for the rest of an epoch, in order.
+
+    They are made one by one: a large set of small samples has millions.
+
+    Attributes:
+        epoch: its number.
+        indices: int64 [n], this rank's samples.
+        size: samples of a batch.
+    """
+
+    def __init__(self, size: int):
+        self.epoch = 0
+        self.indices = np.empty(0, np.int64)
+        self.size = size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.indices) / self.size)
+
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
+        epoch = self.epoch
+        indices = self.indices
+        for at in range(0, len(indices), self.size):
+            yield epoch, indices[at : at + self.size]
 
 
 def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> None:
@@ -136,7 +163,7 @@ class WorkerLoader(Loader):
         super().__init__(data, options)
         # Worker processes learn the epoch from each batch: nothing that is set in the main process
         # reaches them once they run.
-        self._batches: list[Any] = []
+        self._batches: Any = EpochBatches(self.local_batch_size)
         self._ended: Flag = RawValue(ctypes.c_bool, False)
         self.loader = DataLoader(
             Batches(data),
@@ -179,11 +206,10 @@ class WorkerLoader(Loader):
     def _start(self, order: torch.Tensor) -> None:
         if self._ended.value:
             raise ConfigError(CLOSED)
-        indices = order[self.start :].numpy()  # tensors would go through shared memory
-        size = self.local_batch_size
-        self._batches[:] = [
-            (self.epoch, indices[at : at + size]) for at in range(0, len(indices), size)
-        ]
+        self._batches.epoch = self.epoch
+        self._batches.indices = order[
+            self.start :
+        ].numpy()  # tensors would go through shared memory
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.overrides import HELP, check_overrides
-from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, show
+from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, note, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again
 # later
@@ -235,7 +235,9 @@ def report(error: Exception) -> None:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # no launcher would have ended this rank
             return
     is_own = isinstance(error, (ConfigError, SampleError))
-    show(f"error: {error if is_own else explain(error)}", code=REFUSED)
+    message = str(error) if is_own else explain(error)
+    note(error=message)
+    show(f"error: {message}", code=REFUSED)
 
 
 def explain(error: Exception) -> str:

@@ -24,6 +24,7 @@ from ddp_lab.launchers.arguments import Parser
 from ddp_lab.launchers.command import PREEMPTED, REFUSED, quote_faults
 from ddp_lab.launchers.command_line import compose_config, split_config_dir
 from ddp_lab.launchers.short_run import ENTRY
+from ddp_lab.world.process import note
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -225,7 +226,9 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     ]
     first = min(reported, key=order_of, default=None)
     if first:
-        print(first.error_file_data["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
+        text = first.error_file_data["message"]["extraInfo"]["py_callstack"]
+        note(error=text.removeprefix("error: "))
+        print(text, file=sys.stderr)
 
     codes = {
         rank: failure.exitcode
@@ -240,6 +243,8 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
             else:
                 how = f"ended with exit code {code}"
             print(f"rank {rank} {how}", file=sys.stderr)
+            if not first:
+                note(error=f"rank {rank} {how}")
 
     if first:
         return REFUSED if first.error_file_data["message"].get("errorCode") == REFUSED else 1

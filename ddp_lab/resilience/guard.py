@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from ddp_lab.resilience.heartbeats import OwnHeartbeat
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.loop import stop_reasons
+from ddp_lab.training.metrics import Evaluation
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Exchanged
 from ddp_lab.world.process import REQUESTS
@@ -158,7 +159,9 @@ class Guard(Hook):
             self.save(position)
         self.heartbeat.at("evaluating", position.epoch, position.step + 1)
 
-    def on_evaluated(self, position: Progress, seconds: float) -> None:
+    def on_evaluated(
+        self, position: Progress, results: Mapping[str, Evaluation], seconds: float
+    ) -> None:
         """Save a checkpoint of the weights if they are the best so far."""
         if position.is_best(self.checkpoints.best):
             self.save(self.run.current())

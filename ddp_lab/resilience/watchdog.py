@@ -31,7 +31,7 @@ from ddp_lab.resilience.heartbeats import (
     Table,
 )
 from ddp_lab.resilience.run_directory import RunDir, write_status
-from ddp_lab.world.process import is_alive, show
+from ddp_lab.world.process import OUTCOME, is_alive, show
 from ddp_lab.world.runtime import Runtime
 
 BEAT = 0.5  # seconds between two looks
@@ -126,7 +126,7 @@ class Watchdog:
             sys.stdout.flush()
         finally:
             # Not sys.exit: an open process group could keep the interpreter from exiting.
-            os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+            exit_now(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def stop(self) -> None:
         """Stop the watchdog thread, because this rank exits normally."""
@@ -328,7 +328,18 @@ class Watchdog:
         deadline = time.monotonic() + grace
         self.before_exit()
         if not self._stop.wait(max(0.0, deadline - time.monotonic())):
-            os._exit(1)
+            exit_now(1)
+
+
+def exit_now(code: int) -> None:
+    """End this process at once. If it is the one that the user has started, write the outcome."""
+    try:
+        if OUTCOME in os.environ and "RANK" not in os.environ:
+            from ddp_lab.resilience import outcome
+
+            outcome.write(code)
+    finally:
+        os._exit(code)
 
 
 def others(failed: int, everyone: list[Heartbeat]) -> list[Heartbeat]:

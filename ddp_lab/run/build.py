@@ -49,7 +49,7 @@ from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
 from ddp_lab.training.plan import FitSettings, TrainSizes, step_limits
-from ddp_lab.training.schedule import Horizon, make_scheduler, try_shape
+from ddp_lab.training.schedule import Horizon, ShapeByMetric, make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -86,7 +86,8 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     source = find_resumed(cfg, runtime)
     job = build(cfg, runtime, with_weights=source is None)
     job.notes[:0] = notes
-    check_selection(cfg, job.dataset, job.task)
+    by_metric = job.shape.metric if isinstance(job.shape, ShapeByMetric) else None
+    check_selection(cfg, job.dataset, job.task, by_metric)
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
@@ -182,9 +183,10 @@ def assemble(
     else:
         warmup_steps = cfg.warmup_steps
         horizon.check_warmup(warmup_steps)
+    shape = build_shape(cfg.scheduler, epochs)
     scheduler = partial(
         make_scheduler,
-        shape=build_shape(cfg.scheduler, epochs),
+        shape=shape,
         horizon=horizon,
         steps_per_epoch=steps,
         warmup_steps=warmup_steps,
@@ -238,6 +240,7 @@ def assemble(
         task=task,
         recipe=recipe,
         fit_settings=fit_settings,
+        shape=shape,
         horizon=horizon,
         shapes=shapes,
         checkpoint_bytes=size,

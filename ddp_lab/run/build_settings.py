@@ -134,10 +134,18 @@ def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
     return None if dataset.val is None else "val_loss"
 
 
-def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
+def check_selection(
+    cfg: DictConfig, dataset: Dataset, task: Task, by_metric: str | None = None
+) -> None:
     """Check that the sets and metrics exist by which a run chooses.
 
-    It chooses the best checkpoint, the result of a sweep, and the last epoch.
+    It chooses the best checkpoint, the result of a sweep, the last epoch, and its learning rate.
+
+    Args:
+        cfg: the config.
+        dataset: of the run.
+        task: of the run.
+        by_metric: the metric on which the learning-rate schedule depends; None: on none.
 
     Raises:
         ConfigError: one does not.
@@ -149,8 +157,10 @@ def check_selection(cfg: DictConfig, dataset: Dataset, task: Task) -> None:
             "evaluate_test=end evaluates the test set after the last epoch only. Use "
             "data.val_fraction, or evaluate_test=every_epoch"
         )
-    for key in SELECTING:
-        value = OmegaConf.select(cfg, key)
+    values = {key: OmegaConf.select(cfg, key) for key in SELECTING}
+    if by_metric is not None:
+        values["scheduler.metric"] = by_metric
+    for key, value in values.items():
         name, _, metric = str(value).partition("_")
         if key == "patience" and value:
             name = "val"

@@ -1,7 +1,7 @@
 """What a run records of its data, in data.json, for launches and commands that continue it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class DataRecord:
         digest: that of the dataset, as `Dataset.digest`.
         held_out: how the validation set was chosen among the training samples, as
             `Dataset.held_out`.
+        files: hash of each file by its name, as `Dataset.files`.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None:
             the last one is the result.
     """
@@ -35,12 +36,18 @@ class DataRecord:
     digest: str
     held_out: str
     criterion: Criterion | None
+    files: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> None:
     """Write data.json to a run directory. `criterion` is as in `DataRecord`."""
     record = DataRecord(
-        dataset.model_shape(), dataset.classes, dataset.digest, dataset.held_out, criterion
+        dataset.model_shape(),
+        dataset.classes,
+        dataset.digest,
+        dataset.held_out,
+        criterion,
+        {**dataset.files},
     )
     write_json(folder / DATA, asdict(record))
 
@@ -63,7 +70,8 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    if isinstance(record, dict) and record.keys() == DataRecord.__annotations__.keys():
+    # versions up to 2026-11 wrote no files
+    if isinstance(record, dict) and {"files", *record} == DataRecord.__annotations__.keys():
         return DataRecord(**record)
     return None
 
@@ -102,7 +110,7 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
     if record.digest and dataset.digest and record.digest != dataset.digest:
         warnings.append(
             f"{folder}: was trained on other files or samples than these data, so the order of "
-            "samples is another"
+            f"samples is another{describe_other_file(record.files, dataset.files)}"
         )
 
     if record.held_out != dataset.held_out:
@@ -121,6 +129,18 @@ def compare_data(folder: Path, dataset: Dataset, resumes: bool) -> str | None:
                 "been trained on samples that now validate them"
             )
     return "; ".join(warnings) or None
+
+
+def describe_other_file(recorded: Mapping[str, str], present: Mapping[str, str]) -> str:
+    """Return the first file that differs from that of a run, as the end of a message; or ""."""
+    for name in sorted({*recorded, *present}):
+        if name not in recorded:
+            return f"; {name} is new"
+        if name not in present:
+            return f"; {name} is missing"
+        if recorded[name] != present[name]:
+            return f"; {name} has changed"
+    return ""
 
 
 def input_shape_of(shape: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """What a run consists of: values and objects, of which none knows the config."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,7 +89,8 @@ class Job:
         task: what the model is trained for, with its loss, on the CPU.
         recipe: how the weights are updated, and how a step is executed.
         fit_settings: when training ends, and when the test set is evaluated.
-        horizon: the end of the learning-rate schedule.
+        shape: the shape of the learning-rate schedule.
+        horizon: its end.
         shapes: the shape of each tensor of the unsharded model, by name.
         checkpoint_bytes: the size of a checkpoint.
         notes: lines for the log.
@@ -104,6 +105,7 @@ class Job:
     task: Task
     recipe: Recipe
     fit_settings: FitSettings
+    shape: Callable[..., float]
     horizon: Horizon
     shapes: dict[str, tuple[int, ...]]
     checkpoint_bytes: int

@@ -87,7 +87,7 @@ def unsupported_options(strategy: Strategy, model: nn.Module) -> dict[str, str]:
 
 
 def bytes_of(dataset: Dataset) -> int | None:
-    """Return the size of all sets in host memory; None if images are read one by one."""
+    """Return the size of all sets in host memory; None if samples are read one by one."""
     sets = [samples for samples in dataset.sets.values() if isinstance(samples, InMemory)]
     if len(sets) < len(dataset.sets):
         return None

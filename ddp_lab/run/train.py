@@ -26,13 +26,15 @@ from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.schedule import ShapeByMetric
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
-from ddp_lab.world.process import keep_freed_memory
+from ddp_lab.world.process import keep_freed_memory, note
 
 if TYPE_CHECKING:
+    from ddp_lab.training.plateau import PlateauSchedule
     from ddp_lab.training.timed_schedule import TimedSchedule
 
 Outcome = Literal["finished", "preempted", "interrupted"]
@@ -63,6 +65,8 @@ def train(job: Job) -> tuple[Outcome, Path]:
         with print_if_slow("trying the plan, and placing the model", runtime.is_main):
             placed = place(job) if job.strategy.tries_plan else None
         run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
+        if runtime.local_rank == 0:
+            note(run_dir=str(run_dir.path.absolute()), error=None)
         requests = Requests(runtime)
         requests.listen()
         setup_logging(run_dir.path, runtime.rank)
@@ -102,8 +106,8 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         log.info(job.dataset.describe_sets())
     if runtime.is_main and (text := job.sizes.warning()):
         log.warning(text)
-    for note in job.notes:
-        log.info(note)
+    for line in job.notes:
+        log.info(line)
     if run_dir.failure and runtime.is_main:
         log.warning(f"started again after {run_dir.failure}")
 
@@ -167,11 +171,14 @@ def train_guarded(
         before_write,
     )
     timed = timed_schedule(job)
+    plateau = plateau_schedule(job)
 
     def schedule(progress: Progress) -> int:
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
         if timed is not None:
             timed.resume(progress)
+        if plateau is not None:
+            plateau.resume(progress)
         return job.sizes.steps_before(progress)
 
     progress = checkpoints.resume(source, schedule)
@@ -208,8 +215,8 @@ def train_guarded(
             check_replicas=settings.check_replicas,
         )
         hooks.insert(0, guard)
-        if timed is not None:
-            hooks.insert(0, timed)  # before a checkpoint, which has its prediction then
+        # before a checkpoint, which has their state then
+        hooks[:0] = [each for each in (timed, plateau) if each is not None]
 
         read = None
         if fit_settings.log_every != Every():
@@ -261,6 +268,17 @@ def timed_schedule(job: Job) -> "TimedSchedule | None":
     from ddp_lab.training.timed_schedule import TimedSchedule
 
     return TimedSchedule(job.horizon, job.fit_settings.max_minutes)
+
+
+def plateau_schedule(job: Job) -> "PlateauSchedule | None":
+    """Return what gives evaluations to the schedule; None if it does not depend on them."""
+    if not isinstance(job.shape, ShapeByMetric):
+        return None
+    from ddp_lab.training.plateau import Plateau, PlateauSchedule
+
+    assert isinstance(job.shape, Plateau), "the only such shape"
+    lower_is_better = job.task.lower_is_better(job.shape.metric.removeprefix("val_"))
+    return PlateauSchedule(job.shape, job.sizes.lr, lower_is_better)
 
 
 def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
@@ -343,8 +361,8 @@ def log_result(
         progress: at the end of the run.
         checkpoints: of the run.
     """
-    if result := result_in(checkpoints.folder, checkpoints.best):
-        path, best = result
+    if chosen := result_in(checkpoints.folder, checkpoints.best):
+        path, best = chosen
         end = best
         criterion = checkpoints.best
     else:
@@ -360,9 +378,11 @@ def log_result(
         log.info(f"{never}, so that none is the best: the last weights are the result")
     log.info(describe_result(metrics, epoch, end.step, criterion, path, job.strategy.where))
     row = row_at(metrics, epoch, end.step)
-    return {"epoch": epoch, "checkpoint": str(path)} | {
+    result = {"epoch": epoch, "checkpoint": str(path)} | {
         key: row[key] for key in row if key.partition("_")[0] in SETS
     }
+    note(result=result)
+    return result
 
 
 def open_logger(job: Job, settings: RunSettings, run_dir: Path, progress: Progress) -> FileLogger:

@@ -68,11 +68,14 @@ class Hook:
                 after the last step.
         """
 
-    def on_evaluated(self, position: Progress, seconds: float) -> None:
+    def on_evaluated(
+        self, position: Progress, results: Mapping[str, Evaluation], seconds: float
+    ) -> None:
         """Run after an evaluation within an epoch, when training goes on.
 
         Args:
             position: as in `on_step_end`, of the last step.
+            results: of the set that was evaluated, by its name, val or test.
             seconds: duration of the evaluation.
         """
 

@@ -132,7 +132,7 @@ def evaluate_within_epoch(run: Run) -> None:
     seconds = time.perf_counter() - start
     run.leave_out(seconds)
     for react in overrides(run.hooks, "on_evaluated"):
-        react(position, seconds)
+        react(position, {name: evaluation}, seconds)
 
 
 def averages(run: Run) -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ddp_lab.observe.logger import Logger
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.hooks import Hook, Run
-from ddp_lab.training.metrics import means
+from ddp_lab.training.metrics import Evaluation, means
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import PERIOD, Exchanged
@@ -54,7 +54,9 @@ class Meter(Hook):
     def on_epoch_end(self, position: Progress) -> None:
         self._begin(position)
 
-    def on_evaluated(self, position: Progress, seconds: float) -> None:
+    def on_evaluated(
+        self, position: Progress, results: Mapping[str, Evaluation], seconds: float
+    ) -> None:
         self._begun_at += seconds
         self._shown = self._shown._replace(time=self._shown.time + seconds)
         self._recorded = self._recorded._replace(time=self._recorded.time + seconds)

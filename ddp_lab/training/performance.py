@@ -107,7 +107,7 @@ def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:
 
     Args:
         wanted: what the config says.
-        in_memory: whether the dataset is in host memory, and images are not read one by one.
+        in_memory: whether the dataset is in host memory, and samples are not read one by one.
     """
     chosen = {name: value for name, value in wanted.options.items() if value not in (AUTO, None)}
     if not in_memory:
@@ -129,7 +129,7 @@ def choose(
         automatic: whether speed=auto chooses: on NVIDIA GPUs.
         wanted: by option the config's value; "auto" or None leaves the choice.
         unsupported: why an option is not supported, by name; no entry if it is.
-        data_bytes: size of the dataset in host memory; None if its images are read one by one.
+        data_bytes: size of the dataset in host memory; None if its samples are read one by one.
         model_bytes: size of the unsharded model's parameters.
         free_bytes: free memory of a device, the smallest of all ranks.
     """
@@ -137,7 +137,7 @@ def choose(
     reasons: dict[str, str] = {}
     if "loader" not in chosen and automatic:
         chosen["loader"] = "workers"
-        reasons["loader"] = "the images are read one by one"
+        reasons["loader"] = "the samples are read one by one"
         if data_bytes is not None:
             chosen["loader"] = "device" if data_bytes <= DATA_SHARE * free_bytes else "workers"
             reasons["loader"] = (

@@ -36,6 +36,8 @@ class Progress:
         horizon: number of steps after which a schedule ends whose run max_minutes ends, computed
             once from the speed; 0: not yet.
         horizon_minutes: the value of max_minutes for which it was computed.
+        plateau: state of scheduler=plateau, by name: its factor, and that of torch's
+            ReduceLROnPlateau; empty before the first evaluation, and with other schedules.
         first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a
             run that a loop in a Lab began, else 1. None: a checkpoint of an older version, which
             does not say who began the run.
@@ -57,6 +59,7 @@ class Progress:
     minutes_passed: float = 0.0
     horizon: int = 0
     horizon_minutes: float = 0.0
+    plateau: dict[str, float] = field(default_factory=dict[str, float])
     first_order: int | None = 1
 
     @property

@@ -52,6 +52,16 @@ def trapezoid(progress: float, decay: Fraction = 0.2) -> float:
     return 1.0 if progress <= 1 - decay else (1 - progress) / decay
 
 
+class ShapeByMetric:
+    """A shape that depends on a metric of the validation set.
+
+    Attributes:
+        metric: its name, for example val_loss.
+    """
+
+    metric: str
+
+
 def try_shape(shape: Callable[..., float], target: str, epochs: float) -> None:
     """Try a shape at the beginning, the middle and the end of the run.
 

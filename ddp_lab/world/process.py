@@ -26,6 +26,8 @@ TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3
 LARGEST = 32 * 2**20  # bytes; the most that every version of glibc accepts as MMAP_THRESHOLD
 NEVER = 2**31 - 1
+# the file in which the outcome of the launch is noted, for `ddp-lab train --json`
+OUTCOME = "DDP_LAB_OUTCOME"
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,21 @@ def show(message: str, code: int = 1, began: float | None = None, secondary: boo
     }
     record = {"message": {"message": message, "errorCode": code, "extraInfo": extra}}
     Path(error_file).write_text(json.dumps(record))
+
+
+def note(**facts: Any) -> None:
+    """Note facts about this launch in the file of `ddp-lab train --json`, if it has that option."""
+    name = os.environ.get(OUTCOME)
+    if name is None:
+        return
+    path = Path(name)
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        record = {}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(record | facts))
+    os.replace(temporary, path)
 
 
 def discard_output() -> None:
