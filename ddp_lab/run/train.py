@@ -185,6 +185,10 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             hooks.append(meter)
             read = meter.read
         hooks.append(Pictures())
+        if job.metrics is not None:
+            from ddp_lab.training.metrics_trial import MetricsTrial
+
+            hooks.append(MetricsTrial(job.metrics))
         if checkpoint_settings.mirror and runtime.is_main:
             from ddp_lab.checkpoints.mirror import Mirror
 
@@ -200,6 +204,9 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             )
             hooks = [profiled, *hooks, profiled.loading]
 
+        for callback in job.callbacks:
+            callback.folder = run_dir.path
+            hooks.append(callback)
         sums = trainer.eager_step.running_sums
         run = Run(
             eager=trainer.eager_step,
@@ -210,6 +217,7 @@ def train_guarded(job: Job, settings: RunSettings, launch: Launch) -> Outcome:
             hooks=hooks,
             sync=Sync(job.strategy, sums, fit_settings.log_every, guard.flags, read),
             position=progress,
+            metrics=job.metrics,
         )
         status = fit_and_close(run, launch.requests)
 

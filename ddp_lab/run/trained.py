@@ -142,7 +142,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         slow = nullcontext()
 
     with slow:
-        metrics = evaluate(job.strategy, job.loaders[split])
+        metrics = evaluate(job.strategy, job.loaders[split], metrics=job.metrics)
     NotFiniteNotes(runtime.is_main).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
     # the last one that it has been trained in, at least in part
