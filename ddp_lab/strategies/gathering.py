@@ -107,8 +107,15 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
         local_rows = torch.cat([local_rows, local_rows.new_zeros(missing, *local_rows.shape[1:])])
     group = strategy.dp_group or dist.group.WORLD
     by_rank: Any = AllGather.apply(local_rows.contiguous(), group)
-    in_order = by_rank.transpose(0, 1).flatten(0, 1)
-    return in_order[: strategy.global_size]
+    return in_batch_order(by_rank, strategy.global_size)
+
+
+def in_batch_order(by_rank: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the rows of W ranks, [W, b, ...], in the order of the GLOBAL batch, [size, ...].
+
+    The rows after `size` are padding, and are left out.
+    """
+    return by_rank.transpose(0, 1).flatten(0, 1)[:size]
 
 
 def gather_on_rank0(strategy: Strategy, rows: torch.Tensor, name: str) -> torch.Tensor | None:
@@ -148,7 +155,7 @@ def gather_on_rank0(strategy: Strategy, rows: torch.Tensor, name: str) -> torch.
     if received is None:
         return None
     by_rank = torch.stack([part.view(rows.dtype).view(local_rows.shape) for part in received])
-    return by_rank.transpose(0, 1).flatten(0, 1)[: strategy.global_size]
+    return in_batch_order(by_rank, strategy.global_size)
 
 
 def require_same_form(rows: torch.Tensor, group: dist.ProcessGroup, name: str) -> None:

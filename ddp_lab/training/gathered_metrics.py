@@ -198,8 +198,9 @@ class GatheredMetrics:
 def reset(metric: "Metric", device: torch.device) -> None:
     """Remove the state of a metric, which is then used by this rank alone, on a device."""
     for part in metric.modules():
-        # A metric of others, such as a wrapper's, would wait for the ranks that have none.
-        part.distributed_available_fn = alone  # pyright: ignore[reportArgumentType]
+        # Also a metric within a metric would wait for the ranks, which have none.
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = alone  # pyright: ignore[reportArgumentType]
     metric.to(device)
     metric.reset()
 

@@ -50,7 +50,10 @@ def train(strategy: str, options: dict[str, Any], **more: Any) -> dict[str, Any]
     """Train for two epochs by `fit`, evaluate, and compute the same on one device."""
     dataset = points()
     recorder = Recorder()
-    metrics = [torchmetrics.AUROC(task="multiclass", num_classes=3), own_metrics.Ordered]
+    auroc = torchmetrics.AUROC(task="multiclass", num_classes=3)
+    # a metric within a metric must not wait for the other ranks either
+    doubled = 2.0 * torchmetrics.AUROC(task="multiclass", num_classes=3)
+    metrics = {"auroc": auroc, "ordered": own_metrics.Ordered, "doubled": doubled}
     with Lab(strategy, device="cpu", **options) as lab:
         model = net()
         trainer = lab.trainer(
@@ -93,6 +96,7 @@ def test_metrics_are_those_of_the_complete_set(strategy, ranks, averaged):
     for rank, outcome in enumerate(trained(strategy, ranks, averaged)):
         evaluated = outcome["evaluated"]
         assert evaluated["auroc"] == pytest.approx(outcome["expected"], abs=1e-6)
+        assert evaluated["doubled"] == pytest.approx(2 * evaluated["auroc"])
         assert evaluated["ordered"] == pytest.approx(single["evaluated"]["ordered"], rel=1e-5)
         if rank == 0:
             assert outcome["fitted"]["val_auroc"] == evaluated["auroc"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +185,6 @@ def test_documented_callback_writes_its_file(tmp_path):
 def test_evaluate_constructs_no_callback(tmp_path):
     folder = train(tmp_path, "callbacks=[own_callbacks.Calls]")
     before = (folder / "calls.0.jsonl").read_text()
-    code, output = launch(f"{sys.executable} -m ddp_lab evaluate {folder}")
+    code, output = launch(f"python -m ddp_lab evaluate {folder}")
     assert code == 0, output
     assert (folder / "calls.0.jsonl").read_text() == before

@@ -1,7 +1,6 @@
 """Metrics of torchmetrics: over the complete set, the same for any strategy and number of ranks."""
 
 import json
-import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torchmetrics
 from case import config_of, reference_of
 from checkpoints import start
+from configs import config
 from launches import ROOT, SMALL, launch, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from sklearn.metrics import roc_auc_score
@@ -22,6 +22,7 @@ from ddp_lab.commands import evaluate as evaluate_command
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.types import Every
 from ddp_lab.data.batch import Batch
+from ddp_lab.launchers.sweep import lower_is_better
 from ddp_lab.run.build import build
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks import Classification, MultiLabel, Segmentation, Task
@@ -35,7 +36,7 @@ from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
 
 AUROC = {"_target_": "torchmetrics.AUROC", "task": "multiclass", "num_classes": 10}
-METRICS = [AUROC, "own_metrics.Ordered", "own_metrics.Seen", "torchmetrics.CatMetric"][:3]
+METRICS = [AUROC, "own_metrics.Ordered", "own_metrics.Seen"]
 METRICS.append({**AUROC, "name": "weighted", "average": "weighted"})
 # The test set has 31 samples in batches of 24 and 7; the validation set of "almost-empty" has 12.
 LINES = {
@@ -220,6 +221,34 @@ def test_evaluate_reports_the_metrics_of_a_run(tmp_path, capsys):
     assert f"auroc {again['test_auroc']:.4f}" in capsys.readouterr().out
 
 
+def test_evaluate_refuses_a_metric_that_fails_in_one_message(tmp_path):
+    folder = run(tmp_path / "run")
+    line = f"python -m ddp_lab evaluate {folder}"
+    code, output = launch(line, "metrics=[own_metrics.Failing]")
+    assert code == 2
+    assert output.startswith("error: metrics: failing (own_metrics.Failing) fails in update")
+    assert output.count("\n") == 1
+    code, output = launch(line, "metrics=[{_target_: own_metrics.Seen, name: counted}]")
+    assert code == 0, output
+    assert "counted 50.0000" in output
+
+
+@pytest.mark.parametrize(
+    ("metric", "name", "lower"),
+    [
+        ("torchmetrics.MeanSquaredError", "mean_squared_error", True),
+        (AUROC, "auroc", False),
+        ({**AUROC, "name": "other"}, "other", False),
+        (AUROC, "loss", True),
+    ],
+)
+def test_sweep_knows_the_direction_of_a_metric(metric, name, lower):
+    cfg = config().copy()
+    OmegaConf.update(cfg, "metrics", [metric])
+    OmegaConf.update(cfg, "optimize", f"val_{name}")
+    assert lower_is_better(cfg) is lower
+
+
 REFUSED = {
     "metrics=[torchmetrics.AUROC]": "metrics._target_=torchmetrics.AUROC: cannot be constructed: "
     "TypeError",
@@ -319,12 +348,17 @@ def test_metric_that_fails_later_ends_the_run(option, expected, tmp_path):
 
 
 def over(
-    metrics: GatheredMetrics, outputs: torch.Tensor, targets: torch.Tensor, task: Task, size: int
+    metrics: GatheredMetrics,
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    task: Task,
+    size: int,
+    model: torch.nn.Module | None = None,
 ) -> dict[str, float]:
     """Evaluate a model that returns its inputs, in batches of `size`, the last one padded."""
     strategy = Single(Runtime("cpu"))
     strategy.task = task
-    strategy.setup(torch.nn.Identity())
+    strategy.setup(model or torch.nn.Identity())
     batches = []
     for rows, expected in zip(outputs.split(size), targets.split(size), strict=True):
         missing = torch.zeros(size - len(rows), dtype=torch.int64)
@@ -398,18 +432,23 @@ def test_predictions_that_are_no_tensor_are_refused():
         over(metrics, torch.eye(10), torch.arange(10), Pair(), 4)
 
 
+class Wrapped(torch.nn.Module):
+    """A model whose outputs are an object with logits, as those of transformers."""
+
+    def forward(self, inputs):
+        return {"logits": inputs}
+
+
+def test_outputs_that_are_no_tensor_have_their_logits_measured():
+    metrics = make_metrics(["own_metrics.Seen", {**AUROC, "average": "weighted"}])
+    outputs = torch.eye(10) + torch.rand(10, 10, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(10).roll(1)
+    plain = over(metrics, outputs, targets, Classification(), 4)
+    wrapped = over(metrics, outputs, targets, Classification(), 4, Wrapped())
+    assert wrapped == plain
+    assert wrapped["seen"] == 10
+
+
 def test_class_that_needs_arguments_is_refused():
     with pytest.raises(ConfigError, match="Pass an instance"):
         make_metrics([torchmetrics.AUROC])
-
-
-def test_value_that_is_not_finite_is_a_number():
-    metrics = make_metrics(["torchmetrics.R2Score"])
-    values = over(metrics, torch.ones(4, 1), torch.ones(4, 1), tasks_of_numbers(), 4)
-    assert math.isnan(values["r2_score"]) or isinstance(values["r2_score"], float)
-
-
-def tasks_of_numbers() -> Task:
-    from ddp_lab.tasks import Regression
-
-    return Regression()
