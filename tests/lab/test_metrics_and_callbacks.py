@@ -89,7 +89,7 @@ def trained(strategy: str, ranks: int, averaged: bool = False) -> list[dict[str,
     return run_world(ranks, partial(train, **more), strategy, options)
 
 
-@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("averaged", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("strategy", "ranks"), [world[:2] for world in WORLDS])
 def test_metrics_are_those_of_the_complete_set(strategy, ranks, averaged):
     (single,) = trained("single", 1, averaged)

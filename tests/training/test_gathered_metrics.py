@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.batch import Batch
 from ddp_lab.launchers.sweep import lower_is_better
 from ddp_lab.run.build import build
+from ddp_lab.strategies.gathering import gather_on_rank0
 from ddp_lab.strategies.single import Single
 from ddp_lab.tasks import Classification, MultiLabel, Segmentation, Task
 from ddp_lab.training.gathered_metrics import GatheredMetrics, make_metrics
@@ -40,7 +42,14 @@ METRICS = [AUROC, "own_metrics.Ordered", "own_metrics.Seen"]
 METRICS.append({**AUROC, "name": "weighted", "average": "weighted"})
 # The test set has 31 samples in batches of 24 and 7; the validation set of "almost-empty" has 12.
 LINES = {
-    1: ["single", "split", "dp", "single accumulate=3 clipped", "single almost-empty"],
+    1: [
+        "single",
+        "split",
+        "dp",
+        "single accumulate=3 clipped",
+        "single max_grad_norm=0.1",
+        "single almost-empty",
+    ],
     2: [
         "ddp",
         "fsdp",
@@ -54,6 +63,10 @@ LINES = {
     4: ["ddp_pipeline", "mesh shard=2 tp=2 short"],
 }
 CASES = [(line, ranks) for ranks, lines in LINES.items() for line in lines]
+PARAMS = [
+    pytest.param(line, ranks, marks=[pytest.mark.slow] if ranks == 4 else [])
+    for line, ranks in CASES
+]
 
 
 def train(line: str, metrics: list[Any], runtime: Runtime) -> dict[str, Any]:
@@ -125,7 +138,7 @@ def references() -> dict[str, dict[str, Any]]:
     return run_world(1, train_all, list(lines), METRICS, timeout=400)[0]
 
 
-@pytest.mark.parametrize(("line", "ranks"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("line", "ranks"), PARAMS, ids=str)
 def test_metrics_equal_those_of_one_device(line, ranks):
     expected = references()[reference_of(line)]["evaluations"]
     for rank in world(ranks):
@@ -154,18 +167,56 @@ def test_metrics_equal_those_of_the_complete_set_in_one_call():
 def test_averages_of_the_weights_are_evaluated():
     (single,) = world(1)
     averaged = single["single accumulate=3 clipped"]["evaluations"][-1]["test_ordered"]
-    plain = run_world(1, train_all, ["single max_grad_norm=0.1"], METRICS)[0]
-    assert averaged != plain["single max_grad_norm=0.1"]["evaluations"][-1]["test_ordered"]
+    plain = single["single max_grad_norm=0.1"]["evaluations"][-1]["test_ordered"]
+    assert averaged != plain
 
 
 def test_metrics_change_no_loss():
     (single,) = world(1)
     without = run_world(1, train_all, ["single"], [])[0]["single"]
     assert single["single"]["sums"] == without["sums"]
-    (ranked, _) = world(2)
-    without = run_world(2, train_all, ["fsdp", "pipeline"], [])[0]
-    for line in ("fsdp", "pipeline"):
-        assert ranked[line]["sums"] == without[line]["sums"]
+
+
+@pytest.mark.slow
+def test_metrics_change_no_loss_of_several_ranks():
+    lines = ("ddp", "fsdp", "pipeline", "tp tp=2")
+    without = run_world(2, train_all, list(lines), [])[0]
+    for line in lines:
+        assert world(2)[0][line]["sums"] == without[line]["sums"]
+
+
+def gather_rows() -> tuple[list[Any], str]:
+    """Gather rows of some dtypes, and rows of another shape on each rank."""
+    with Runtime("cpu") as runtime:
+        runtime.open_group()
+        rank = runtime.rank
+        # the global batch has rows 0 to 4, of which rank 0 has 0, 2 and 4
+        strategy: Any = SimpleNamespace(runtime=runtime, dp_size=2, dp_group=None, global_size=5)
+        gathered = []
+        for dtype in DTYPES:
+            rows = torch.arange(rank, 5, 2).view(-1, 1, 1).expand(-1, 2, 3).to(dtype)
+            result = gather_on_rank0(strategy, rows, "rows")
+            gathered.append(None if result is None else result.to(torch.complex64))
+        gathered.append(gather_on_rank0(strategy, torch.arange(rank, 5, 2), "rows"))
+        with pytest.raises(TrainingError) as raised:
+            gather_on_rank0(strategy, torch.zeros(3 - rank, 4, 6 + rank), "metrics: the rows")
+    return gathered, str(raised.value)
+
+
+DTYPES = [torch.float32, torch.int16, torch.bfloat16, torch.complex64, torch.float64]
+
+
+def test_rows_of_any_dtype_are_gathered_in_order_and_none_of_other_shapes():
+    (gathered, first), (others, second) = run_world(2, gather_rows)
+    assert others == [None] * (len(DTYPES) + 1)
+    expected = torch.arange(5).view(-1, 1, 1).expand(-1, 2, 3).to(torch.complex64)
+    assert all(torch.equal(rows, expected) for rows in gathered[:-1])
+    assert torch.equal(gathered[-1], torch.arange(5))
+    assert first == second
+    assert first.startswith(
+        "metrics: the rows of a batch have other shapes on other ranks, up to [4, 7] and down to "
+        "[4, 6] for a sample, so they cannot be gathered. Pad the samples"
+    )
 
 
 LINE = ["data.val_fraction=0.2", "batch_size=8", "epochs=3", "tracker=none"]
