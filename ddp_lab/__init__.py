@@ -1,11 +1,12 @@
 """Train one model with any distribution strategy, with the same result.
 
-The library is five names; everything else may change:
+The library is six names; everything else may change:
 
 Lab         the ranks that torchrun or `launch` has started, and trainers of models on them
 launch      starts ranks from a script or a notebook
 gather      the outputs of the global batch, for a loss that compares its samples
 own_rows    which of them are those of this rank
+Hook        what a training calls between its steps, the base class of callbacks
 tasks       what a model can be trained for, with its loss and its metrics
 
 The subpackages from the lowest layer up; each imports only from those before it
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
     from ddp_lab.lab.lab import Lab
     from ddp_lab.lab.launch import launch
     from ddp_lab.strategies.gathering import gather, own_rows
+    from ddp_lab.training.hooks import Hook
 
-__all__ = ["Lab", "gather", "launch", "own_rows", "tasks"]
+__all__ = ["Hook", "Lab", "gather", "launch", "own_rows", "tasks"]
 
 MODULES = {
+    "Hook": "ddp_lab.training.hooks",
     "Lab": "ddp_lab.lab.lab",
     "gather": "ddp_lab.strategies.gathering",
     "launch": "ddp_lab.lab.launch",

@@ -263,6 +263,15 @@ KEYS: dict[str, Row] = {
         lambda run, base: run.code == 0 and writes("steps")(base, run),
         "log_every=1",
     ),
+    "metrics": Row(
+        "metrics=[{{_target_:torchmetrics.AUROC,task:multiclass,num_classes:10}},"
+        "{{_target_:own_metrics.Seen,name:samples}}]",
+        lambda run, base: (
+            reports("test_auroc", "test_samples")(run, base)
+            and run.last["test_samples"] == 20
+            and run.last["test_loss"] == base.last["test_loss"]
+        ),
+    ),
     "tracker": Row(
         "tracker=none",
         lambda run, base: not any(run.path.glob("events.*")) and any(base.path.glob("events.*")),

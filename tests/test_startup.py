@@ -23,7 +23,7 @@ AT_FIRST_USE = [
     "matplotlib",
     "torch.distributed.checkpoint",
 ]
-AT_FIRST_USE += ["wandb", "mlflow"]
+AT_FIRST_USE += ["wandb", "mlflow", "torchmetrics"]
 
 IMPORT_ALL = f"""
 import importlib, json, pkgutil, sys
@@ -108,7 +108,7 @@ def test_default_run_loads_few_files_and_no_large_package_and_warns_of_nothing(t
     assert not folders & {"advise", "lab", "speed", "exercises"}
     assert "arning" not in ended.stderr + ended.stdout.rpartition("\n\n")[0], ended.stderr
     assert "ddp_lab.training.loop" in modules
-    assert not {"torchvision", "sklearn", "scipy"} & set(modules)
+    assert not {"torchvision", "torchmetrics", "sklearn", "scipy"} & set(modules)
     assert Image.open(only_run(tmp_path) / "curves.png").width > 500, (
         "a cold run draws its pictures"
     )

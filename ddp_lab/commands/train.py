@@ -141,7 +141,7 @@ def prepare_and_train(cfg: DictConfig, runtime: "Runtime") -> tuple[str, Path, b
     from ddp_lab.run.train import train
 
     job = runtime.succeed("checks", partial(prepare_job, cfg, runtime))
-    lower_is_better = job.task.lower_is_better(cfg.optimize.partition("_")[2])
+    lower_is_better = job.lower_is_better(cfg.optimize.partition("_")[2])
     status, run_dir = train(job)
     return status, run_dir, lower_is_better
 

@@ -146,7 +146,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     The constructor is imported, which may import torch (1.5 s).
 
     Args:
-        group: A key of GROUPS, or tracker_options.NAME.
+        group: A key of GROUPS, tracker_options.NAME, or a key that lists classes of the user.
         node: The group's part of the config.
 
     Raises:
@@ -176,7 +176,8 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
 
         if parameter.kind is parameter.VAR_KEYWORD:
             base = AnyKeys
-        if name in GROUPS.get(group, ["run"]) or parameter.kind in (
+        passed = GROUPS.get(group, ["run"] if group.startswith("tracker_options.") else [])
+        if name in passed or parameter.kind in (
             parameter.VAR_KEYWORD,
             parameter.VAR_POSITIONAL,
         ):

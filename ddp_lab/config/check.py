@@ -58,6 +58,8 @@ def check(cfg: DictConfig) -> RunConfig:
     if not any(value is not None for value in config.data.collate_fn.values()):
         del groups["data.collate_fn"]  # samples of equal shapes are stacked
     check_trackers(config.tracker, config.tracker_options)
+    check_metrics(config.metrics)
+    find_parts("callbacks", config.callbacks)
     # The optimizer's ranges are checked first, because looking up the constructors imports torch,
     # which takes 1.5 s.
     validate(OptimizerConfig, config.optimizer, "optimizer.")
@@ -152,6 +154,30 @@ def check_trackers(tracker: str | Sequence[str], tracker_options: Mapping[str, A
             {key: value for key, value in node.items() if key != "_target_"},
             f"{group}.",
         )
+
+
+def check_metrics(values: Sequence[Any]) -> None:
+    """Check that the classes of the key `metrics` can be imported.
+
+    Raises:
+        ConfigError: one cannot, or torchmetrics is not installed.
+    """
+    if values and find_spec("torchmetrics") is None:
+        raise ConfigError(
+            "metrics: needs the package torchmetrics. Use pip install 'ddp_lab[metrics]', or "
+            "metrics=[]"
+        )
+    find_parts("metrics", values)
+
+
+def find_parts(key: str, values: Sequence[Any]) -> None:
+    """Import the classes of a key that lists those of the user.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for value in values:
+        find_target(f"{key}._target_", value if isinstance(value, str) else value["_target_"])
 
 
 def check_optimizer(node: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from ddp_lab.config.types import (
     RunName,
     Seed,
     Trackers,
+    UserParts,
 )
 
 
@@ -150,6 +151,8 @@ class RunConfig(Keys):
     check_replicas: Count | None
     log_every: LogEvery | None
     profile: bool
+    metrics: UserParts = []
+    callbacks: UserParts = []
     inject: Injection | None
     tracker: Trackers
     tracker_options: Group

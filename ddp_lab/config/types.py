@@ -47,6 +47,12 @@ def are_trackers(names: list[str]) -> bool:
     return names == ["none"] or (len(set(names)) == len(names) and {*names} <= {*TRACKERS, *dotted})
 
 
+def are_parts(values: list[Any]) -> bool:
+    """Return whether each of these is an import path, or a dict with one and options."""
+    paths = [value.get("_target_") if isinstance(value, dict) else value for value in values]
+    return all(isinstance(path, str) and re.fullmatch(r"[\w.]+\.\w+", path) for path in paths)
+
+
 class Every(NamedTuple):
     """When the metrics of steps are recorded: every N steps or about every N seconds."""
 
@@ -113,6 +119,14 @@ Trackers = Annotated[
     Allowed(
         f"none, or one or several of {', '.join(TRACKERS)} and import paths of classes of your "
         "own, such as mine.Tracker from a file mine.py in the current directory"
+    ),
+]
+UserParts = Annotated[
+    list[Any],
+    Predicate(are_parts),
+    Allowed(
+        "a list, each the import path of a class, such as mine.Name from a file mine.py in the "
+        "current directory, or with options {_target_: mine.Name, OPTION: VALUE}"
     ),
 ]
 # its options are checked by `options` of build.py

@@ -1,7 +1,8 @@
 """The arguments of a Lab and its trainers: what is allowed, and what is made of them."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import yaml
@@ -32,6 +33,10 @@ from ddp_lab.models.memory import give_own_memory
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 CONF = Path(__file__).parents[1] / "conf" / "strategy"
 
@@ -130,6 +135,39 @@ def as_task(loss: LossFunction | Task) -> Task:
             "requires_grad_(False)"
         )
     return loss if isinstance(loss, Task) else Task(loss)
+
+
+def make_further_metrics(metrics: Sequence[Any] | Mapping[str, Any]) -> "GatheredMetrics | None":
+    """Return the metrics of a trainer that are no sums; None if there are none.
+
+    Raises:
+        ConfigError: `metrics` is neither a list nor a dict, or as `make_metrics`.
+    """
+    if not isinstance(metrics, (list, tuple, Mapping)):
+        raise ConfigError(
+            f"metrics={metrics}: must be a list of metrics of torchmetrics, or a dict of them by "
+            "name"
+        )
+    if not metrics:
+        return None
+    from ddp_lab.training.gathered_metrics import make_metrics
+
+    return make_metrics(metrics)
+
+
+def make_further_hooks(callbacks: Sequence[Any]) -> "list[Callback]":
+    """Return the callbacks of a trainer as hooks.
+
+    Raises:
+        ConfigError: `callbacks` is no list, or as `make_callbacks`.
+    """
+    if not isinstance(callbacks, (list, tuple)):
+        raise ConfigError(f"callbacks={callbacks}: must be a list of subclasses of ddp_lab.Hook")
+    if not callbacks:
+        return []
+    from ddp_lab.training.callbacks import make_callbacks
+
+    return make_callbacks(callbacks)
 
 
 def form_of(model: nn.Module, example: Example | None) -> Tree:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,8 @@ from ddp_lab.lab.arguments import (
     find_strategy,
     form_of,
     in_blocks,
+    make_further_hooks,
+    make_further_metrics,
     name_of_target,
     require_same,
 )
@@ -41,6 +43,7 @@ from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
+from ddp_lab.training.hooks import Hook
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -215,6 +218,8 @@ class Lab:
         targets: str | int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         checkpoint_activations: Checkpointing = "none",
+        metrics: Sequence[Any] | Mapping[str, Any] = (),
+        callbacks: Sequence[Hook | type[Hook]] = (),
     ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it.
 
@@ -260,6 +265,12 @@ class Lab:
                 nothing (none), or the forward pass of each block (block), which saves memory and
                 costs about a third of a step. Blocks are those of a Chain, or the elements of the
                 model's lists of modules.
+            metrics: metrics of torchmetrics, instances or classes, in a list or in a dict by name.
+                `evaluate` and `fit` compute them over the complete set, and report them by the
+                names of their classes, AUROC as auroc, or by those of the dict. A task says what
+                they get (`metric_inputs`): probabilities in classification; here outputs and
+                targets for a function.
+            callbacks: instances or classes of `ddp_lab.Hook`, which `fit` calls on all ranks.
 
         Returns:
             The trainer. It is closed when the `with` block of the Lab ends.
@@ -279,7 +290,10 @@ class Lab:
             "checkpoint_activations": checkpoint_activations,
         }
         validate(TrainerKeys, {**sizes, **averaging, **others})
-        self._calls.begin("called lab.trainer", {**sizes, **averaging, **others})
+        further_metrics = make_further_metrics(metrics)
+        further_hooks = make_further_hooks(callbacks)
+        named = {"metrics": [*further_metrics.metrics] if further_metrics else []}
+        self._calls.begin("called lab.trainer", {**sizes, **averaging, **others, **named})
         strategy: Strategy = construct("strategy", self._strategy, runtime)
         if batch_size % strategy.replicas:
             raise ConfigError(
@@ -330,7 +344,16 @@ class Lab:
         recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
         number = next(self._numbers)
         options = LoopOptions(
-            original, shapes, self._log, self._calls, num_workers, parts, number, pretrained
+            original,
+            shapes,
+            self._log,
+            self._calls,
+            num_workers,
+            parts,
+            number,
+            pretrained,
+            further_metrics,
+            further_hooks,
         )
         with print_if_slow("placing the model on its devices", self.is_main):
             trainer = Trainer(strategy, model, task, recipe, options)

@@ -1,17 +1,18 @@
 """The trainer of a Lab: the methods from which a loop of one's own is made."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ddp_lab.checkpoints.state import Shapes, State
 from ddp_lab.config.check import validate
+from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import Every
 from ddp_lab.data.sources import Reading
 from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
@@ -29,7 +30,7 @@ from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.strategies.parameter_hooks import LateHooks
 from ddp_lab.tasks.base import Task
 from ddp_lab.training import trainer as training
-from ddp_lab.training.hooks import Exchanges, Hook, Run
+from ddp_lab.training.hooks import Exchanges, Hook, Run, close_all
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import evaluate
@@ -38,6 +39,10 @@ from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Recipe
+
+if TYPE_CHECKING:
+    from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class LoopOptions:
         parts: how samples become batches.
         number: of the trainer in its Lab, from 0.
         pretrained: how the library of the model saves it; None: it has no such way.
+        metrics: of evaluations, besides those of the task; None: there are none.
+        callbacks: of the user, which `fit` calls.
     """
 
     model: nn.Module
@@ -64,6 +71,8 @@ class LoopOptions:
     parts: Parts
     number: int
     pretrained: Pretrained | None
+    metrics: "GatheredMetrics | None"
+    callbacks: "Sequence[Callback]"
 
 
 class Trainer(OwnLoop, training.Trainer):
@@ -107,6 +116,8 @@ class Trainer(OwnLoop, training.Trainer):
         )
         self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
         self._files = TrainerFiles(self.state, options.pretrained)
+        self._metrics = options.metrics
+        self._callbacks = options.callbacks
         self._resumed = False
         self._late_hooks = LateHooks(strategy, options.model)
         self._notes = NotFiniteNotes(strategy.runtime.is_main)
@@ -298,6 +309,13 @@ class Trainer(OwnLoop, training.Trainer):
             read = meter.read
             hooks += [Exchanges(), meter]
 
+        if self._metrics is not None:
+            from ddp_lab.training.metrics_trial import MetricsTrial
+
+            hooks.append(MetricsTrial(self._metrics))
+        for callback in self._callbacks:
+            callback.folder = self.logger.run_dir
+            hooks.append(callback)
         sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
         run = Run(
             eager=step,
@@ -310,14 +328,25 @@ class Trainer(OwnLoop, training.Trainer):
             position=self.position,
             notes=self._notes,
             task=self._on_device(task),
+            metrics=self._metrics,
         )
         self._training = None
         self._late_hooks.take()
 
         with mistakes_reported(self.strategy):
-            self.position = fit(run)
+            self.position = self._fit(run)
         step.seed_alike()
         return self.logger.last_epoch
+
+    def _fit(self, run: Run) -> Progress:
+        """Train, and close the callbacks."""
+        try:
+            position = fit(run)
+            close_all(self._callbacks, "finished")
+        except TrainingError:
+            close_all(self._callbacks, "failed")
+            raise
+        return position
 
     def evaluate(self, dataset: Any, task: Task | None = None) -> dict[str, float]:
         """Return the mean loss and the metrics over a dataset, in which every sample counts once.
@@ -330,7 +359,8 @@ class Trainer(OwnLoop, training.Trainer):
                 is one.
 
         Returns:
-            `loss` and the metrics of the task by name, the same on every rank.
+            `loss`, the metrics of the task and those of the argument `metrics` of `lab.trainer`, by
+                name, the same on every rank.
 
         Raises:
             ConfigError: the dataset has no length, is empty, or its samples are no pairs.
@@ -343,7 +373,9 @@ class Trainer(OwnLoop, training.Trainer):
         loader = self._batches.loader(dataset, "evaluation")
         self._calls.begin("called evaluate", {"the length of the dataset": loader.data.size})
         with self._averages(), mistakes_reported(self.strategy):
-            evaluation = evaluate(self.strategy, loader, self._on_device(task))
+            evaluation = evaluate(
+                self.strategy, loader, self._on_device(task), metrics=self._metrics
+            )
         self._notes.check({"": evaluation})
         return evaluation.values
 

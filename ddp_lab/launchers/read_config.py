@@ -29,6 +29,7 @@ AFTERWARDS = {
         "compile": False,
         "model.weights": None,
         "checkpoint_activations": "none",
+        "callbacks": [],
     },
     **{"patience": None, "checkpoint.best": None, "optimize": "auto", "tracker": "none"},
 }

@@ -12,7 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.config.build import leaves
+from ddp_lab.config.build import leaves, plain
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import LIMITS
 from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
@@ -97,8 +97,18 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
 
 
 def lower_is_better(cfg: DictConfig) -> bool:
-    """Return whether low values of the metric `optimize` are good ones, according to the task."""
-    return get_object(cfg.task["_target_"]).lower_is_better(cfg.optimize.partition("_")[2])
+    """Return whether low values of the metric `optimize` are good ones.
+
+    The task says so, or the metric of the key `metrics`.
+    """
+    metric = cfg.optimize.partition("_")[2]
+    if cfg.get("metrics"):
+        from ddp_lab.training.gathered_metrics import make_metrics
+
+        further = make_metrics(plain(cfg)["metrics"])
+        if further is not None and metric in further.higher_is_better:
+            return further.higher_is_better[metric] is False
+    return get_object(cfg.task["_target_"]).lower_is_better(metric)
 
 
 def directory_name(overrides: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from torch import nn
 
 from ddp_lab.checkpoints.state import checkpoint_bytes
 from ddp_lab.config.build import build as instantiate
-from ddp_lab.config.build import construct
+from ddp_lab.config.build import construct, plain
 from ddp_lab.config.types import Every
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models import make as models
@@ -57,6 +57,8 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.data.augment import Mix
     from ddp_lab.launchers.preflight import Finding
+    from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
 OF_ANY_LENGTH = (
@@ -87,14 +89,14 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     job = build(cfg, runtime, with_weights=source is None)
     job.notes[:0] = notes
     by_metric = job.shape.metric if isinstance(job.shape, ShapeByMetric) else None
-    check_selection(cfg, job.dataset, job.task, by_metric)
+    check_selection(cfg, job, by_metric)
     if cfg.profile:
         from ddp_lab.training.profiler import check_profile
 
         check_profile(job.horizon.steps, job.strategy.device)
     settings = make_settings(cfg, job, source, findings)
     check_job(job, settings)
-    return replace(job, settings=settings)
+    return replace(job, settings=settings, callbacks=make_callbacks(cfg))
 
 
 def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
@@ -139,7 +141,33 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
                 check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
             )
     job = assemble(cfg, strategy, dataset, sizes, built, task)
-    return replace(job, loaders=make_loaders(cfg, job))
+    return replace(job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg))
+
+
+def make_metrics(cfg: DictConfig) -> "GatheredMetrics | None":
+    """Return the metrics of the key `metrics`; None if there are none.
+
+    Raises:
+        ConfigError: as `gathered_metrics.make_metrics`.
+    """
+    if not cfg.get("metrics"):  # a config that an older version has recorded lacks the key
+        return None
+    from ddp_lab.training import gathered_metrics
+
+    return gathered_metrics.make_metrics(plain(cfg)["metrics"])
+
+
+def make_callbacks(cfg: DictConfig) -> "list[Callback]":
+    """Return the hooks of the key `callbacks`.
+
+    Raises:
+        ConfigError: as `callbacks.make_callbacks`.
+    """
+    if not cfg.get("callbacks"):
+        return []
+    from ddp_lab.training import callbacks
+
+    return callbacks.make_callbacks(plain(cfg)["callbacks"])
 
 
 def make_sizes(cfg: DictConfig, strategy: Strategy, dataset: Dataset) -> TrainSizes:

@@ -20,7 +20,6 @@ from ddp_lab.launchers.recorded_config import to_record, without_secrets
 from ddp_lab.resilience.run_directory import find_launch
 from ddp_lab.run.data_record import compare_data
 from ddp_lab.run.job import CheckpointSettings, Job, RunSettings
-from ddp_lab.tasks.base import Task
 from ddp_lab.training.progress import Criterion
 from ddp_lab.world.runtime import Runtime
 
@@ -134,22 +133,21 @@ def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:
     return None if dataset.val is None else "val_loss"
 
 
-def check_selection(
-    cfg: DictConfig, dataset: Dataset, task: Task, by_metric: str | None = None
-) -> None:
+def check_selection(cfg: DictConfig, job: Job, by_metric: str | None = None) -> None:
     """Check that the sets and metrics exist by which a run chooses.
 
     It chooses the best checkpoint, the result of a sweep, the last epoch, and its learning rate.
 
     Args:
         cfg: the config.
-        dataset: of the run.
-        task: of the run.
+        job: the run.
         by_metric: the metric on which the learning-rate schedule depends; None: on none.
 
     Raises:
         ConfigError: one does not.
     """
+    dataset = job.dataset
+    task = job.task
     has_validation = dataset.val is not None
     if cfg.get("evaluate_every") and not has_validation and cfg.evaluate_test == "end":
         raise ConfigError(
@@ -166,6 +164,9 @@ def check_selection(
             name = "val"
             metric = ""
         known = task.monitorable(len(dataset.classes))
+        if job.metrics is not None:
+            job.metrics.require_direction(metric, f"{key}={value}")
+            known += job.metrics.metrics
         if metric and metric not in known:
             raise ConfigError(
                 f"{key}={value}: {type(task).__name__} has no such metric for these data; allowed: "

@@ -21,6 +21,8 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.launchers.preflight import Finding
     from ddp_lab.observe.trackers.base import MakeTracker
+    from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Job:
         notes: lines for the log.
         loaders: of the sets of the dataset, by name; none for a planned run.
         settings: of the run; None if it is not trained.
+        callbacks: of the key `callbacks`, as hooks.
+        metrics: of evaluations, besides those of the task; None: there are none.
     """
 
     strategy: Strategy
@@ -112,6 +116,8 @@ class Job:
     notes: list[str]
     loaders: Mapping[str, Loader] = field(default_factory=dict[str, Loader])
     settings: RunSettings | None = None
+    metrics: "GatheredMetrics | None" = None
+    callbacks: "Sequence[Callback]" = ()
 
     @property
     def runtime(self) -> Runtime:
@@ -122,6 +128,12 @@ class Job:
     def options(self) -> PerformanceOptions:
         """The performance options: of the config, as far as supported, and of speed=auto."""
         return self.recipe.performance
+
+    def lower_is_better(self, metric: str) -> bool:
+        """Return whether lower values of a metric, such as loss, are better."""
+        if self.metrics is not None and metric in self.metrics.higher_is_better:
+            return self.metrics.higher_is_better[metric] is False
+        return self.task.lower_is_better(metric)
 
     def full_rate(self) -> float | None:
         """Return the samples per second at the peak of the devices' data sheet; None: unknown.

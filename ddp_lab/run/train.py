@@ -224,6 +224,10 @@ def train_guarded(
             hooks.append(meter)
             read = meter.read
         hooks.append(Pictures())
+        if job.metrics is not None:
+            from ddp_lab.training.metrics_trial import MetricsTrial
+
+            hooks.append(MetricsTrial(job.metrics))
         if checkpoint_settings.mirror and runtime.is_main:
             from ddp_lab.checkpoints.mirror import Mirror
 
@@ -239,6 +243,9 @@ def train_guarded(
             )
             hooks = [profiled, *hooks, profiled.loading]
 
+        for callback in job.callbacks:
+            callback.folder = run_dir.path
+            hooks.append(callback)
         sums = trainer.eager_step.running_sums
         run = Run(
             eager=trainer.eager_step,
@@ -249,6 +256,7 @@ def train_guarded(
             hooks=hooks,
             sync=Sync(job.strategy, sums, fit_settings.log_every, guard.flags, read),
             position=progress,
+            metrics=job.metrics,
         )
         status = fit_and_close(run, launch.requests)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.data.images import ImageOptions
 from ddp_lab.observe.log import log, log_if_slow
 from ddp_lab.run.data_record import DataRecord, compare_data, find_data
@@ -115,7 +115,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         and step, the number of samples, and the devices (where).
 
     Raises:
-        ConfigError: the checkpoint, the data or the strategy cannot be used.
+        ConfigError: the checkpoint, the data, the strategy or a metric cannot be used.
     """
     runtime = job.runtime
     other = runtime.broadcast_from_rank0(
@@ -141,7 +141,10 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
         slow = nullcontext()
 
     with slow:
-        metrics = evaluate(job.strategy, job.loaders[split])
+        try:
+            metrics = evaluate(job.strategy, job.loaders[split], metrics=job.metrics)
+        except TrainingError as error:  # no training has failed: something does not fit the data
+            raise ConfigError(str(error)) from None
     NotFiniteNotes(runtime.is_main).check({split: metrics})
     progress = Progress.of(saved.state["progress"])
     # the last one that it has been trained in, at least in part

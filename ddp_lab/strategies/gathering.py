@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.loss_trial import CALLS
+
+MOST_DIMS = 9  # of the rows that are compared
 
 
 class AllGather(torch.autograd.Function):
@@ -105,8 +107,80 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
         local_rows = torch.cat([local_rows, local_rows.new_zeros(missing, *local_rows.shape[1:])])
     group = strategy.dp_group or dist.group.WORLD
     by_rank: Any = AllGather.apply(local_rows.contiguous(), group)
-    in_order = by_rank.transpose(0, 1).flatten(0, 1)
-    return in_order[: strategy.global_size]
+    return in_batch_order(by_rank, strategy.global_size)
+
+
+def in_batch_order(by_rank: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the rows of W ranks, [W, b, ...], in the order of the GLOBAL batch, [size, ...].
+
+    The rows after `size` are padding, and are left out.
+    """
+    return by_rank.transpose(0, 1).flatten(0, 1)[:size]
+
+
+def gather_on_rank0(strategy: Strategy, rows: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return the rows of the GLOBAL batch on rank 0, without a gradient. Collective.
+
+    Args:
+        strategy: whose batch was begun last.
+        rows: of this rank's samples without padding, [b, ...], also under tp and in pipelines,
+            where several ranks have the same samples.
+        name: what they are; begins a message.
+
+    Returns:
+        On rank 0 those of all samples, [B, ...], in the order of the GLOBAL batch; None on other
+            ranks.
+
+    Raises:
+        TrainingError: the rows of the ranks differ in more than their number.
+    """
+    runtime = strategy.runtime
+    if strategy.dp_size == 1:
+        return rows if runtime.is_main else None
+    group = strategy.dp_group or dist.group.WORLD
+    assert group is not None
+    if dist.get_global_rank(group, 0) != 0:  # its ranks have the same samples as those of rank 0's
+        return None
+
+    require_same_form(rows, group, name)
+    # Every rank sends as many rows, as bytes, because gloo does not send all dtypes.
+    sent = math.ceil(strategy.global_size / strategy.dp_size)
+    padding = rows.new_zeros(sent - len(rows), *rows.shape[1:])
+    local_rows = torch.cat([rows, padding]).contiguous()
+    local_bytes = local_rows.view(-1).view(torch.uint8)
+    received = None
+    if runtime.is_main:
+        received = [torch.empty_like(local_bytes) for _ in range(strategy.dp_size)]
+    dist.gather(local_bytes, received, group=group, group_dst=0)
+    if received is None:
+        return None
+    by_rank = torch.stack([part.view(rows.dtype).view(local_rows.shape) for part in received])
+    return in_batch_order(by_rank, strategy.global_size)
+
+
+def require_same_form(rows: torch.Tensor, group: dist.ProcessGroup, name: str) -> None:
+    """Raise a TrainingError unless the rows of all ranks have the same shape. Collective.
+
+    It waits for the device.
+
+    Args:
+        rows: of this rank, [b, ...]; b does not matter.
+        group: the ranks.
+        name: what the rows are; begins the message.
+    """
+    shape = [rows.dim(), *rows.shape[1:]]
+    form = torch.zeros(MOST_DIMS, dtype=torch.int64, device=rows.device)
+    form[: len(shape)] = torch.tensor(shape[:MOST_DIMS])
+    extremes = torch.cat([form, -form])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes[:MOST_DIMS], -extremes[MOST_DIMS:]
+    if (largest != smallest).any():
+        raise TrainingError(
+            f"{name} of a batch have other shapes on other ranks, up to "
+            f"{largest[1 : rows.dim()].tolist()} and down to {smallest[1 : rows.dim()].tolist()} "
+            "for a sample, so they cannot be gathered. Pad the samples of the dataset to a fixed "
+            "length"
+        )
 
 
 def own_rows() -> torch.Tensor:

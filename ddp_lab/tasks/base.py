@@ -285,6 +285,18 @@ class Task(nn.Module):
         """
         return {}
 
+    def metric_inputs(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return predictions and targets as the metrics of the key `metrics` take them.
+
+        Args:
+            outputs: outputs of the model in evaluation mode, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Returns:
+            Two tensors, [b, ...]: here the outputs and the targets.
+        """
+        return outputs, targets
+
     def metrics(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of an evaluation by name. The mean loss is not among them.
 

@@ -116,6 +116,12 @@ class Classification(Task):
         right = outputs.argmax(1) == classes_of(targets)
         return [self.weighted_sum(right, outputs, targets)]
 
+    def metric_inputs(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # torchmetrics would take logits for probabilities where all of a batch are from 0 to 1.
+        return outputs.softmax(1), targets
+
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         self._require_classes(outputs, targets)
         classes = outputs.size(1)

@@ -36,6 +36,12 @@ class MultiLabel(Task):
         right = (outputs > 0) == (targets > 0.5)
         return [right.sum() if self.loss is None else self.weighted_sum(right, outputs, targets)]
 
+    def metric_inputs(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # torchmetrics would take logits for probabilities where all of a batch are from 0 to 1.
+        return outputs.sigmoid(), (targets > 0.5).long()
+
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         decided = outputs > 0
         true = targets > 0.5

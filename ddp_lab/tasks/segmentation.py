@@ -38,6 +38,12 @@ class Segmentation(Task):
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
         return losses, (targets != self.ignore).to(losses.dtype)
 
+    def metric_inputs(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # torchmetrics would take logits for probabilities where all of a batch are from 0 to 1.
+        return outputs.softmax(1), targets.long()
+
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         classes = outputs.size(1)
         targets = targets.long()

@@ -19,26 +19,41 @@ from ddp_lab.training.sync import Sync
 
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
     from ddp_lab.training.not_finite import NotFiniteNotes
 
 
 class Hook:
     """A part of a training besides its steps.
 
-    Each method does nothing here; a subclass overrides some of them.
+    Each method does nothing here; a subclass overrides some of them. A user passes subclasses by
+    the key `callbacks` or to `Lab.trainer`.
 
     The loop calls the hooks in the order of their list, on all ranks at the same point. An
-    exception that a hook raises ends the training.
+    exception that a hook raises ends the training. A position has `epoch`, `step`, `samples` of the
+    epoch so far, `lr` and others.
     """
 
-    def on_start(self, run: "Run") -> None:
-        """Run before the first step, with `run.position` where the training begins or resumes."""
+    def on_start(self, run: Any) -> None:
+        """Run before the first step, with `run.position` where the training begins or resumes.
+
+        Args:
+            run: for a callback what it may know of the run: `rank`, `world_size`, `is_main`,
+                `device`, `folder`, `epochs`, `position`, and the methods `samples(number)` and
+                `predict(inputs)`. A hook of ddp_lab gets the Run.
+        """
 
     def before_step(self, batch: Any) -> Any:
         """Return the batch to train on in place of `batch`, most often the same one.
 
         A captured step gathers its batch by itself, as a part of its CUDA graph: it hands hooks the
-        number of samples in place of a batch. `run.step.gather` returns the batch of either.
+        number of samples in place of a batch. `run.step.gather` of a Run returns the batch of
+        either.
+
+        Args:
+            batch: this rank's part of the GLOBAL batch, with `inputs` and `targets`, [b, ...], and
+                the number of samples over all ranks, `global_size`. Rows that are padding are at
+                the end.
         """
         return batch
 
@@ -64,8 +79,9 @@ class Hook:
         """Run after the evaluation of an epoch, while the model still has the evaluated weights.
 
         Args:
-            results: of each set that was evaluated, by its name, val or test. `run.position` is
-                after the last step.
+            results: of each set that was evaluated, by its name, val or test: `values`, the metrics
+                by name, such as loss, and the number of `samples`. `run.position` of a Run is after
+                the last step.
         """
 
     def on_evaluated(
@@ -80,7 +96,11 @@ class Hook:
         """
 
     def on_checkpoint(self, path: Path) -> None:
-        """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it."""
+        """Run when a checkpoint is complete on the disk, on rank 0 in the thread that wrote it.
+
+        Args:
+            path: of its file or directory.
+        """
 
     def on_epoch_end(self, position: Progress) -> None:
         """Run after the evaluation of an epoch, with `position` at the beginning of the next.
@@ -92,6 +112,9 @@ class Hook:
         """Run after the training.
 
         It does not run after an error of which this rank knows no more than its traceback.
+
+        Args:
+            status: how the training ended: finished, preempted, interrupted or failed.
         """
 
 
@@ -113,6 +136,7 @@ class Run:
         task: whose metrics are computed in an evaluation; None: those of the strategy's task.
         notes: what was said before about metrics that are not finite; None: nothing.
         waited: seconds in which this rank has waited for the batches of this epoch in this launch.
+        metrics: further metrics of an evaluation, which are no sums; None: there are none.
         ends_after: number of the step after which the run ends, also within an epoch; inf: none.
     """
 
@@ -127,6 +151,7 @@ class Run:
     task: Task | None = None
     notes: "NotFiniteNotes | None" = None
     waited: float = 0.0
+    metrics: "GatheredMetrics | None" = None
     ends_after: float = field(init=False)
     _begun: Progress = field(init=False, repr=False)
     _begun_at: float = field(init=False, repr=False)
@@ -139,6 +164,12 @@ class Run:
     def strategy(self) -> Strategy:
         """The strategy, which has the model."""
         return self.eager.strategy
+
+    def lower_is_better(self, metric: str) -> bool:
+        """Return whether lower values of a metric, such as loss, are better."""
+        if self.metrics is not None and metric in self.metrics.higher_is_better:
+            return self.metrics.higher_is_better[metric] is False
+        return (self.task or self.strategy.task).lower_is_better(metric)
 
     def begin_epoch(self) -> None:
         """Begin with the remaining steps of an epoch, at `position`."""

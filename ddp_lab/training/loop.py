@@ -116,14 +116,15 @@ def evaluate_within_epoch(run: Run) -> None:
     start = time.perf_counter()
     name = "val" if "val" in run.loaders else "test"
     with averages(run), log_if_slow(f"step {position.step}: evaluating"):
-        evaluation = evaluate(run.strategy, run.loaders[name], run.task, after_batch(run))
+        evaluation = evaluate(
+            run.strategy, run.loaders[name], run.task, after_batch(run), run.metrics
+        )
     if not evaluation.is_finite:
         run.note_not_finite({name: evaluation})
     metrics = evaluation.metrics(name)
     run.logger.evaluation(position.epoch, position.step, **metrics)
-    task = run.task or run.strategy.task
     validation = metrics if name == "val" else {}
-    after = position.evaluated(validation, task.lower_is_better)
+    after = position.evaluated(validation, run.lower_is_better)
     position.best = after.best
     position.best_epochs = after.best_epochs
     position.best_steps = after.best_steps
@@ -181,15 +182,14 @@ def evaluate_epoch(run: Run) -> tuple[dict[str, Evaluation], Progress]:
     results: dict[str, Evaluation] = {}
     react = after_batch(run)
     if "val" in run.loaders:
-        results["val"] = evaluate(run.strategy, run.loaders["val"], run.task, react)
-    task = run.task or run.strategy.task
+        results["val"] = evaluate(run.strategy, run.loaders["val"], run.task, react, run.metrics)
     validation = results["val"].metrics("val") if results else {}
-    following = run.position.evaluated(validation, task.lower_is_better)
+    following = run.position.evaluated(validation, run.lower_is_better)
     if following.samples == run.loaders["train"].data.size:
         following = following.next_epoch()
     is_due = run.settings.evaluate_test == "every_epoch" or stop_reasons(following, run.settings)
     if "test" in run.loaders and is_due:
-        results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react)
+        results["test"] = evaluate(run.strategy, run.loaders["test"], run.task, react, run.metrics)
     return results, following
 
 

@@ -8,13 +8,16 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_lab.data.batch import Batch
 from ddp_lab.strategies.base import Strategy, total
 from ddp_lab.tasks.base import Task, in_float32, sum_dtype, sums_of_loss, width
+
+if TYPE_CHECKING:
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 LONGEST = 1000  # steps whose losses are kept
 
@@ -24,7 +27,7 @@ class Evaluation:
     """The metrics of one evaluation, in which each sample counts once.
 
     Attributes:
-        values: the mean loss, and the task's metrics, by name.
+        values: the mean loss, the task's metrics and those of the key `metrics`, by name.
         samples: number of samples.
         sums: the task's sums over all samples, on the host, by name.
         weight: sum of the weights of all losses; 0 if all targets are ignored, so that the loss is
@@ -52,6 +55,7 @@ def evaluate(
     batches: Iterable[Batch],
     task: Task | None = None,
     after_batch: Callable[[], object] = lambda: None,
+    metrics: "GatheredMetrics | None" = None,
 ) -> Evaluation:
     """Evaluate the model on all samples of one or more batches.
 
@@ -62,8 +66,11 @@ def evaluate(
         batches: with padding.
         task: whose metrics are computed, besides the loss; None: those of the strategy's task.
         after_batch: called after each batch.
+        metrics: further ones, which are no sums; None: there are none.
     """
     strategy.train(False)
+    if metrics is not None:
+        metrics.begin(strategy)
     task = task or strategy.task
     samples = 0
     totals = dict[str, torch.Tensor]()
@@ -83,10 +90,13 @@ def evaluate(
                 expected = targets[:num_valid]
                 loss, weight = sums_of_loss(strategy.task, own_outputs, expected, num_valid)
                 sums_of_batch = {"loss": loss, "weight": weight, **task.sums(own_outputs, expected)}
+                if metrics is not None:
+                    metrics.add(task, own_outputs, expected, num_valid)
         if sums_of_batch is None:
             from ddp_lab.training.nested import sums_of
 
-            sums_of_batch = sums_of(strategy, task, (inputs, targets), num_valid, outputs)
+            batch = inputs, targets
+            sums_of_batch = sums_of(strategy, task, batch, num_valid, outputs, metrics)
         for name, value in sums_of_batch.items():
             value = value.to(sum_dtype(strategy.device))
             totals[name] = totals[name] + value if name in totals else value
@@ -97,7 +107,10 @@ def evaluate(
     loss = sums.pop("loss").item()
     weight = sums.pop("weight").item()
     mean = loss / weight if weight else math.nan
-    return Evaluation({"loss": mean, **task.metrics(sums)}, samples, sums, weight)
+    values = {"loss": mean, **task.metrics(sums)}
+    if metrics is not None:
+        values |= metrics.values(values)
+    return Evaluation(values, samples, sums, weight)
 
 
 def means(task: Task, sums: list[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The evaluation of a batch whose inputs, targets or outputs are no tensor."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,9 +10,17 @@ from ddp_lab.strategies.nested import outputs_of_samples
 from ddp_lab.tasks.base import Task, sums_of_loss
 from ddp_lab.tasks.nested import for_task
 
+if TYPE_CHECKING:
+    from ddp_lab.training.gathered_metrics import GatheredMetrics
+
 
 def sums_of(
-    strategy: Strategy, task: Task, batch: tuple[Tree, Tree], num_valid: int, outputs: Any = None
+    strategy: Strategy,
+    task: Task,
+    batch: tuple[Tree, Tree],
+    num_valid: int,
+    outputs: Any = None,
+    metrics: "GatheredMetrics | None" = None,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of a batch in an evaluation: loss, weight, and those of the task. Collective.
 
@@ -23,6 +31,7 @@ def sums_of(
         num_valid: number of samples without padding.
         outputs: of the model for all inputs; None: they are computed, for a batch whose padding has
             been cut.
+        metrics: get the batch, too.
     """
     if outputs is None:
         inputs, _ = batch
@@ -38,6 +47,8 @@ def sums_of(
     other = loss_inputs if task is strategy.task else for_task(task, outputs, targets, num_valid)
     loss, weight = sums_of_loss(strategy.task, loss_inputs.outputs, loss_inputs.targets, num_valid)
     sums = {"loss": loss, "weight": weight, **task.sums(other.outputs, other.targets)}
+    if metrics is not None:
+        metrics.add(task, other.outputs, other.targets, num_valid)
     counted = {"loss": loss_inputs.counts, "weight": loss_inputs.counts}
     return {
         name: value if counted.get(name, other.counts) else torch.zeros_like(value)

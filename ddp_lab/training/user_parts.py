@@ -1,0 +1,66 @@
+"""Objects that a user names by an import path with options, or passes as a class or an instance."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from ddp_lab.config.build import construct, find_target, options
+from ddp_lab.config.check import validate
+from ddp_lab.config.errors import ConfigError, describe_error
+
+
+class UserPart(NamedTuple):
+    """An object of the user.
+
+    Attributes:
+        label: import path of its class, for messages.
+        value: the object.
+        settings: what the project takes of its options.
+    """
+
+    label: str
+    value: Any
+    settings: dict[str, Any]
+
+
+def make_part(key: str, given: Any, reserved: Sequence[str] = ()) -> UserPart:
+    """Construct an object of the user.
+
+    Args:
+        key: of the config, or the argument of `Lab.trainer`; begins each message.
+        given: an import path; or a dict with `_target_`, an import path, and options; or a class;
+            or an object.
+        reserved: names of options that are not those of the class.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be constructed.
+    """
+    if isinstance(given, str):
+        given = {"_target_": given}
+    if isinstance(given, Mapping):
+        return part_of_node(key, dict(cast("Mapping[str, Any]", given)), reserved)
+    if not isinstance(given, type):
+        return UserPart(path_of(type(given)), given, {})
+    try:
+        return UserPart(path_of(given), given(), {})
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {path_of(given)} cannot be constructed: {describe_error(error)}. Pass an "
+            "instance if its constructor needs arguments"
+        ) from None
+
+
+def part_of_node(key: str, node: dict[str, Any], reserved: Sequence[str]) -> UserPart:
+    """Construct an object of the user from `_target_` and options, as `make_part`."""
+    settings = {name: node.pop(name) for name in reserved if name in node}
+    path = node.get("_target_", "???")
+    target = find_target(f"{key}._target_", path)
+    keywords = {name: value for name, value in node.items() if name != "_target_"}
+    # Annotations of other packages may not mean what YAML can say.
+    if not target.__module__.startswith("torchmetrics."):
+        validate(options(key, node), keywords, f"{key}.")
+    return UserPart(path, construct(key, {**node, "_convert_": "all"}), settings)
+
+
+def path_of(kind: type) -> str:
+    """Return the import path of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
