@@ -20,7 +20,7 @@ from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, RunSettings
-from ddp_lab.training.hooks import Hook, Run, close_all
+from ddp_lab.training.hooks import Hook, Run, close_all, lower_is_better
 from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
@@ -285,8 +285,9 @@ def plateau_schedule(job: Job) -> "PlateauSchedule | None":
     from ddp_lab.training.plateau import Plateau, PlateauSchedule
 
     assert isinstance(job.shape, Plateau), "the only such shape"
-    lower_is_better = job.task.lower_is_better(job.shape.metric.removeprefix("val_"))
-    return PlateauSchedule(job.shape, job.sizes.lr, lower_is_better)
+    metric = job.shape.metric.removeprefix("val_")
+    prefers_low = lower_is_better(metric, job.task, job.metrics)
+    return PlateauSchedule(job.shape, job.sizes.lr, prefers_low)
 
 
 def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:

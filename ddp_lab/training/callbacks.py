@@ -150,8 +150,10 @@ class Callback(Hook):
     def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
         self._call("on_evaluate", dict(results))
 
-    def on_evaluated(self, position: Progress, seconds: float) -> None:
-        self._call("on_evaluated", replace(position), seconds)
+    def on_evaluated(
+        self, position: Progress, results: Mapping[str, Evaluation], seconds: float
+    ) -> None:
+        self._call("on_evaluated", replace(position), dict(results), seconds)
 
     def on_checkpoint(self, path: Path) -> None:
         self._call("on_checkpoint", path)

@@ -118,6 +118,19 @@ class Hook:
         """
 
 
+def lower_is_better(metric: str, task: Task, metrics: "GatheredMetrics | None") -> bool:
+    """Return whether lower values of a metric are better.
+
+    Args:
+        metric: name, such as loss, without that of a set.
+        task: which has it, unless `metrics` have.
+        metrics: further ones; None: there are none.
+    """
+    if metrics is not None and metric in metrics.higher_is_better:
+        return metrics.higher_is_better[metric] is False
+    return task.lower_is_better(metric)
+
+
 @dataclass(eq=False)
 class Run:
     """A training as its hooks see it.
@@ -167,9 +180,7 @@ class Run:
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether lower values of a metric, such as loss, are better."""
-        if self.metrics is not None and metric in self.metrics.higher_is_better:
-            return self.metrics.higher_is_better[metric] is False
-        return (self.task or self.strategy.task).lower_is_better(metric)
+        return lower_is_better(metric, self.task or self.strategy.task, self.metrics)
 
     def begin_epoch(self) -> None:
         """Begin with the remaining steps of an epoch, at `position`."""

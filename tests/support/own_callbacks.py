@@ -35,7 +35,7 @@ class Calls(Hook):
     def on_evaluate(self, results):
         self.write("on_evaluate", {name: each.values["loss"] for name, each in results.items()})
 
-    def on_evaluated(self, position, seconds):
+    def on_evaluated(self, position, results, seconds):
         self.write("on_evaluated", position.step, seconds > 0)
 
     def on_checkpoint(self, path):
@@ -99,7 +99,7 @@ class Failing(Hook):
     def on_evaluate(self, results):
         self.fail("on_evaluate")
 
-    def on_evaluated(self, position, seconds):
+    def on_evaluated(self, position, results, seconds):
         self.fail("on_evaluated")
 
     def on_checkpoint(self, path):
