@@ -314,7 +314,7 @@ class Trainer(OwnLoop, training.Trainer):
 
             hooks.append(MetricsTrial(self._metrics))
         for callback in self._callbacks:
-            callback.folder = self.logger.run_dir
+            callback.use_folder(self.logger.run_dir)
             hooks.append(callback)
         sync = Sync(self.strategy, step.running_sums, settings.log_every, read=read)
         run = Run(

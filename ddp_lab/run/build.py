@@ -20,11 +20,13 @@ Below these files nothing knows the config.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.checkpoints.state import checkpoint_bytes
 from ddp_lab.config.build import build as instantiate
@@ -48,7 +50,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
-from ddp_lab.training.plan import FitSettings, TrainSizes, step_limits
+from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes, step_limits
 from ddp_lab.training.schedule import Horizon, ShapeByMetric, make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
@@ -198,28 +200,7 @@ def assemble(
     Raises:
         ConfigError: the model, the batch or the loss is not supported.
     """
-    steps = sizes.steps_per_epoch
-    context = dataset.model_shape().get("context")
-    limits = step_limits(cfg.get("max_steps"), cfg.get("max_tokens"), context, sizes)
-    ends = [limit.steps for limit in limits]
-    if cfg.epochs is not None:
-        ends.append(cfg.epochs * steps)
-    horizon = Horizon(min(ends, default=None))
-    epochs = 1.0 if horizon.steps is None else horizon.steps / steps
-    if cfg.get("warmup_steps") is None:
-        warmup_steps = round(cfg.warmup_epochs * steps)
-    else:
-        warmup_steps = cfg.warmup_steps
-        horizon.check_warmup(warmup_steps)
-    shape = build_shape(cfg.scheduler, epochs)
-    scheduler = partial(
-        make_scheduler,
-        shape=shape,
-        horizon=horizon,
-        steps_per_epoch=steps,
-        warmup_steps=warmup_steps,
-    )
-
+    schedule = make_schedule(cfg, sizes, dataset.model_shape().get("context"))
     optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
     model = built.model
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -243,22 +224,12 @@ def assemble(
     recipe = Recipe(
         sizes.global_batch_size,
         optimizer,
-        scheduler,
+        schedule.make,
         step,
         cfg.ema,
         cfg.ema_warmup,
         cfg.decay_norms_and_biases,
         options,
-    )
-    fit_settings = FitSettings(
-        cfg.epochs,
-        cfg.patience,
-        cfg.evaluate_test,
-        criterion(cfg, dataset) or "val_loss",
-        Every.parse(cfg.log_every) or Every(),
-        limits=limits,
-        max_minutes=cfg.get("max_minutes"),
-        evaluate_every=cfg.get("evaluate_every"),
     )
     return Job(
         strategy=strategy,
@@ -267,12 +238,80 @@ def assemble(
         model=model,
         task=task,
         recipe=recipe,
-        fit_settings=fit_settings,
-        shape=shape,
-        horizon=horizon,
+        fit_settings=make_fit_settings(cfg, schedule.limits, dataset),
+        shape=schedule.shape,
+        horizon=schedule.horizon,
         shapes=shapes,
         checkpoint_bytes=size,
         notes=[*built.notes, *options.disabled],
+    )
+
+
+class Schedule(NamedTuple):
+    """When a run ends, and its learning rate until then.
+
+    Attributes:
+        limits: of the steps.
+        horizon: the end that the learning rate is scheduled for.
+        shape: of the schedule.
+        make: returns the schedule of an optimizer.
+    """
+
+    limits: tuple[StepLimit, ...]
+    horizon: Horizon
+    shape: Callable[..., float]
+    make: Callable[[torch.optim.Optimizer], LambdaLR]
+
+
+def make_schedule(cfg: DictConfig, sizes: TrainSizes, context: int | None) -> Schedule:
+    """Return the schedule of a run.
+
+    Args:
+        cfg: the config.
+        sizes: of the batches.
+        context: tokens of a sample; None: samples are no texts.
+
+    Raises:
+        ConfigError: the warm-up or the shape is not possible.
+    """
+    steps = sizes.steps_per_epoch
+    limits = step_limits(cfg.get("max_steps"), cfg.get("max_tokens"), context, sizes)
+    ends = [limit.steps for limit in limits]
+    if cfg.epochs is not None:
+        ends.append(cfg.epochs * steps)
+    horizon = Horizon(min(ends, default=None))
+
+    if cfg.get("warmup_steps") is None:
+        warmup_steps = round(cfg.warmup_epochs * steps)
+    else:
+        warmup_steps = cfg.warmup_steps
+        horizon.check_warmup(warmup_steps)
+
+    epochs = 1.0 if horizon.steps is None else horizon.steps / steps
+    shape = build_shape(cfg.scheduler, epochs)
+    make = partial(
+        make_scheduler,
+        shape=shape,
+        horizon=horizon,
+        steps_per_epoch=steps,
+        warmup_steps=warmup_steps,
+    )
+    return Schedule(limits, horizon, shape, make)
+
+
+def make_fit_settings(
+    cfg: DictConfig, limits: tuple[StepLimit, ...], dataset: Dataset
+) -> FitSettings:
+    """Return when a run ends, evaluates and records."""
+    return FitSettings(
+        cfg.epochs,
+        cfg.patience,
+        cfg.evaluate_test,
+        criterion(cfg, dataset) or "val_loss",
+        Every.parse(cfg.log_every) or Every(),
+        limits=limits,
+        max_minutes=cfg.get("max_minutes"),
+        evaluate_every=cfg.get("evaluate_every"),
     )
 
 

@@ -1,5 +1,6 @@
 """Execution of a run: create its directory, train under guard and watchdog, record the outcome."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.process import keep_freed_memory, note
 
 if TYPE_CHECKING:
+    from ddp_lab.resilience.fault_injection import Fault
+    from ddp_lab.training.callbacks import Callback
     from ddp_lab.training.plateau import PlateauSchedule
     from ddp_lab.training.timed_schedule import TimedSchedule
 
@@ -142,49 +145,22 @@ def train_guarded(
     """
     runtime = job.runtime
     run_dir = launch.run_dir
-    watchdog = launch.watchdog
     with log_if_slow("placing the model on its devices"):
         fit_settings, trainer = placed or place(job)
     log.info(job.strategy.describe())
-    checkpoint_settings = settings.checkpoint
-    source = settings.source
-    sharded = is_sharded_format(
-        checkpoint_settings.format, runtime.world_size, job.checkpoint_bytes
-    )
-    hooks: list[Hook] = []
-    before_write = ignore
+    fault = make_fault(settings, runtime.rank, run_dir.path)
+    checkpoints = make_checkpoints(job, settings, run_dir.path, trainer, fault)
+    schedules = resumed_schedules(job)
 
-    if settings.inject:
-        from ddp_lab.resilience.fault_injection import Fault
-
-        fault = Fault(settings.inject, runtime.rank, run_dir.path)
-        hooks.append(fault)
-        before_write = fault.before_write
-
-    folder = run_dir.path / "checkpoints"
-    checkpoints = Checkpoints(
-        folder,
-        State.of(trainer, job.shapes),
-        checkpoint_settings.keep,
-        checkpoint_settings.best,
-        sharded,
-        before_write,
-    )
-    timed = timed_schedule(job)
-    plateau = plateau_schedule(job)
-
-    def schedule(progress: Progress) -> int:
+    def resume_schedules(progress: Progress) -> int:
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
-        if timed is not None:
-            timed.resume(progress)
-        if plateau is not None:
-            plateau.resume(progress)
+        for schedule in schedules:
+            schedule.resume(progress)
         return job.sizes.steps_before(progress)
 
-    progress = checkpoints.resume(source, schedule)
-
+    progress = checkpoints.resume(settings.source, resume_schedules)
     if runtime.is_main:
-        record_data(run_dir.path, job.dataset, checkpoint_settings.best)
+        record_data(run_dir.path, job.dataset, checkpoints.best)
     if reasons := stop_reasons(progress, job.fit_settings):
         if runtime.is_main:
             why = " and ".join(reasons.values())
@@ -200,61 +176,32 @@ def train_guarded(
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
     with logger:
-        watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
+        launch.watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
         step = make_step(job, trainer, progress)
-        guard = Guard(
-            checkpoints,
-            launch.requests,
-            watchdog.heartbeat,
-            every_epochs=checkpoint_settings.every_epochs,
-            every_steps=checkpoint_settings.every_steps,
-            every_minutes=checkpoint_settings.every_minutes,
-            at_steps=checkpoint_settings.at_steps,
-            on_error=checkpoint_settings.on_error,
-            on_nan=settings.on_nan,
-            check_replicas=settings.check_replicas,
-        )
-        hooks.insert(0, guard)
-        # before a checkpoint, which has their state then
-        hooks[:0] = [each for each in (timed, plateau) if each is not None]
-
-        read = None
+        guard = make_guard(checkpoints, settings, launch)
+        meter = None
         if fit_settings.log_every != Every():
             meter = Meter(job.strategy.task, fit_settings, logger)
-            hooks.append(meter)
-            read = meter.read
-        hooks.append(Pictures())
-        if job.metrics is not None:
-            from ddp_lab.training.metrics_trial import MetricsTrial
-
-            hooks.append(MetricsTrial(job.metrics))
-        if checkpoint_settings.mirror and runtime.is_main:
-            from ddp_lab.checkpoints.mirror import Mirror
-
-            # The watchdog ends a launch after this timeout.
-            hooks.append(Mirror(checkpoint_settings.mirror, run_dir.path, settings.timeout / 2))
-
+        # schedules come before a checkpoint, which has their state then
+        first = [*schedules, guard, fault, meter]
+        hooks = [hook for hook in first if hook is not None]
+        hooks += make_hooks(job, settings, run_dir.path)
         if settings.profile:
-            from ddp_lab.training.profiler import Profiled
-
-            folder = run_dir.path / "profile"
-            profiled = Profiled(
-                runtime, logger, folder, step is not trainer.eager_step, job.strategy.bubble
-            )
-            hooks = [profiled, *hooks, profiled.loading]
-
-        for callback in job.callbacks:
-            callback.folder = run_dir.path
-            hooks.append(callback)
-        sums = trainer.eager_step.running_sums
+            hooks = profiled(hooks, job, run_dir.path, logger, step is not trainer.eager_step)
         run = Run(
             eager=trainer.eager_step,
             step=step,
             loaders=job.loaders,
             settings=fit_settings,
             logger=logger,
-            hooks=hooks,
-            sync=Sync(job.strategy, sums, fit_settings.log_every, guard.flags, read),
+            hooks=[*hooks, *callbacks_of(job, run_dir.path)],
+            sync=Sync(
+                job.strategy,
+                trainer.eager_step.running_sums,
+                fit_settings.log_every,
+                guard.flags,
+                None if meter is None else meter.read,
+            ),
             position=progress,
             metrics=job.metrics,
         )
@@ -267,6 +214,36 @@ def train_guarded(
         run_dir.end(status, guard.saved if status == "finished" else checkpoints.kept)
     logger.close(status, result)  # at the end: a scheduler may kill what waits for a tracker
     return status
+
+
+def make_fault(settings: RunSettings, rank: int, run_dir: Path) -> "Fault | None":
+    """Return the hook that causes the fault of the key `inject`; None if there is none."""
+    if not settings.inject:
+        return None
+    from ddp_lab.resilience.fault_injection import Fault
+
+    return Fault(settings.inject, rank, run_dir)
+
+
+def make_checkpoints(
+    job: Job, settings: RunSettings, run_dir: Path, trainer: Trainer, fault: "Fault | None"
+) -> Checkpoints:
+    """Return what writes and reads the checkpoints of a run."""
+    chosen = settings.checkpoint
+    return Checkpoints(
+        run_dir / "checkpoints",
+        State.of(trainer, job.shapes),
+        chosen.keep,
+        chosen.best,
+        is_sharded_format(chosen.format, job.runtime.world_size, job.checkpoint_bytes),
+        ignore if fault is None else fault.before_write,
+    )
+
+
+def resumed_schedules(job: Job) -> "list[TimedSchedule | PlateauSchedule]":
+    """Return the parts of the learning-rate schedule whose state is in checkpoints."""
+    schedules = (timed_schedule(job), plateau_schedule(job))
+    return [schedule for schedule in schedules if schedule is not None]
 
 
 def timed_schedule(job: Job) -> "TimedSchedule | None":
@@ -288,6 +265,63 @@ def plateau_schedule(job: Job) -> "PlateauSchedule | None":
     metric = job.shape.metric.removeprefix("val_")
     prefers_low = lower_is_better(metric, job.task, job.metrics)
     return PlateauSchedule(job.shape, job.sizes.lr, prefers_low)
+
+
+def make_guard(checkpoints: Checkpoints, settings: RunSettings, launch: Launch) -> Guard:
+    """Return the hook that saves checkpoints, compares replicas and stops the run."""
+    chosen = settings.checkpoint
+    return Guard(
+        checkpoints,
+        launch.requests,
+        launch.watchdog.heartbeat,
+        every_epochs=chosen.every_epochs,
+        every_steps=chosen.every_steps,
+        every_minutes=chosen.every_minutes,
+        at_steps=chosen.at_steps,
+        on_error=chosen.on_error,
+        on_nan=settings.on_nan,
+        check_replicas=settings.check_replicas,
+    )
+
+
+def make_hooks(job: Job, settings: RunSettings, run_dir: Path) -> list[Hook]:
+    """Return the hooks that draw pictures, try the metrics and upload checkpoints."""
+    hooks: list[Hook] = [Pictures()]
+    if job.metrics is not None:
+        from ddp_lab.training.metrics_trial import MetricsTrial
+
+        hooks.append(MetricsTrial(job.metrics))
+    if settings.checkpoint.mirror and job.runtime.is_main:
+        from ddp_lab.checkpoints.mirror import Mirror
+
+        # The watchdog ends a launch after this timeout.
+        hooks.append(Mirror(settings.checkpoint.mirror, run_dir, settings.timeout / 2))
+    return hooks
+
+
+def profiled(
+    hooks: list[Hook], job: Job, run_dir: Path, logger: Logger, is_built: bool
+) -> list[Hook]:
+    """Return the hooks between those of the profiler, which measures the time of all others.
+
+    Args:
+        hooks: of the run.
+        job: the run.
+        run_dir: its directory.
+        logger: of the run.
+        is_built: whether the step is captured or compiled.
+    """
+    from ddp_lab.training.profiler import Profiled
+
+    profiler = Profiled(job.runtime, logger, run_dir / "profile", is_built, job.strategy.bubble)
+    return [profiler, *hooks, profiler.loading]
+
+
+def callbacks_of(job: Job, run_dir: Path) -> "Sequence[Callback]":
+    """Return the user's hooks, which may write to the run directory."""
+    for callback in job.callbacks:
+        callback.use_folder(run_dir)
+    return job.callbacks
 
 
 def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:

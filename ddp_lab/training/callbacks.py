@@ -103,6 +103,10 @@ class Callback(Hook):
         self._is_closed = False
         self._rank = 0
 
+    def use_folder(self, folder: Path | None) -> None:
+        """Let the hook know the run directory; None: there is none."""
+        self.folder = folder
+
     def _call(self, method: str, *values: Any) -> Any:
         """Return what a method of the hook returns.
 
