@@ -2,13 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import models_of_others
 import pytest
 import torch
 from launches import OWN, launch
-from planned_models import FULL, PAIRS, Base, Pairs, Planned
+from planned_models import FULL, PAIRS, Base, Pairs, Planned, WrongBlock
 from safetensors.torch import load_file
 from small_networks import make_model
 from torch import nn
@@ -163,12 +163,6 @@ def test_checkpoints_resume_with_and_without_a_plan(folder):
     ]
     for weights in others:
         assert_same(weights, expected)
-
-
-class WrongBlock(Block):
-    """A block whose plan divides only the second layer of a pair."""
-
-    tensor_parallel: ClassVar[dict[str, str]] = Block.tensor_parallel | {"fc1": "tokens"}
 
 
 class UsersBlock(Block):
@@ -466,3 +460,18 @@ def test_plan_of_the_command_line(plan, code, text, tmp_path):
     assert output.count("error: ") == (code > 0), "one message"
     assert "Traceback" not in output
     assert any(tmp_path.iterdir()) == (code == 0), "a refused plan leaves no directory"
+
+
+def test_wrong_plan_of_a_block_without_data_leaves_no_directory(tmp_path):
+    code, output = launch(
+        f"ddp-lab train --nproc 2 device=cpu runs_dir={tmp_path} strategy=mesh strategy.tp=2",
+        *OWN,
+        "model._target_=planned_models.wrong_vit",
+        "model.init=by_block",
+    )
+    assert code == 2, output
+    assert (
+        "error: the attribute tensor_parallel of WrongBlock: the divided model does not " in output
+    )
+    assert output.count("error: ") == 1
+    assert not any(tmp_path.iterdir())

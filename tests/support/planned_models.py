@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_lab.models.chain import Chain
+from ddp_lab.models.vit import Block, vit
+
 WIDTH = 16
 # attention by heads, the linear pair by units
 PAIRS = {
@@ -120,3 +123,27 @@ class Base(nn.Module):
 
     def forward(self, inputs):
         return self.inner(inputs)
+
+
+class WrongBlock(Block):
+    """A block whose plan divides only the second layer of a pair."""
+
+    tensor_parallel: ClassVar[dict[str, str]] = Block.tensor_parallel | {"fc1": "tokens"}
+
+
+def wrong_vit(in_channels: int, image_size: int, num_classes: int) -> Chain:
+    """Return a Vision Transformer with a block whose plan is wrong."""
+    model = vit(
+        in_channels,
+        image_size,
+        num_classes,
+        depth=2,
+        width=16,
+        heads=4,
+        mlp_ratio=2.0,
+        patch_size=7,
+        pool="mean",
+        drop_path=0.0,
+    )
+    model.block1 = WrongBlock(16, 4, 32, 0.0, "block1")
+    return model
