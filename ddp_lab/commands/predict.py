@@ -105,9 +105,10 @@ def main(arguments: list[str]) -> None:
             f"{namespace.run}: its inputs are no images, so predict cannot read them from files; "
             "use ddp-lab evaluate, or the weights that ddp-lab export writes"
         )
-    if namespace.prompt and len(run.data.classes) != BYTES:
+    vocabulary = shape.get("vocabulary", BYTES)
+    if namespace.prompt and vocabulary != BYTES:
         raise ConfigError(
-            f"{namespace.run}: its vocabulary has {len(run.data.classes):,} tokens, but the prompt "
+            f"{namespace.run}: its vocabulary has {vocabulary:,} tokens, but the prompt "
             f"of predict is bytes, of which there are {BYTES}. Write the weights with ddp-lab "
             "export, and generate with the tokenizer of its data"
         )
