@@ -182,9 +182,11 @@ def test_documented_callback_writes_its_file(tmp_path):
     assert all(len(json.loads("[" + line.partition("[")[2])) == 2 for line in lines)
 
 
-def test_evaluate_constructs_no_callback(tmp_path):
+def test_evaluate_needs_no_callback(tmp_path):
     folder = train(tmp_path, "callbacks=[own_callbacks.Calls]")
     before = (folder / "calls.0.jsonl").read_text()
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("own_callbacks.Calls", "own_callbacks.Gone"))
     code, output = launch(f"python -m ddp_lab evaluate {folder}")
     assert code == 0, output
     assert (folder / "calls.0.jsonl").read_text() == before

@@ -360,9 +360,10 @@ FAILS = {
 TWO_RANKS = f"torchrun --standalone --nproc_per_node=2 {ROOT}/train.py strategy=ddp"
 
 
-def failure(command: str, folder: Path, metrics: str) -> str:
+def failure(command: str, folder: Path, metrics: str, *more: str) -> str:
     """Train with metrics that fail; return the one message, without the rest of the log."""
-    code, output = launch(command, *SMALL, *LINE, f"metrics={metrics}", f"runs_dir={folder}")
+    words = [*LINE, f"metrics={metrics}", f"runs_dir={folder}", *more]
+    code, output = launch(command, *SMALL, *words)
     assert code == 1, output
     if command.startswith("python"):
         assert "Traceback" not in output
@@ -372,7 +373,8 @@ def failure(command: str, folder: Path, metrics: str) -> str:
 
 @pytest.mark.parametrize("name", FAILS)
 def test_metric_that_fails_ends_the_run_before_its_first_step(name, tmp_path):
-    message = failure("python train.py", tmp_path, f"[{name}]")
+    # A batch of an evaluation has 16 samples, and the trial has 8, as the message says.
+    message = failure("python train.py", tmp_path, f"[{name}]", "batch_size=16")
     assert message.startswith(FAILS[name])
     path = only_run(tmp_path)
     assert not read_metrics(path)
