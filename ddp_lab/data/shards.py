@@ -80,8 +80,7 @@ def mapped(path: str, tokens: int) -> np.ndarray:
     """Return the tokens of a shard, uint16 [tokens], of which those are read that are used.
 
     The system is told not to read ahead: windows are read in random order, and it would read 128
-    KiB for each. That took 5 ms a window in place of 0.1 (100 shards of 200 MB on a disk that
-    another program used, 2 cores, 2026-11-28).
+    KiB for each.
     """
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

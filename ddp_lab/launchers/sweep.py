@@ -101,14 +101,15 @@ def lower_is_better(cfg: DictConfig) -> bool:
 
     The task says so, or the metric of the key `metrics`.
     """
+    from ddp_lab.training.hooks import lower_is_better as is_lower_better
+
     metric = cfg.optimize.partition("_")[2]
+    further = None
     if cfg.get("metrics"):
         from ddp_lab.training.gathered_metrics import make_metrics
 
         further = make_metrics(plain(cfg)["metrics"])
-        if further is not None and metric in further.higher_is_better:
-            return further.higher_is_better[metric] is False
-    return get_object(cfg.task["_target_"]).lower_is_better(metric)
+    return is_lower_better(metric, get_object(cfg.task["_target_"]), further)
 
 
 def directory_name(overrides: Sequence[str]) -> str:

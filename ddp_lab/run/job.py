@@ -11,6 +11,7 @@ from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.loader import Loader
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
+from ddp_lab.training.hooks import lower_is_better
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.plan import FitSettings, TrainSizes
 from ddp_lab.training.progress import Criterion
@@ -131,9 +132,7 @@ class Job:
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether lower values of a metric, such as loss, are better."""
-        if self.metrics is not None and metric in self.metrics.higher_is_better:
-            return self.metrics.higher_is_better[metric] is False
-        return self.task.lower_is_better(metric)
+        return lower_is_better(metric, self.task, self.metrics)
 
     def full_rate(self) -> float | None:
         """Return the samples per second at the peak of the devices' data sheet; None: unknown.

@@ -21,7 +21,7 @@ from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.data_record import record_data
 from ddp_lab.run.job import Job, RunSettings
-from ddp_lab.training.hooks import Hook, Run, close_all, lower_is_better
+from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit, stop_reasons
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
@@ -262,8 +262,7 @@ def plateau_schedule(job: Job) -> "PlateauSchedule | None":
     from ddp_lab.training.plateau import Plateau, PlateauSchedule
 
     assert isinstance(job.shape, Plateau), "the only such shape"
-    metric = job.shape.metric.removeprefix("val_")
-    prefers_low = lower_is_better(metric, job.task, job.metrics)
+    prefers_low = job.lower_is_better(job.shape.metric.removeprefix("val_"))
     return PlateauSchedule(job.shape, job.sizes.lr, prefers_low)
 
 

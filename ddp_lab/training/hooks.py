@@ -118,12 +118,14 @@ class Hook:
         """
 
 
-def lower_is_better(metric: str, task: Task, metrics: "GatheredMetrics | None") -> bool:
+def lower_is_better(
+    metric: str, task: Task | type[Task], metrics: "GatheredMetrics | None"
+) -> bool:
     """Return whether lower values of a metric are better.
 
     Args:
         metric: name, such as loss, without that of a set.
-        task: which has it, unless `metrics` have.
+        task: or its class, which has it, unless `metrics` have.
         metrics: further ones; None: there are none.
     """
     if metrics is not None and metric in metrics.higher_is_better:
