@@ -21,7 +21,8 @@ class Brackets(Dataset):
     """Texts of two words, "(" and ")", of different lengths, and whether "(" is more frequent."""
 
     def __init__(self, samples: int, seed: int):
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.samples
@@ -44,7 +45,8 @@ with Lab(strategy=sys.argv[1] if len(sys.argv) > 1 else "single", seed=0) as lab
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = BertConfig(vocab_size=3, num_attention_heads=2, **sizes, **no_dropout)
-    training, validation = Brackets(400, seed=0), Brackets(200, seed=10**6)
+    training = Brackets(400, seed=0)
+    validation = Brackets(200, seed=10**6)
     trainer = lab.trainer(
         BertForSequenceClassification(config),
         tasks.Classification(),

@@ -40,7 +40,8 @@ def info_nce(outputs: dict[str, torch.Tensor], targets: None) -> torch.Tensor:
 
 
 with Lab(strategy=sys.argv[1] if len(sys.argv) > 1 else "single", seed=0) as lab:
-    training, validation = two_views(1500), two_views(200)
+    training = two_views(1500)
+    validation = two_views(200)
     adamw = partial(torch.optim.AdamW, lr=3e-3)
     # The two parts of a sample are the inputs; there is no target.
     trainer = lab.trainer(

@@ -13,7 +13,9 @@ from torch.utils.data import Dataset
 
 from ddp_lab import Lab
 
-SIZE, CELLS = 32, 4  # an image is divided into 4 x 4 cells, each of which finds one disc
+# an image is divided into 4 x 4 cells, each of which finds one disc
+SIZE = 32
+CELLS = 4
 
 
 class Discs(Dataset):
@@ -48,8 +50,8 @@ def loss(outputs: torch.Tensor, discs: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return the sum of the losses of all discs, and their number."""
     cell = discs[..., :1].long()
     of_cells = outputs.flatten(2).transpose(1, 2)  # [b, cells, 3]
-    found = of_cells.gather(1, cell.clamp(min=0).expand(-1, -1, 3))
-    errors = (found - discs[..., 1:]).square().sum(2)
+    predicted = of_cells.gather(1, cell.clamp(min=0).expand(-1, -1, 3))
+    errors = (predicted - discs[..., 1:]).square().sum(2)
     is_disc = (cell[..., 0] >= 0).float()
     return (errors * is_disc).sum(), is_disc.sum()
 

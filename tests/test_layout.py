@@ -115,6 +115,49 @@ def test_strategies_and_tasks_set_their_attributes_themselves():
     assert not [line for path in FILES for line in assigned_attributes(path)]
 
 
+VAGUE = {"found", "given", "held", "own", "what"}
+
+
+def vague_names(path: Path) -> list[str]:
+    """Return the names of a file that say nothing of what they are the name of."""
+    vague = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ""
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name.strip("_") in VAGUE:
+            vague.append(f"{path.name}:{node.lineno}: {name}")
+    return vague
+
+
+def test_names_say_what_they_name():
+    folders = ("ddp_lab", "scripts", "tests", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 300
+    assert not [line for path in sorted(files) for line in vague_names(path)]
+
+
+def packed_assignments(path: Path) -> list[str]:
+    """Return the lines of a file that assign several values at once."""
+    packed = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign):
+            unpacks = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+            if unpacks or len(node.targets) > 1:
+                packed.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    return packed
+
+
+def test_a_line_assigns_one_value():
+    folders = ("ddp_lab", "scripts", "tests", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert not [line for path in sorted(files) for line in packed_assignments(path)]
+
+
 def test_every_command_is_listed():
     assert {path.stem for path in (PACKAGE / "commands").glob("[a-z]*.py")} == set(COMMANDS)
 

@@ -28,14 +28,14 @@ AT_FIRST_USE += ["wandb", "mlflow", "torchmetrics"]
 IMPORT_ALL = f"""
 import importlib, json, pkgutil, sys
 import ddp_lab
-found, loaded = {{}}, set()
+files, loaded = {{}}, set()
 modules = pkgutil.walk_packages(ddp_lab.__path__, "ddp_lab.")
 for name in ["train", *(module.name for module in modules)]:
     importlib.import_module(name)
     if new := [heavy for heavy in {AT_FIRST_USE} if heavy in sys.modules and heavy not in loaded]:
-        found[name] = new
+        files[name] = new
     loaded.update(new)
-print(json.dumps([found, len(sys.modules)]))
+print(json.dumps([files, len(sys.modules)]))
 """
 
 RUN = """

@@ -27,8 +27,8 @@ from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.optimizer import StepObserver
 from ddp_lab.training.trainer import Trainer
 
-HELD = ("parameters", "gradients", "optimizer", "averages", "buffers")
-PARTS = (*HELD, "activations", "in flight", "data")
+STATE = ("parameters", "gradients", "optimizer", "averages", "buffers")
+PARTS = (*STATE, "activations", "in flight", "data")
 
 # What a rank sends of n bytes among W ranks, with the algorithms that send the least (Patarasuk and
 # Yuan 2009).

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.advise.fake import FakeDDP, FakeWeights
-from ddp_lab.advise.live import HELD, Collective, Live
+from ddp_lab.advise.live import STATE, Collective, Live
 from ddp_lab.config.build import Config, construct, for_cpu
 from ddp_lab.config.change import resolved
 from ddp_lab.config.errors import ConfigError, describe_error
@@ -235,7 +235,7 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     # one creates it.
     again = options.cuda_graph or options.compile == AUTO  # to capture, or to time the step
     if again:
-        copied = {*HELD} - {"gradients"}
+        copied = {*STATE} - {"gradients"}
     elif options.compile:
         copied = {"parameters", "buffers", "averages"}
     else:

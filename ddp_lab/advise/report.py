@@ -6,7 +6,7 @@ from typing import Any
 
 from ddp_lab.advise.advisor import Advisor, Row
 from ddp_lab.advise.devices import GiB
-from ddp_lab.advise.live import HELD
+from ddp_lab.advise.live import STATE
 from ddp_lab.observe.plot import Plot, figure, short, stacked, timeline
 
 PLANNED = (
@@ -79,7 +79,7 @@ def table(advisor: Advisor) -> str:
 def cells(row: Row, measured: bool) -> tuple[str, ...]:
     """Return the cells of a row, with or without what was measured."""
     plan = row.fullest
-    state = sum(plan.peak[kind] for kind in HELD)
+    state = sum(plan.peak[kind] for kind in STATE)
     activations = plan.peak["activations"]
     sent = max(sum(each.sent.values()) for each in row.plans)
     flops = max(each.flops for each in row.plans)

@@ -280,7 +280,8 @@ def open_shard(path: str, key: str) -> Shard:
             f"of {HEADER_BYTES:,} bytes, whose first number is {MAGIC}. `ddp-lab shards` writes "
             "shards from text"
         )
-    version, tokens = int(header[1]), int(header[2])
+    version = int(header[1])
+    tokens = int(header[2])
     if version != VERSION:
         raise NodeError(
             f"{key}: {path} has version {version} of the format of token shards; supported is "

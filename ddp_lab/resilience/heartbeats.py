@@ -62,7 +62,7 @@ GONE = (
 
 # of a rank: rank, host, pid, epoch, step, doing, since, beat, waits, called, call
 Heartbeat = dict[str, Any]
-Found = tuple[Heartbeat, FailureKind, str]  # the rank that failed, and what happened to it
+Failure = tuple[Heartbeat, FailureKind, str]  # the rank that failed, and what happened to it
 
 
 def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
@@ -292,7 +292,7 @@ class NodeLink(threading.Thread):
             "first": nodes[0]["ranks"][0],
         }
 
-    def find_lost(self, looks: float) -> Found | None:
+    def find_lost(self, looks: float) -> Failure | None:
         """Return a rank of the node that has vanished, if one has, and what is known.
 
         Call it `looks` times per second.

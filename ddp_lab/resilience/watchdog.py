@@ -23,7 +23,7 @@ from ddp_lab.resilience.heartbeats import (
     LISTED,
     STARTING,
     VANISHED,
-    Found,
+    Failure,
     Heartbeat,
     NodeLink,
     OwnHeartbeat,
@@ -185,7 +185,7 @@ class Watchdog:
             self.link.start()
         return leads
 
-    def _dead_neighbour(self) -> Found | None:
+    def _dead_neighbour(self) -> Failure | None:
         """Return the next rank of this node that has not left normally, if its process has exited.
 
         Each rank watches only one other, so the cost of a look does not depend on the number of
@@ -197,7 +197,7 @@ class Watchdog:
                 return None if is_alive(beat["pid"]) else (beat, "lost_rank", KILLED)
         return None
 
-    def _hang(self, leads: bool) -> Found | None:
+    def _hang(self, leads: bool) -> Failure | None:
         """Return the rank for which the others wait, if this one has to report a hang.
 
         The time is counted in looks: while this process is suspended, nothing is counted. Reported

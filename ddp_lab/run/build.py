@@ -366,7 +366,7 @@ def find_performance(
 
     Collective with speed=auto on GPUs. Arguments as in `find_options`.
     """
-    wanted = what_is_wanted(cfg)
+    wanted = wanted_options(cfg)
     is_automatic = wanted.speed == AUTO and strategy.device.type == "cuda"
     if wanted.is_plain and not is_automatic:
         in_memory = all(isinstance(samples, InMemory) for samples in dataset.sets.values())
@@ -376,7 +376,7 @@ def find_performance(
     return find_options(wanted, strategy, dataset, model)
 
 
-def what_is_wanted(cfg: DictConfig) -> Wanted:
+def wanted_options(cfg: DictConfig) -> Wanted:
     """Return what the config says about performance."""
     options = {name: OmegaConf.select(cfg, key) for name, key in KEYS.items()}
     target = str(cfg.optimizer["_target_"])

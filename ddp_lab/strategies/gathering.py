@@ -173,7 +173,8 @@ def require_same_form(rows: torch.Tensor, group: dist.ProcessGroup, name: str) -
     form[: len(shape)] = torch.tensor(shape[:MOST_DIMS])
     extremes = torch.cat([form, -form])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes[:MOST_DIMS], -extremes[MOST_DIMS:]
+    largest = extremes[:MOST_DIMS]
+    smallest = -extremes[MOST_DIMS:]
     if (largest != smallest).any():
         raise TrainingError(
             f"{name} of a batch have other shapes on other ranks, up to "

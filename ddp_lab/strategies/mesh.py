@@ -166,7 +166,8 @@ class Mesh(FullyShard):
             self.of_module = MeshOfModule(None if plan is None else dict(plan))
         else:
             require_only_stages(self.keys, self.axes, model)
-            self.replaces_parameters = self.copies_weights = False
+            self.copies_weights = False
+            self.replaces_parameters = False
             self.autocast = self.runtime.autocast
         super().partition(model, samples)
         if self.of_module is not None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 # by the name of the process group
-FOUND: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()
+SUMS_OF_GROUPS: "WeakValueDictionary[str, PeerSums]" = WeakValueDictionary()
 SMALL = 2**16  # bytes of the smallest slot
 MOST = 4  # slots of one size, unless more sums are under way: two chunks of two consecutive sums
 
@@ -133,7 +133,7 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     ranks = dist.get_process_group_ranks(group)
     if device.type != "cuda" or len(ranks) != 2:
         return None
-    known_sums = FOUND.get(group.group_name)
+    known_sums = SUMS_OF_GROUPS.get(group.group_name)
     if known_sums is not None and known_sums.group is group:
         return known_sums
 
@@ -149,14 +149,14 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
     if new_sums is None or not agreed.item():
         return None
-    FOUND[group.group_name] = new_sums
+    SUMS_OF_GROUPS[group.group_name] = new_sums
     return new_sums
 
 
 @torch.library.custom_op("ddp_lab::start_peer_sum", mutates_args=())
 def start(addend: torch.Tensor, group: str) -> torch.Tensor:
     """Begin a sum of the group. Return an empty tensor, which orders `finish` after it."""
-    FOUND[group].start(addend)
+    SUMS_OF_GROUPS[group].start(addend)
     return addend.new_empty(0)
 
 
@@ -176,7 +176,7 @@ def finish(addends: list[torch.Tensor], started: list[torch.Tensor], group: str)
     rows = sum(len(each) for each in addends)
     sums = addends[0].new_empty(rows, *addends[0].shape[1:])
     for each, out in zip(addends, sums.split([len(each) for each in addends]), strict=True):
-        FOUND[group].finish(each, out)
+        SUMS_OF_GROUPS[group].finish(each, out)
     return sums
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.cut_points import CutPoints
-from ddp_lab.models.drop_path import DropPath
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights, names_in
@@ -130,9 +129,9 @@ def require_traceable(model: nn.Module, strategy: str) -> None:
                 f"hook only once, and {where} has one ({method}). Compute it in forward, or use "
                 "a strategy that does not cut the model, for example ddp"
             )
-        if isinstance(module, DropPath):
+        if getattr(module, "drops_by_step", False):
             raise ConfigError(
                 f"strategy={strategy}: cuts a model that is no Chain by a trace, in which the "
-                f"DropPath {path} of ddp_lab would draw only once. Return a Chain of blocks, or "
-                "use a strategy that does not cut the model, for example ddp"
+                f"{type(module).__name__} {path} would draw only once. Return a Chain of blocks, "
+                "or use a strategy that does not cut the model, for example ddp"
             )

@@ -177,17 +177,17 @@ class Callback(Hook):
             log.error(str(error))  # the first error is the one that ends the run
 
 
-def make_callbacks(given: Sequence[Any]) -> list[Callback]:
+def make_callbacks(values: Sequence[Any]) -> list[Callback]:
     """Construct the callbacks that a user names.
 
     Args:
-        given: each an import path, a dict with `_target_` and options, a class or an instance.
+        values: each an import path, a dict with `_target_` and options, a class or an instance.
 
     Raises:
         ConfigError: one cannot be constructed, is no Hook, or has none of its methods.
     """
     hooks: list[Callback] = []
-    for value in given:
+    for value in values:
         part = make_part(KEY, value)
         if not isinstance(part.value, Hook):
             raise ConfigError(
@@ -204,5 +204,5 @@ def make_callbacks(given: Sequence[Any]) -> list[Callback]:
 
 def is_own(hook: Hook, method: str) -> bool:
     """Return whether the class of a hook has its own implementation of a method."""
-    own: Callable[..., Any] = getattr(type(hook), method)
-    return own is not getattr(Hook, method)
+    of_class: Callable[..., Any] = getattr(type(hook), method)
+    return of_class is not getattr(Hook, method)

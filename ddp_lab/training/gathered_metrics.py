@@ -82,10 +82,10 @@ class GatheredMetrics:
                 the ranks.
         """
         predictions, expected = task.metric_inputs(outputs, targets)
-        for what, rows in (("predictions", predictions), ("targets", expected)):
+        for role, rows in (("predictions", predictions), ("targets", expected)):
             if not isinstance(rows, torch.Tensor):
                 raise TrainingError(
-                    f"{KEY}: take one tensor of predictions and one of targets, but the {what} of "
+                    f"{KEY}: take one tensor of predictions and one of targets, but the {role} of "
                     f"{type(task).__name__} are a {type(rows).__name__}. Let the method "
                     "metric_inputs of a task of your own return both"
                 )
@@ -215,32 +215,32 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def make_metrics(given: Sequence[Any] | Mapping[str, Any]) -> GatheredMetrics | None:
+def make_metrics(values: Sequence[Any] | Mapping[str, Any]) -> GatheredMetrics | None:
     """Construct the metrics that a user names; return None if there are none.
 
     Args:
-        given: each an import path, a dict with `_target_` and options, a class or an instance; in
+        values: each an import path, a dict with `_target_` and options, a class or an instance; in
             a list, or in a dict by name.
 
     Raises:
         ConfigError: torchmetrics is not installed, one cannot be constructed or is no metric, or
             two have the same name.
     """
-    if not given:
+    if not values:
         return None
     try:
         from torchmetrics import Metric
     except ModuleNotFoundError:
         raise missing_package() from None
 
-    names: Sequence[str | None] = [None] * len(given)
-    if isinstance(given, Mapping):
-        names = list(given)
-        given = list(given.values())
+    names: Sequence[str | None] = [None] * len(values)
+    if isinstance(values, Mapping):
+        names = list(values)
+        values = list(values.values())
     metrics: dict[str, Metric] = {}
     labels: dict[str, str] = {}
     higher: dict[str, bool | None] = {}
-    for chosen, value in zip(names, given, strict=True):
+    for chosen, value in zip(names, values, strict=True):
         part = make_part(KEY, value, RESERVED)
         if not isinstance(part.value, Metric):
             raise ConfigError(

@@ -22,29 +22,29 @@ class UserPart(NamedTuple):
     settings: dict[str, Any]
 
 
-def make_part(key: str, given: Any, reserved: Sequence[str] = ()) -> UserPart:
+def make_part(key: str, value: Any, reserved: Sequence[str] = ()) -> UserPart:
     """Construct an object of the user.
 
     Args:
         key: of the config, or the argument of `Lab.trainer`; begins each message.
-        given: an import path; or a dict with `_target_`, an import path, and options; or a class;
+        value: an import path; or a dict with `_target_`, an import path, and options; or a class;
             or an object.
         reserved: names of options that are not those of the class.
 
     Raises:
         ConfigError: there is no such class, or it cannot be constructed.
     """
-    if isinstance(given, str):
-        given = {"_target_": given}
-    if isinstance(given, Mapping):
-        return part_of_node(key, dict(cast("Mapping[str, Any]", given)), reserved)
-    if not isinstance(given, type):
-        return UserPart(path_of(type(given)), given, {})
+    if isinstance(value, str):
+        value = {"_target_": value}
+    if isinstance(value, Mapping):
+        return part_of_node(key, dict(cast("Mapping[str, Any]", value)), reserved)
+    if not isinstance(value, type):
+        return UserPart(path_of(type(value)), value, {})
     try:
-        return UserPart(path_of(given), given(), {})
+        return UserPart(path_of(value), value(), {})
     except Exception as error:
         raise ConfigError(
-            f"{key}: {path_of(given)} cannot be constructed: {describe_error(error)}. Pass an "
+            f"{key}: {path_of(value)} cannot be constructed: {describe_error(error)}. Pass an "
             "instance if its constructor needs arguments"
         ) from None
 

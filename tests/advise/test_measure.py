@@ -111,7 +111,8 @@ def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypa
     """Both are bytes that torch allocates; the CUDA context and NCCL are in neither."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     advisor = Advisor.of(LENET, None, find_devices("2xH100"))
-    slow, fast = advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
+    advisor.rows = [advisor.plan(["strategy=ddp"]), advisor.plan(["strategy=fsdp"])]
+    slow, fast = advisor.rows
     rows = [{"step": 10.0, "communication": 1.0}, {"step": 10.0, "communication": 3.0}]
     measured = summary(
         advisor, slow, [run_of(630.0, 650.0, peak_memory_bytes=[2**30, 2**31], rows=rows)]

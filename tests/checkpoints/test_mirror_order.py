@@ -73,7 +73,8 @@ def upload_epochs(mirror: Mirror, losses: list[float], sharded: bool) -> None:
 @both_formats
 def test_hashes_are_uploaded_after_all_files_and_removed_before_them(sharded, tmp_path):
     mirror = mirror_of(tmp_path)
-    mirror.fs = recording = RecordingFileSystem(mirror.fs, lambda: None)
+    recording = RecordingFileSystem(mirror.fs, lambda: None)
+    mirror.fs = recording
     upload_epochs(mirror, [4.0, 3.0, 2.0], sharded)
     end = ".sharded" if sharded else ".pt"
     one = f"step_00000001{end}"

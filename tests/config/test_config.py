@@ -17,8 +17,8 @@ OPTIMIZER = "optimizer._target_=torch.optim."
 TRACKERS = (
     "must be none, or one or several of tensorboard, wandb, mlflow and import paths of classes"
 )
-GIVEN = "tracker_options"
-LINES = f"{GIVEN}.own_trackers.Lines"
+TRACKER = "tracker_options"
+LINES = f"{TRACKER}.own_trackers.Lines"
 GROUPS = ["data", "model", "strategy", "task", "loss", "optimizer", "scheduler", "experiment"]
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 # of the tests of models, data, and tasks
@@ -195,12 +195,13 @@ def test_help_names_every_strategy():
             f"{LINES}.fil=a: there is no such key; did you mean {LINES}.file?",
         ),
         (
-            f"+{GIVEN}.wanb.project=a",
-            f"{GIVEN}.wanb={{'project': 'a'}}: there is no such key; did you mean {GIVEN}.wandb?",
+            f"+{TRACKER}.wanb.project=a",
+            f"{TRACKER}.wanb={{'project': 'a'}}: there is no such key; did you mean "
+            f"{TRACKER}.wandb?",
         ),
         (
-            f"tracker=wandb {GIVEN}.wandb.mode=of",
-            f"{GIVEN}.wandb.mode=of: must be online or offline or disabled or null",
+            f"tracker=wandb {TRACKER}.wandb.mode=of",
+            f"{TRACKER}.wandb.mode=of: must be online or offline or disabled or null",
         ),
         ("epochs=0 ~data.root", "data.root: is missing"),
         ("strategy._target_=ddp_lab.nothing optimizer.lr=0", "optimizer.lr=0: must be"),

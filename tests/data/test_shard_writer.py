@@ -77,7 +77,8 @@ def test_bytes_are_those_of_the_files_and_each_files_end_is_held_out(tmp_path, c
         999,
     )
     assert code == 0, errors
-    trained, held_out = read(out, "train"), read(out, "val")
+    trained = read(out, "train")
+    held_out = read(out, "val")
     assert {len(shard) for shard in trained[:-1]} == {999}
     parts = [bytes(chain.from_iterable(shards_of_set)) for shards_of_set in (trained, held_out)]
     # the first line that begins in the last fifth of each file
@@ -145,7 +146,8 @@ def test_held_out_end_begins_with_a_line_or_a_character(fraction, content, tmp_p
     data = content.encode()
     path.write_bytes(data)
     at = held_out_from(path, fraction)
-    beginning, end = data[:at].decode(), data[at:].decode()
+    beginning = data[:at].decode()
+    end = data[at:].decode()
     assert beginning + end == content
     if fraction == 0:
         assert end == ""

@@ -126,7 +126,7 @@ def pad_to_longest(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).double(), "labels": labels}
 
 
-class Found:
+class TwoTargets:
     """Samples with a dict as the target."""
 
     def __len__(self):
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict]] = {
         DifferentLengths(),
         {"targets": "labels", "collate_fn": pad_to_longest},
     ),
-    "targets": (Heads, lambda: of_heads, Found(), {}),
+    "targets": (Heads, lambda: of_heads, TwoTargets(), {}),
 }
 
 
@@ -422,7 +422,7 @@ def cut(strategy: str) -> tuple[str, list[float]]:
     )
     with Lab(strategy, device="cpu", timeout=30, **CUT[strategy]) as lab:
         blocks = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)).double()
-        data = Found()
+        data = TwoTargets()
         trainer = lab.trainer(
             blocks,
             lambda outputs, targets: (outputs - targets["box"]).square(),

@@ -14,7 +14,7 @@ from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.channels_last import to_channels_last
 from ddp_lab.models.lenet import lenet
 from ddp_lab.run.build import build as build_job
-from ddp_lab.run.build import what_is_wanted
+from ddp_lab.run.build import wanted_options
 from ddp_lab.run.speed import find_options
 from ddp_lab.training.performance import KEYS, PerformanceOptions, choose
 from ddp_lab.world.runtime import Runtime
@@ -122,7 +122,7 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
     model = model or lenet(1, 28, 10, None)
     strategy.partition(model, 8)
     strategy.device = torch.device("cuda")
-    return find_options(what_is_wanted(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
+    return find_options(wanted_options(cfg), strategy, Synthetic(8, 8, 1, 28, 10).load(), model)
 
 
 SYNC = (
@@ -177,7 +177,7 @@ def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeyp
     assert (
         values(
             find_options(
-                what_is_wanted(cfg),
+                wanted_options(cfg),
                 strategy,
                 Synthetic(8, 8, 1, 28, 10).load(),
                 lenet(1, 28, 10, None),
@@ -196,7 +196,7 @@ def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
     strategy.device = torch.device("cuda")
     strategy.runtime = runtime
     facts = find_options(
-        what_is_wanted(config("speed=auto")),
+        wanted_options(config("speed=auto")),
         strategy,
         Synthetic(8, 8, 1, 28, 10).load(),
         lenet(1, 28, 10, None),

@@ -93,7 +93,8 @@ class Doubled(Strategy):
         self.factor = factor
 
     def setup(self, model):
-        self.module = self.forward = model.to(self.device)
+        self.forward = model.to(self.device)
+        self.module = self.forward
 
     def reduce_gradients(self):
         for parameter in self.module.parameters():

@@ -182,7 +182,8 @@ def held_by(monkeypatch, rank: int, **axes) -> tuple[Mesh, dict[str, torch.Tenso
     """Return rank `rank` of 8 after `setup`, and its parameters."""
     with world(monkeypatch, rank, 8) as runtime:
         model = make_model("vit", 0)
-        model.block0.norm1.weight.requires_grad = model.block1.fc2.bias.requires_grad = False
+        model.block1.fc2.bias.requires_grad = False
+        model.block0.norm1.weight.requires_grad = False
         strategy = strategy_of(runtime, model, **axes)
         strategy.setup(model)
         return strategy, dict(strategy.module.named_parameters())

@@ -11,7 +11,8 @@ from worlds import once, run_world
 
 from ddp_lab.models.gpt import gpt
 
-ONE, OTHER = "embed.tokens.weight", "head.linear.weight"
+ONE = "embed.tokens.weight"
+OTHER = "head.linear.weight"
 CASES = [
     "fsdp tied_head accumulate=2",
     "pipeline tied_head accumulate=2",

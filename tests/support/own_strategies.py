@@ -10,7 +10,8 @@ class Mine(Strategy):
     """Sums each gradient over the ranks."""
 
     def setup(self, model: nn.Module) -> None:
-        self.module = self.forward = self.to_device(model)
+        self.forward = self.to_device(model)
+        self.module = self.forward
 
     def reduce_gradients(self) -> None:
         for parameter in self.module.parameters():

@@ -159,7 +159,8 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     )
     weights = strategy.initial_weights
     if weights is not None:
-        strategy.initial_weights = weights = Watched(job.model, SEED)
+        weights = Watched(job.model, SEED)
+        strategy.initial_weights = weights
     trainer = job.trainer()
     state_bytes = held_bytes(job.model)
     peak = weights.peak if weights else 0

@@ -213,7 +213,8 @@ def execute(program: list[str]) -> None:
         return
     if is_script:
         # not by runpy, which would free what the script has made before the interpreter ends
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
         main.__file__ = name
         exec(compile(Path(name).read_text(), name, "exec"), main.__dict__)
         return

@@ -35,7 +35,7 @@ SAMPLES = 5
 EPOCHS = 3
 RATE = 1 / STEP  # samples per second
 FULL_RATE = 2.0  # samples per second of a device at its peak
-HELD = 3 * 2**20  # bytes
+PEAK = 3 * 2**20  # bytes
 BATCH = Batch(torch.ones(1, 1), torch.zeros(1), 1)
 
 
@@ -131,7 +131,7 @@ def run(monkeypatch):
     def train(progress: Progress, log_every: Every | None = None, hook: Hook | None = None) -> Rows:
         clock = Clock()
         monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
-        monkeypatch.setattr(meter, "peak_memory_bytes", lambda: HELD)
+        monkeypatch.setattr(meter, "peak_memory_bytes", lambda: PEAK)
         strategy = Single(Runtime("cpu"))
         strategy.task = Task(lambda outputs, targets: outputs[:, 0])
         strategy.setup(torch.nn.Identity())

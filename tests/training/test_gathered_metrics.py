@@ -266,8 +266,8 @@ def test_best_checkpoint_is_chosen_by_a_metric(tmp_path):
 
 def test_evaluate_reports_the_metrics_of_a_run(tmp_path, capsys):
     folder = run(tmp_path / "run", OF_AUROC)
-    evaluate_command.main([str(folder), "--json", str(tmp_path / "found.json")])
-    again = json.loads((tmp_path / "found.json").read_text())
+    evaluate_command.main([str(folder), "--json", str(tmp_path / "value.json")])
+    again = json.loads((tmp_path / "value.json").read_text())
     assert again["test_auroc"] == rows_of(folder)[-1]["test_auroc"]
     assert f"auroc {again['test_auroc']:.4f}" in capsys.readouterr().out
 
@@ -422,7 +422,8 @@ def over(
 
 def test_state_is_reset_between_evaluations():
     metrics = make_metrics(["own_metrics.Seen"])
-    outputs, targets = torch.eye(10), torch.arange(10)
+    outputs = torch.eye(10)
+    targets = torch.arange(10)
     for _ in range(2):
         assert over(metrics, outputs, targets, Classification(), 4)["seen"] == 10
 
@@ -432,10 +433,10 @@ def test_logits_within_0_and_1_are_not_taken_for_probabilities():
     logits = torch.rand(40, 4, generator=generator)  # in a batch all of them are from 0 to 1
     logits[0, 0] = 5.0
     targets = torch.randint(4, (40,), generator=generator)
-    given = {"_target_": "torchmetrics.AUROC", "task": "multiclass", "num_classes": 4}
-    found = over(make_metrics([given]), logits, targets, Classification(), 8)["auroc"]
+    node = {"_target_": "torchmetrics.AUROC", "task": "multiclass", "num_classes": 4}
+    value = over(make_metrics([node]), logits, targets, Classification(), 8)["auroc"]
     expected = torchmetrics.AUROC(task="multiclass", num_classes=4)(logits.softmax(1), targets)
-    assert found == pytest.approx(float(expected), abs=1e-7)
+    assert value == pytest.approx(float(expected), abs=1e-7)
 
 
 @pytest.mark.parametrize("size", [3, 40])
@@ -443,14 +444,14 @@ def test_metrics_of_several_labels_and_of_pixels(size):
     generator = torch.Generator().manual_seed(0)
     logits = torch.rand(40, 3, generator=generator)
     labels = torch.randint(2, (40, 3), generator=generator).float()
-    given = {"_target_": "torchmetrics.AUROC", "task": "multilabel", "num_labels": 3}
-    found = over(make_metrics([given]), logits, labels, MultiLabel(), size)["auroc"]
-    assert found == pytest.approx(roc_auc_score(labels, logits), abs=1e-6)
+    node = {"_target_": "torchmetrics.AUROC", "task": "multilabel", "num_labels": 3}
+    value = over(make_metrics([node]), logits, labels, MultiLabel(), size)["auroc"]
+    assert value == pytest.approx(roc_auc_score(labels, logits), abs=1e-6)
 
     pixels = torch.rand(40, 2, 5, 5, generator=generator)
     masks = torch.randint(2, (40, 5, 5), generator=generator)
-    given = {"_target_": "torchmetrics.JaccardIndex", "task": "multiclass", "num_classes": 2}
-    values = over(make_metrics([given]), pixels, masks, Segmentation(), size)
+    node = {"_target_": "torchmetrics.JaccardIndex", "task": "multiclass", "num_classes": 2}
+    values = over(make_metrics([node]), pixels, masks, Segmentation(), size)
     assert values["jaccard_index"] == pytest.approx(values["mean_iou"], abs=1e-6)
 
 
@@ -464,9 +465,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "name"), NAMES, ids=lambda value: str(value)[:20])
-def test_metric_is_named_by_its_class(given, name):
-    assert list(make_metrics([given]).metrics) == [name]
+@pytest.mark.parametrize(("node", "name"), NAMES, ids=lambda value: str(value)[:20])
+def test_metric_is_named_by_its_class(node, name):
+    assert list(make_metrics([node]).metrics) == [name]
 
 
 def test_metrics_in_a_dict_have_its_names():

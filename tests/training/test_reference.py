@@ -92,7 +92,9 @@ def mixed(
     random = Random(
         int.from_bytes(hashlib.sha256(f"mix seed={SEED} step={step}".encode()).digest(), "big")
     )
-    partners, images, size = images.roll(BATCH // 2, 0), images.clone(), images.shape[-1]
+    partners = images.roll(BATCH // 2, 0)
+    images = images.clone()
+    size = images.shape[-1]
     if random.random() < 0.5:
         half = int(size * math.sqrt(1 - random.betavariate(CUTMIX, CUTMIX)) / 2)
         y = random.randrange(size)
