@@ -131,6 +131,8 @@ class DDP(Strategy):
             refuse_unused(self)
 
     def prepare_step(self) -> None:
+        # A loop may freeze or unfreeze parameters between steps. DDP knows those of its beginning:
+        # it would wait for the gradient of one that is frozen, and not send one that is not.
         if self.frozen.changed_before_step():
             self.wrapper._remove_autograd_hooks()  # pyright: ignore[reportPrivateUsage]
             self._wrap()
@@ -159,7 +161,7 @@ class DDP(Strategy):
             self.passes.under_way -= 1
 
     def reduce_gradients(self) -> None:
-        self.frozen.require_same_in_step()
+        self.frozen.require_same_in_step()  # within a step it is too late for other buckets
         unused = any(parameter.grad is None for parameter in self.trained)
         if unused and not self.find_unused_parameters:
             refuse_unused(self)  # torch says it in the next step, by numbers

@@ -10,6 +10,15 @@ A block's parameters are gathered from all ranks just before its forward and its
 freed after each. Its gradients are summed and scattered, so that each rank gets the sum of its own
 shard (Rajbhandari et al. 2019, ZeRO stage 3, arXiv:1910.02054). As under ddp, every rank computes
 its own local batch; only the memory is sharded.
+
+torch's `fully_shard` does this (fully_shard.py). It gathers with collectives, which all ranks must
+call in the same order, so what it gathers together, a unit, and when, must agree:
+
+    find_units       the parts that are gathered alone: the blocks, or what their steps call
+    UnitOrder        compares the order in which the ranks call the units, before they would wait
+    Uses             reports a unit that a step calls and the trial did not, and what to do
+    UnitHooks        gradients of units that a rank has not used, which count as zeros: `drop_unused`
+                     makes those None that no rank has used, as on one device
 """
 
 from collections.abc import Callable, Generator

@@ -10,6 +10,12 @@ backward; the picture is that of gpipe. schedules.py describes the schedules.
 
 A Chain is cut between its blocks, which stages.py runs. Any other module is cut by a trace
 (traced.py).
+
+A parameter that several stages use, such as tied embeddings, has a copy in each (stage_weights.py):
+
+    with_first_names   it has the name of its first place, also where this rank has a later one
+    sum_copies         its gradient is the sum of those of the copies, which stay bitwise equal
+    counted_once       its gradient counts once in the norm
 """
 
 from collections.abc import Iterable, Mapping
