@@ -17,7 +17,7 @@ call in the same order, so what it gathers together, a unit, and when, must agre
     find_units       the parts that are gathered alone: the blocks, or what their steps call
     UnitOrder        compares the order in which the ranks call the units, before they would wait
     Uses             reports a unit that a step calls and the trial did not, and what to do
-    UnitHooks        gradients of units that a rank has not used, which count as zeros: `drop_unused`
+    UnitHooks        counts gradients of units that a rank has not used as zeros; `drop_unused`
                      makes those None that no rank has used, as on one device
 """
 
