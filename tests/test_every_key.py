@@ -523,7 +523,10 @@ def test_key_has_its_effect(key, kind, runs):
 
 @functools.cache
 def covered() -> set[str]:
-    """Return the keys and flags that tests elsewhere have in a marker `covers`."""
+    """Return the keys and flags that tests elsewhere have in a marker `covers`.
+
+    The files are read, because pytest collects only those that it is called with.
+    """
     marked: set[str] = set()
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text()

@@ -129,6 +129,7 @@ class RunningSums:
         task: what is summed.
         device: where the sums are kept.
         skip_not_finite: a step whose loss is not finite does not count in `totals`.
+        has_norm: whether steps compute the norm of the gradient.
 
     Attributes:
         totals: [loss_sum, *task.train_metrics, weight] in `sum_dtype` since the training loop last
@@ -137,12 +138,18 @@ class RunningSums:
         add: counts the next step, by its [loss_sum, *task.train_metrics, weight].
     """
 
-    def __init__(self, task: Task, device: torch.device, skip_not_finite: bool = False):
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device,
+        skip_not_finite: bool = False,
+        has_norm: bool = False,
+    ):
         self.skip_not_finite = skip_not_finite
         self.totals = torch.zeros(width(task), dtype=sum_dtype(device), device=device)
         # index s % LONGEST: step s
         self._losses = torch.zeros(LONGEST, dtype=sum_dtype(device), device=device)
-        self.norm: torch.Tensor | None = None
+        self.norm = torch.zeros_like(self.totals[:1]) if has_norm else None
         # of the last step: a CUDA graph counts steps, too
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self.add: Callable[[torch.Tensor], None] = self._add

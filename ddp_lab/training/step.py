@@ -99,10 +99,11 @@ class Step:
             self.drop_paths = drop_paths_of(strategy.module.modules())
 
         self.running_sums = RunningSums(
-            strategy.task, strategy.device, self.options.skip_not_finite
+            strategy.task,
+            strategy.device,
+            options.skip_not_finite,
+            has_norm=options.skip_not_finite or options.max_grad_norm is not None,
         )
-        if self.options.skip_not_finite or self.options.max_grad_norm is not None:
-            self.running_sums.norm = torch.zeros_like(self.running_sums.totals[:1])
         self._optimize = step_of(optimizer)
         in_optimizer = {
             id(parameter) for group in optimizer.param_groups for parameter in group["params"]
