@@ -197,7 +197,8 @@ def check_optimizer(node: dict[str, Any]) -> None:
         ConfigError: The optimizer rejects its options, or cannot train parameters of any shape.
     """
     take_step(node, f"optimizer._target_={node['_target_']}")
-    for place, entry in enumerate(node.get("groups") or ()):
+    groups: list[dict[str, Any]] = node.get("groups") or []
+    for place, entry in enumerate(groups):
         options_of_group = {
             key: value for key, value in entry.items() if key not in ("match", "lr_scale")
         }

@@ -1,4 +1,4 @@
-"""Groups of parameters by name: as a loop with torch has them, and the same under every strategy."""
+"""Groups of parameters by name, as in a loop with torch, and the same under every strategy."""
 
 import copy
 import json
