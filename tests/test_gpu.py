@@ -53,6 +53,8 @@ AUTO = "speed=auto"
 # float64 (an H200).
 MOVED = "data.crop_padding=2 data.flip=true"
 EXACT_VIT = "vit float64"
+# Each group has a learning rate of its own on the device, ten times that of the others.
+GROUPED = 'optimizer.groups=[{"match":"*.bias","lr_scale":10}]'
 SYNC = "batch_norm=sync resnet18 step"
 
 
@@ -83,6 +85,8 @@ ALONE += each(BOTH, f"single {EXACT_VIT}", "single vit_drop float64")
 RECOMPUTED = "checkpoint_activations=block"
 ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vit float64")
 ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
+ALONE += each(f"{GRAPH} {GROUPED}", "single", "single adamw optimizer.fused=true undecayed")
+ALONE += each(f"{BOTH} {GROUPED}", f"single {EXACT_VIT} optimizer.layer_decay=0.5")
 ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
     *each(
@@ -112,6 +116,7 @@ TOGETHER = [
         "tp tp=2 vit clipped",
         "tp tp=2 vit accumulate=2 recipe",
     ),
+    *each(f"{GRAPH} {GROUPED}", "ddp", "fsdp", "tp tp=2 vit"),
     *each(BOTH, "tp tp=2 vit float64 clipped", "mesh tp=2 short float64"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
@@ -160,6 +165,7 @@ PIPELINES = [
     ),
     *each(GRAPH, "mesh pp=2 schedule=interleaved1f1b vit adamw optimizer.fused=true"),
     *each(GRAPH, "mesh pp=2 tied_head"),
+    *each(f"{GRAPH} {GROUPED}", "pipeline"),
     *each(
         f"float64 {BOTH}",
         "pipeline vit clipped",

@@ -17,6 +17,8 @@ from ddp_lab.config.schema import Keys, ModelConfig, OptimizerConfig
 from ddp_lab.config.types import TRACKERS
 
 Config = DictConfig
+# of the group `optimizer`, and no options of its constructor
+OF_GROUPS = ("groups", "layer_decay")
 
 
 def epochs_without_limit(default: int, *limits: float | None) -> int | None:
@@ -65,6 +67,14 @@ def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(built, partial):
         return partial(built.func, *built.args, **built.keywords)
     return built
+
+
+def build_optimizer(node: DictConfig | dict[str, Any]) -> Any:
+    """Return the function of parameters that the config group `optimizer` describes.
+
+    Its keys `groups` and `layer_decay` concern the parameters, which are not known here.
+    """
+    return build({str(key): value for key, value in node.items() if key not in OF_GROUPS})
 
 
 def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +202,12 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
 
+    if group == "optimizer":
+        fields |= {
+            name: (field.annotation, field)
+            for name, field in OptimizerConfig.model_fields.items()
+            if name in OF_GROUPS
+        }
     if group == "model":
         fields |= {
             name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from ddp_lab.config.build import (
     GROUPS,
-    build,
+    OF_GROUPS,
+    build_optimizer,
     find_target,
     for_cpu,
     options,
@@ -72,6 +73,10 @@ def check(cfg: DictConfig) -> RunConfig:
         if group == "optimizer" and not takes_fused(node):
             del group_options["fused"]
         validate(schema, group_options, f"{group}.")
+        if group == "optimizer" and node.get("groups"):
+            from ddp_lab.config.group_options import check_groups
+
+            check_groups(node["groups"], schema)
     check_optimizer(config.optimizer)
     return config
 
@@ -183,8 +188,29 @@ def find_parts(key: str, values: Sequence[Any]) -> None:
 def check_optimizer(node: dict[str, Any]) -> None:
     """Construct the optimizer and take a step with a weight and a bias, to run its own checks.
 
+    Then do so with the options of each of its groups.
+
     Args:
         node: The config group `optimizer`.
+
+    Raises:
+        ConfigError: The optimizer rejects its options, or cannot train parameters of any shape.
+    """
+    take_step(node, f"optimizer._target_={node['_target_']}")
+    groups: list[dict[str, Any]] = node.get("groups") or []
+    for place, entry in enumerate(groups):
+        options_of_group = {
+            key: value for key, value in entry.items() if key not in ("match", "lr_scale")
+        }
+        take_step(node | options_of_group, f"optimizer.groups[{place}]")
+
+
+def take_step(node: dict[str, Any], key: str) -> None:
+    """Construct an optimizer and take a step with a weight and a bias.
+
+    Args:
+        node: The config group `optimizer`.
+        key: What the message about an error names.
 
     Raises:
         ConfigError: The optimizer rejects its options, or cannot train parameters of any shape.
@@ -195,19 +221,18 @@ def check_optimizer(node: dict[str, Any]) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer = for_cpu(build(node)(parameters))
+        optimizer = for_cpu(build_optimizer(node)(parameters))
         require_no_closure(optimizer)
         optimizer.step()
     except ConfigError:
         raise
     except Exception as error:  # torch's raise ValueError, TypeError, IndexError or RuntimeError
         options_text = ", ".join(
-            f"{key}={value}" for key, value in node.items() if not key.startswith("_")
+            f"{name}={value}"
+            for name, value in node.items()
+            if not name.startswith("_") and name not in OF_GROUPS
         )
-        raise ConfigError(
-            f"optimizer._target_={node['_target_']}: {describe_error(error)}; it was given "
-            f"{options_text}"
-        ) from None
+        raise ConfigError(f"{key}: {describe_error(error)}; it was given {options_text}") from None
 
 
 def explain(

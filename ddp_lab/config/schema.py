@@ -19,10 +19,12 @@ from ddp_lab.config.types import (
     Fraction,
     Group,
     Injection,
+    LayerDecay,
     LogEvery,
     NaturalNumber,
     NonNegative,
     Optimize,
+    ParameterGroups,
     Positive,
     Probability,
     Resume,
@@ -106,6 +108,8 @@ class OptimizerConfig(Keys):
     weight_decay: NonNegative = 0.0
     nesterov: bool = False
     fused: bool | None = None
+    groups: ParameterGroups = []
+    layer_decay: LayerDecay | None = None
 
 
 class RunConfig(Keys):

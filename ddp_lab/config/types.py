@@ -53,6 +53,14 @@ def are_parts(values: list[Any]) -> bool:
     return all(isinstance(path, str) and re.fullmatch(r"[\w.]+\.\w+", path) for path in paths)
 
 
+def are_groups(values: list[Any]) -> bool:
+    """Return whether each of these is a dict with a pattern, and with something that it sets."""
+    return all(
+        isinstance(value, dict) and isinstance(value.get("match"), str) and len(value) > 1
+        for value in values
+    )
+
+
 class Every(NamedTuple):
     """When the metrics of steps are recorded: every N steps or about every N seconds."""
 
@@ -128,6 +136,17 @@ UserParts = Annotated[
         "a list, each the import path of a class, such as mine.Name from a file mine.py in the "
         "current directory, or with options {_target_: mine.Name, OPTION: VALUE}"
     ),
+]
+ParameterGroups = Annotated[
+    list[Any],
+    Predicate(are_groups),
+    Allowed(
+        "a list, each {match: PATTERN, ...} with a pattern of names of parameters such as head.*, "
+        "and with lr_scale or options of the optimizer"
+    ),
+]
+LayerDecay = Annotated[
+    float, Field(gt=0, le=1), Allowed("a number above 0 and at most 1, for example 0.75")
 ]
 # its options are checked by `options` of build.py
 Group = Annotated[dict[str, Any], Allowed("a config group")]

@@ -29,8 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.checkpoints.state import checkpoint_bytes
-from ddp_lab.config.build import build as instantiate
-from ddp_lab.config.build import construct, plain
+from ddp_lab.config.build import build_optimizer, construct, plain
 from ddp_lab.config.types import Every
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models import make as models
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from ddp_lab.launchers.preflight import Finding
     from ddp_lab.training.callbacks import Callback
     from ddp_lab.training.gathered_metrics import GatheredMetrics
+    from ddp_lab.training.groups import ParameterGroups
 
 OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
 OF_ANY_LENGTH = (
@@ -201,8 +201,9 @@ def assemble(
         ConfigError: the model, the batch or the loss is not supported.
     """
     schedule = make_schedule(cfg, sizes, dataset.model_shape().get("context"))
-    optimizer = partial(instantiate(cfg.optimizer), lr=sizes.lr)
+    optimizer = partial(build_optimizer(cfg.optimizer), lr=sizes.lr)
     model = built.model
+    groups = find_groups(cfg, model, sizes.lr)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     size = checkpoint_bytes(optimizer, model, cfg.ema is not None)
 
@@ -230,6 +231,7 @@ def assemble(
         cfg.ema_warmup,
         cfg.decay_norms_and_biases,
         options,
+        groups,
     )
     return Job(
         strategy=strategy,
@@ -243,8 +245,29 @@ def assemble(
         horizon=schedule.horizon,
         shapes=shapes,
         checkpoint_bytes=size,
-        notes=[*built.notes, *options.disabled],
+        notes=[*built.notes, *(groups.notes if groups else ()), *options.disabled],
     )
+
+
+def find_groups(cfg: DictConfig, model: nn.Module, lr: float) -> "ParameterGroups | None":
+    """Return the groups of the parameters by their names; None if the config has none.
+
+    Args:
+        cfg: the config.
+        model: the complete model.
+        lr: learning rate of the run.
+
+    Raises:
+        ConfigError: as `groups.make_groups`.
+    """
+    node = plain(cfg.optimizer)
+    entries = node.get("groups") or []
+    layer_decay = node.get("layer_decay")
+    if not entries and layer_decay is None:
+        return None
+    from ddp_lab.training.groups import make_groups
+
+    return make_groups(model, entries, layer_decay, lr)
 
 
 class Schedule(NamedTuple):

@@ -31,7 +31,8 @@ class GraphStep:
         loader: gathers the batches, as a part of each graph.
 
     Attributes:
-        rate: learning rate on the device, [], read by every replay.
+        rates: learning rate of each group of the optimizer's parameters on the device, [groups],
+            read by every replay.
         graphs: the captured graph of each batch size, by the number of samples in the GLOBAL batch.
     """
 
@@ -40,8 +41,10 @@ class GraphStep:
         self.loader = loader
         # its kernels read the rate in float32
         fused = any(group.get("fused") for group in step.optimizer.param_groups)
-        self.rate = torch.zeros(
-            (), device=step.strategy.device, dtype=torch.float32 if fused else None
+        self.rates = torch.zeros(
+            len(step.optimizer.param_groups),
+            device=step.strategy.device,
+            dtype=torch.float32 if fused else None,
         )
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -93,11 +96,11 @@ class GraphStep:
 
     @contextmanager
     def _rate_on_device(self) -> Generator[None]:
-        """Let the optimizer read its learning rate from `rate`, as every replay does."""
+        """Let the optimizer read its learning rates from `rates`, as every replay does."""
         groups = self.step.optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = self.rate
+        for group, rate in zip(groups, self.rates.unbind(), strict=True):
+            group["lr"] = rate
         try:
             yield
         finally:
@@ -118,13 +121,21 @@ class GraphStep:
         if isinstance(batch, Batch):
             self.step(batch)
         elif batch in self.graphs:
-            self.rate.fill_(self.step.optimizer.param_groups[0]["lr"])
+            self._set_rates([group["lr"] for group in self.step.optimizer.param_groups])
             self.step.prepare()
             self.compute(batch)
             self.step.advance()
         # a batch size that only occurs after resuming from a checkpoint with another batch size
         else:
             self.step(self.gather(batch))
+
+    def _set_rates(self, rates: list[float]) -> None:
+        """Queue the writing of the groups' learning rates, by one call for all of them."""
+        if len({*rates}) == 1:
+            self.rates.fill_(rates[0])
+        else:
+            # the copy of so few bytes begins at once, so that their memory is not needed any more
+            self.rates.copy_(torch.tensor(rates, dtype=self.rates.dtype), non_blocking=True)
 
     def compute(self, global_size: int) -> None:
         """Queue the work of a step on the next batch, which has this number of samples."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from ddp_lab.training.optimizer import (
 from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
 
+if TYPE_CHECKING:
+    from ddp_lab.training.groups import ParameterGroups
+
 GROUPS = "groups, dicts with the key params, because decay_norms_and_biases=false"
 
 
@@ -37,6 +41,7 @@ class Recipe:
         ema_warmup: whether this decay warms up.
         decay_norms_and_biases: as in `param_groups`.
         performance: how a step is executed.
+        groups: of the parameters, by their names; None: all of them have the same options.
     """
 
     batch_size: int
@@ -47,6 +52,7 @@ class Recipe:
     ema_warmup: bool = True
     decay_norms_and_biases: bool = True
     performance: PerformanceOptions = field(default_factory=PerformanceOptions)
+    groups: "ParameterGroups | None" = None
 
 
 class Trainer:
@@ -101,6 +107,9 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
             "of the model, for example partial(torch.optim.AdamW, lr=1e-3), got "
             f"{type(make).__name__}"
         )
+    each_group = recipe.groups.each(make) if recipe.groups else [make]
+    if recipe.groups:
+        make = recipe.groups.bind(make, (model, strategy.module))
     decays_all = recipe.decay_norms_and_biases
     trained = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
     has_part = strategy.axes.get("pp", 1) > 1 or bool(strategy.idle)
@@ -124,12 +133,13 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
         require_no_problem([problem])
     assert optimizer is not None
     if not type(optimizer).__module__.startswith("torch.optim."):
-        require_plain_step(make, model.parameters())
+        require_plain_step(recipe.optimizer, model.parameters())
     is_divided = has_shards(optimizer) or strategy.axes.get("pp", 1) > 1
     if is_divided and type(optimizer) not in ELEMENTWISE:
         from ddp_lab.training.divided_optimizer import check_divided
 
-        check_divided(make, optimizer, strategy, decays_all)
+        for of_group in each_group:
+            check_divided(of_group, optimizer, strategy, decays_all)
     how = recipe.performance
     return configure_optimizer(
         optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True

@@ -106,6 +106,27 @@ def test_momentum_may_be_added_and_removed_on_resume(tmp_path):
             assert torch.allclose(tensor, moved["model"][name], rtol=0, atol=1e-6), (name, momentum)
 
 
+GROUPED = "optimizer.groups=[{match: '*.bias', lr_scale: 3}, {match: conv1.*, momentum: 0.5}]"
+
+
+def test_resumed_run_keeps_its_groups_and_takes_over_other_ones(tmp_path):
+    """Two ranks have one stage of the model each, and so other parameters of each group."""
+    train(tmp_path, "moved", "epochs=1", "model=lenet", GROUPED, "strategy=pipeline", ranks=2)
+    moved = train(tmp_path, "moved", "epochs=2", "model=lenet", GROUPED)
+    straight = train(tmp_path, "straight", "epochs=2", "model=lenet", GROUPED)
+    assert_same(moved, straight, tolerance=1e-6)
+    rates = [group["lr"] for group in moved["optimizer"]["param_groups"]]
+    assert rates == [0.01, 0.03, 0.01]
+    names = [group["params"] for group in moved["optimizer"]["param_groups"]]
+    assert [len(each) for each in names] == [3, 4, 1], names
+
+    other = train(tmp_path, "moved", "epochs=3", "model=lenet", "optimizer.layer_decay=0.5")
+    rates = [group["lr"] for group in other["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+    log = (tmp_path / "moved" / "train.log").read_text()
+    assert "optimizer.layer_decay: null -> 0.5" in log
+
+
 def test_another_batch_size_keeps_the_position_in_the_schedule(tmp_path):
     """The schedule is halfway after half of the epochs, not after half of the steps."""
     train(tmp_path, "moved", "epochs=2", "scheduler=cosine", "batch_size=4")

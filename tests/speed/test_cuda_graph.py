@@ -35,7 +35,13 @@ def train(step: Step | GraphStep, eager: Step, loader) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["ema=0.9", "accumulate=2", "max_grad_norm=0.5"]], ids=["plain", "more"]
+    "options",
+    [
+        [],
+        ["ema=0.9", "accumulate=2", "max_grad_norm=0.5"],
+        ['optimizer.groups=[{"match":"*.bias","lr_scale":5},{"match":"fc*","lr_scale":0.1}]'],
+    ],
+    ids=["plain", "more", "groups"],
 )
 def test_captured_step_trains_like_an_eager_one(options, events):
     eager, loader = make_step(*options)
