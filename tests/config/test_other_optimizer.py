@@ -38,3 +38,11 @@ def test_option_that_is_typed_and_that_the_class_lacks_is_an_error(option, tmp_p
     assert code == 2
     assert printed.startswith(f"error: optimizer.{name}="), printed
     assert ": there is no such key; " in printed
+
+
+def test_optimizer_with_modes_is_refused(tmp_path):
+    target = "optimizer._target_=own_optimizers.WithModes"
+    line = [*SMALL, f"runs_dir={tmp_path}", target]
+    ((code, printed),) = run_world(1, refusal_in_world, " ".join(line))
+    assert code == 2
+    assert printed.startswith("error: optimizer: WithModes has the methods train() and eval(), ")
