@@ -136,6 +136,21 @@ def require_no_closure(optimizer: Any) -> None:
         )
 
 
+def require_one_mode(optimizer: Any) -> None:
+    """Check that the optimizer has no modes, as schedule-free ones have them.
+
+    Raises:
+        ConfigError: it has methods train() and eval().
+    """
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} has the methods train() and eval(), which "
+            "exchange the weights before and after an evaluation. They are not called here, so "
+            "that evaluations and checkpoints would have the wrong weights. Use an optimizer "
+            "without them, for example torch.optim.AdamW, with ema=0.999 for averaged weights"
+        )
+
+
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:
     """Return True, or if `fused` is null in the config whether the constructor has that option."""
     return (

@@ -17,6 +17,7 @@ from ddp_lab.config.build import (
     for_cpu,
     options,
     require_no_closure,
+    require_one_mode,
     takes_fused,
     tracker_nodes,
 )
@@ -223,6 +224,7 @@ def take_step(node: dict[str, Any], key: str) -> None:
     try:
         optimizer = for_cpu(build_optimizer(node)(parameters))
         require_no_closure(optimizer)
+        require_one_mode(optimizer)
         optimizer.step()
     except ConfigError:
         raise

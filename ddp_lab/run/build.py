@@ -42,6 +42,7 @@ from ddp_lab.run.build_settings import (
     check_selection,
     criterion,
     find_resumed,
+    left_out,
     make_settings,
 )
 from ddp_lab.run.job import Job
@@ -89,7 +90,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
         findings = check_network(runtime)
     source = find_resumed(cfg, runtime)
     job = build(cfg, runtime, with_weights=source is None)
-    job.notes[:0] = notes
+    job.notes[:0] = [*notes, *left_out(cfg)]
     by_metric = job.shape.metric if isinstance(job.shape, ShapeByMetric) else None
     check_selection(cfg, job, by_metric)
     if cfg.profile:

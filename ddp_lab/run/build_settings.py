@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.build import chosen_trackers, plain
+from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
@@ -120,6 +121,25 @@ def make_settings(
         trackers=chosen_trackers(config["tracker"], config["tracker_options"]),
         **protection,
     )
+
+
+def left_out(cfg: DictConfig) -> list[str]:
+    """Return a line about the options of the optimizer in conf/ that this run's class lacks.
+
+    It is empty if there are none.
+    """
+    if not HydraConfig.initialized():
+        return []
+    chosen = HydraConfig.get().runtime.choices["optimizer"]
+    path = CONF / "optimizer" / f"{chosen}.yaml"
+    defaults = OmegaConf.load(path) if path.is_file() else {}
+    names = [str(name) for name in defaults if name not in cfg.optimizer and name != "fused"]
+    if not names:
+        return []
+    return [
+        f"optimizer._target_={cfg.optimizer['_target_']}: {', '.join(names)} of optimizer={chosen} "
+        f"{'is' if len(names) == 1 else 'are'} left out"
+    ]
 
 
 def criterion(cfg: DictConfig, dataset: Dataset) -> Criterion | None:

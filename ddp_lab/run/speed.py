@@ -21,6 +21,11 @@ def find_options(
         model: the complete model.
     """
     reasons = unsupported_options(strategy, model)
+    if wanted.optimizer not in ELEMENTWISE:
+        reasons.setdefault(
+            "cuda_graph",
+            f"it supports the optimizers SGD, Adam and AdamW of torch, not {wanted.optimizer_name}",
+        )
     if wanted.speed != AUTO or strategy.device.type != "cuda":
         options = dict(wanted.options)
         if options["loader"] == AUTO and bytes_of(dataset) is None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from ddp_lab.config.build import for_cpu, require_no_closure
+from ddp_lab.config.build import for_cpu, require_no_closure, require_one_mode
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.dtensor import local, sharded_as
 
@@ -64,7 +64,7 @@ def construct_optimizer(
         groups: from `param_groups`.
 
     Raises:
-        ConfigError: its step needs a closure.
+        ConfigError: its step needs a closure, or it has modes.
     """
     first = groups[0]
     is_list = len(groups) == 1 and bool(first["params"])
@@ -74,6 +74,7 @@ def construct_optimizer(
         for group in optimizer.param_groups:
             group |= {key: value for key, value in options.items() if key in group}
     require_no_closure(optimizer)
+    require_one_mode(optimizer)
     return optimizer
 
 

@@ -140,7 +140,11 @@ ONE_DEVICE = (
     [
         (
             "strategy=single optimizer._target_=torch.optim.Rprop",
-            {"fused": "torch.optim.Rprop has no fused kernel for GPUs"},
+            {
+                "fused": "torch.optim.Rprop has no fused kernel for GPUs",
+                "cuda_graph": "it supports the optimizers SGD, Adam and AdamW of torch, not "
+                "torch.optim.Rprop",
+            },
         ),
         ("strategy=ddp strategy.batch_norm=sync", {"cuda_graph": SYNC}),
         ("strategy=pipeline", {"channels_last": "not supported by strategy=pipeline"}),
