@@ -13,9 +13,8 @@ from torch.utils.data import Dataset
 
 from ddp_lab import Lab
 
-# an image is divided into 4 x 4 cells, each of which finds one disc
 SIZE = 32
-CELLS = 4
+CELLS = 4  # an image is divided into 4 x 4 cells, each of which finds one disc
 
 
 class Discs(Dataset):
@@ -34,9 +33,8 @@ class Discs(Dataset):
         center = torch.stack([cells % CELLS + x, cells // CELLS + y], 1) * SIZE / CELLS
         places = torch.cartesian_prod(torch.arange(SIZE), torch.arange(SIZE)).flip(1)
         distance = (places[:, None] - center).norm(dim=2) - (2 + 2 * radius)
-        return (distance.amin(1) < 0).float().view(1, SIZE, SIZE), torch.stack(
-            [cells, x, y, radius], 1
-        )
+        image = (distance.amin(1) < 0).float().view(1, SIZE, SIZE)
+        return image, torch.stack([cells, x, y, radius], 1)
 
 
 def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor]:

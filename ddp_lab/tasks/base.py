@@ -108,11 +108,20 @@ class Task(nn.Module):
                 )
 
     def require_first(self, check: Callable[[Any, Any], object]) -> None:
-        """Call a function of outputs and targets once, with the first ones of training."""
+        """Call a function once, with the first outputs and targets of training.
+
+        Args:
+            check: gets them, and raises an exception if the loss is not supported for them.
+        """
         self.check_first = check
 
     def run_first_check(self, outputs: Any, targets: Any) -> None:
-        """Call `check_first`, which must not be None, and not again."""
+        """Call `check_first`, which must not be None, and not again.
+
+        Args:
+            outputs: the first ones of training.
+            targets: of these outputs.
+        """
         check = self.check_first
         assert check is not None
         self.check_first = None

@@ -438,13 +438,8 @@ def cut(strategy: str) -> tuple[str, list[float]]:
 def test_a_chain_that_is_cut_refuses_several_inputs_and_takes_dicts_as_targets(strategy):
     expected = run_world(1, cut, "split", timeout=60)[0][1]
     for message, losses in run_world(1 if strategy == "split" else 2, cut, strategy, timeout=60):
-        if strategy != "mesh":  # they take dicts, but a Sequential does not
-            assert "forward got an unexpected keyword argument 'inputs'" in message
-        else:
-            assert (
-                f"strategy={strategy}: cuts the model into blocks, each of which gets one tensor, "
-                "so inputs that are a dict" in message
-            )
+        # the strategy takes dicts, but a Sequential does not
+        assert "forward got an unexpected keyword argument 'inputs'" in message
         assert losses == pytest.approx(expected, abs=1e-12)
 
 

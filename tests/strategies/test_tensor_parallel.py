@@ -128,7 +128,7 @@ class GlooSums:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.pending = {}
-        peer_sums.FOUND[group.group_name] = self
+        peer_sums.SUMS_OF_GROUPS[group.group_name] = self
 
     def begin(self) -> None:
         assert not self.pending, "a sum was not finished"
@@ -169,7 +169,7 @@ def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]
             del job
             gc.collect()
             before = made[0]() is not None
-            peer_sums.FOUND.clear()
+            peer_sums.SUMS_OF_GROUPS.clear()
         gc.collect()
         return [before, made[0]() is not None]
 
@@ -366,6 +366,6 @@ def test_sums_of_peers_are_those_of_a_pair_which_keeps_them(ranks, is_found):
     group = MagicMock(group_name="group of the test")
     kept = MagicMock(group=group)
     numbers = patch.object(dist, "get_process_group_ranks", lambda group: ranks)
-    with patch.dict(peer_sums.FOUND, {group.group_name: kept}), numbers:
+    with patch.dict(peer_sums.SUMS_OF_GROUPS, {group.group_name: kept}), numbers:
         assert peer_sums.find(group, torch.device("cuda")) is (kept if is_found else None)
         assert peer_sums.find(group, torch.device("cpu")) is None
