@@ -1,7 +1,8 @@
 """Compare the metrics of every strategy in this working tree and a commit, to the last digit.
 
-python scripts/same_numbers.py HEAD~1 python scripts/same_numbers.py v1.0 --strategies ddp fsdp --
-model=resnet18 data=synthetic data.dataset.image_size=16
+    python scripts/same_numbers.py HEAD~1
+    python scripts/same_numbers.py v1.0 --strategies ddp fsdp -- model=resnet18 data=synthetic \\
+        data.dataset.image_size=16
 
 Use it to verify that a refactoring changes no number. Each strategy is trained on the CPU, in a
 checkout of the commit and in this tree, and the files metrics.jsonl are compared, except for times
