@@ -79,8 +79,8 @@ class Shard:
 def mapped(path: str, tokens: int) -> np.ndarray:
     """Return the tokens of a shard, uint16 [tokens], of which those are read that are used.
 
-    The system is told not to read ahead: windows are read in random order, and it would read 128
-    KiB for each.
+    The map is advised of random access: the system would otherwise read ahead 128 KiB for each
+    window.
     """
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

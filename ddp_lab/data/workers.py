@@ -207,9 +207,8 @@ class WorkerLoader(Loader):
         if self._ended.value:
             raise ConfigError(CLOSED)
         self._batches.epoch = self.epoch
-        self._batches.indices = order[
-            self.start :
-        ].numpy()  # tensors would go through shared memory
+        # tensors would go through shared memory
+        self._batches.indices = order[self.start :].numpy()
         self._stream = iter(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:

@@ -54,9 +54,8 @@ class UnitGradients:
         self._empty = {
             index for parameter, index in self._originals.items() if not parameter.numel()
         }
-        self._gathered_with: dict[
-            nn.Module, list[int]
-        ] = {}  # the parameters that are gathered with a unit
+        # the parameters that are gathered with a unit
+        self._gathered_with: dict[nn.Module, list[int]] = {}
         self._gathered: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # in this step
         self._used = set[int]()  # in this step
         self._decided: dict[tuple[int, ...], list[int]] = {}
