@@ -22,7 +22,7 @@ from worlds import once, run_world
 
 from ddp_lab.checkpoints.state import checkpoint_bytes
 from ddp_lab.commands import doctor
-from ddp_lab.config.build import build
+from ddp_lab.config.build import build_optimizer
 from ddp_lab.launchers import preflight
 
 CHECKS = [
@@ -237,7 +237,9 @@ def test_doctor_on_two_nodes_prints_each_finding_once_and_the_devices_of_each(tm
 )
 def test_checkpoint_bytes_counts_model_averages_and_optimizer_state(optimizer, options, copies):
     cfg = OmegaConf.merge(OmegaConf.load(ROOT / f"conf/optimizer/{optimizer}.yaml"), options)
-    sizes = [checkpoint_bytes(build(cfg), torch.nn.Linear(10, 10), ema) for ema in (False, True)]
+    make_optimizer = build_optimizer(cfg)
+    model = torch.nn.Linear(10, 10)
+    sizes = [checkpoint_bytes(make_optimizer, model, ema) for ema in (False, True)]
     assert sizes == [copies * 110 * 4, (copies + 1) * 110 * 4]
 
 
