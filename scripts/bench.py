@@ -293,7 +293,8 @@ def parse(gpus: int) -> argparse.Namespace:
     if arguments.repeats < 2:
         sys.exit(f"error: --repeats {arguments.repeats}: must be at least 2, for the quartiles")
     if max(arguments.gpus) > gpus:
-        allowed = f"at most {gpus}, or " * (gpus > 0) + "0 for the CPU"
+        of_gpus = f"at most {gpus}, or " if gpus else ""
+        allowed = f"{of_gpus}0 for the CPU"
         sys.exit(f"error: --gpus {max(arguments.gpus)}: this machine shows {gpus}; use {allowed}")
     if arguments.loops is None:
         arguments.loops = ["ours", "stock"] if arguments.strategies else [PAIRED]

@@ -92,11 +92,11 @@ def entries(values: list[str] | None, counts: list[int], gpus: int) -> list[Entr
     overrides |= {"ddp_pipeline": ["strategy.pp=2"], "tp": ["strategy.tp=2"], "mesh": []}
     devices = {"dp": gpus, "split": max(1, gpus)}
     chosen = [Entry("single", [f"device={'cuda:0' if gpus else 'cpu'}"], None, 1)]
-    everything = (
-        [name for name in overrides if name != "mesh"]
-        + ["dp"] * (gpus > 0)
-        + ["split"] * (gpus != 1)
-    )
+    everything = [name for name in overrides if name != "mesh"]
+    if gpus > 0:
+        everything.append("dp")
+    if gpus != 1:
+        everything.append("split")
     for name, *options in (value.split() for value in values or everything):
         if name in overrides:
             ranks = [count for count in counts if name != "ddp_pipeline" or count >= 4]

@@ -59,11 +59,9 @@ def close(shown: str, real: str, timings: bool) -> bool:
 def shape(number: str) -> str:
     """Return a regular expression for numbers with as many decimals as `number`."""
     decimals = number.partition("e")[0].partition(".")[2]
-    return (
-        r"(\d+(?:,\d{3})*"
-        + (rf"\.\d{{{len(decimals)}}}" if decimals else "")
-        + (r"e[-+]\d+)" if "e" in number else ")")
-    )
+    of_decimals = rf"\.\d{{{len(decimals)}}}" if decimals else ""
+    exponent = r"e[-+]\d+" if "e" in number else ""
+    return rf"(\d+(?:,\d{{3}})*{of_decimals}{exponent})"
 
 
 def same_line(shown: str, real: str, timings: bool = False) -> bool:
@@ -71,10 +69,15 @@ def same_line(shown: str, real: str, timings: bool = False) -> bool:
     shown = " ".join(shown.split())
     real = " ".join(real.split())
     parts = re.split(rf"(\.\.\.|{NUMBER})", shown)
-    pattern = "".join(
-        re.escape(part) if i % 2 == 0 else ".*?" if part == "..." else shape(part)
-        for i, part in enumerate(parts)
-    )
+    pattern = ""
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            pattern += re.escape(part)
+        elif part == "...":
+            pattern += ".*?"
+        else:
+            pattern += shape(part)
+
     match = re.fullmatch(pattern, real)
     if not match:
         return False

@@ -86,7 +86,8 @@ class SavedCheckpoint(ABC):
                 here = shapes.get(name, "missing")
                 there = saved.get(name, "missing")
                 if here != there:
-                    other = ", another name, or resume=never" * self.about.startswith("resume=")
+                    resumes = self.about.startswith("resume=")
+                    other = ", another name, or resume=never" if resumes else ""
                     raise ConfigError(
                         f"{self.about}: does not match the model: {name} is {there} in the "
                         f"checkpoint, {here} in the model. Use the model and data that it was "

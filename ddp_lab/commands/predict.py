@@ -54,9 +54,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if (value := getattr(namespace, option)) is not None:
             text = f"--{option.replace('_', '-')} {value}"
             other = "for images" if namespace.prompt else "for a text, with --prompt"
-            raise ConfigError(
-                f"{text}: is {other}; leave it out" + "; the text is printed" * (option == "output")
-            )
+            printed = "; the text is printed" if option == "output" else ""
+            raise ConfigError(f"{text}: is {other}; leave it out{printed}")
 
     for option, default in {**of_images, **of_text}.items():
         if getattr(namespace, option) is None:

@@ -14,7 +14,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.launchers.arguments import Parser
 from ddp_lab.world.process import env_int
 
@@ -76,8 +76,9 @@ def main(arguments: list[str]) -> None:
         if writer.tokens:
             pattern = f"{namespace.output}/{writer.name}_*.bin"
             data.append(f"data.{key}={shlex.quote(pattern)}")
-            number = len(writer.paths)
-            print(f"{pattern}: {number} file{'s' * (number > 1)}, {writer.tokens:,} tokens")
+            files = count(len(writer.paths), "file")
+            tokens = count(writer.tokens, "token")
+            print(f"{pattern}: {files}, {tokens}")
     vocabulary = -(-encoder.vocabulary // ROUNDED_TO) * ROUNDED_TO
     data.append(f"data.num_classes={vocabulary}")
     print(f"ddp-lab train task=tokens model=gpt2 {' '.join(data)}")

@@ -2,6 +2,7 @@
 
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +71,20 @@ def multiples(number: int, of: int) -> str:
     """Return the multiples of `of`, but 0, next to a number that is none, for a message."""
     lower = number // of * of
     return " or ".join(str(size) for size in (lower, lower + of) if size)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, for example "1 rank", "2 batches" or "1,024 steps"."""
+    plural = "es" if noun.endswith("batch") else "s"
+    ending = "" if number == 1 else plural
+    return f"{number:,} {noun}{ending}"
+
+
+def first_few(values: Iterable[object], most: int) -> str:
+    """Return values, separated by commas, and dots in place of those after the first `most`."""
+    texts = [str(value) for value in values]
+    dots = ["..."] if len(texts) > most else []
+    return ", ".join([*texts[:most], *dots])
 
 
 def describe_error(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.config.causes import WAIT_FOR_CAUSE
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, first_few
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.world.process import is_alive, show
 from ddp_lab.world.runtime import Runtime
@@ -286,7 +286,5 @@ def require_same_calls(said_by_ranks: list[list[Any]]) -> None:
 
 def name_ranks(ranks: list[int]) -> str:
     """Return the names of some ranks, for a message."""
-    return (
-        f"rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks[:LISTED]))}{', ...' * (len(ranks) > LISTED)}"
-    )
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {first_few(ranks, LISTED)}"

@@ -88,6 +88,10 @@ class LabLogger(Logger):
         self.last_epoch = metrics
         self.log(epoch=epoch, **metrics)
 
+    def begin(self) -> None:
+        """Begin a call of `fit`, which has no epoch yet."""
+        self.last_epoch = {}
+
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
         if self.trackers is not None:
             self.trackers.finish(status, summary)

@@ -299,7 +299,7 @@ class Trainer(OwnLoop, training.Trainer):
         if position.samples == loaders["train"].data.size and not position.sums:
             # A loop was left after the last step of an epoch, of which nothing is left to train.
             self.position = position.next_epoch()
-        self.logger.last_epoch = {}
+        self.logger.begin()
         step = self.eager_step
 
         hooks: list[Hook] = [CountedSteps(self._calls)]

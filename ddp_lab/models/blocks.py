@@ -45,10 +45,13 @@ def _blocks_within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
     for name, child in module.named_children():
         is_block = is_list and not isinstance(child, LISTS)
         if is_block and not any(_are_alike(_elements(part)) for part in child.modules()):
-            yield from [(f"{path}{name}", child)] * (name in elements)
+            if name in elements:
+                yield f"{path}{name}", child
             continue
         within = [*_blocks_within(child, f"{path}{name}.")]
-        yield from within or [(f"{path}{name}", child)] * (is_list and name in elements)
+        yield from within
+        if not within and is_list and name in elements:
+            yield f"{path}{name}", child
 
 
 def _are_alike(elements: Mapping[str, nn.Module]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ddp_lab.config.errors import count
 from ddp_lab.data.loader import DeviceLoader
 from ddp_lab.models.blocks import kind
 from ddp_lab.models.chain import Chain
@@ -85,11 +86,6 @@ def repeats(model: nn.Module) -> bool:
         return False
     most = max(Counter(map(kind, model.children())).values())
     return most >= 2 and 2 * most >= len(model)
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun, for example "1 block"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError, divisors
+from ddp_lab.config.errors import ConfigError, count, divisors
 from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
@@ -673,7 +673,7 @@ def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
         )
         product = "sizes whose product is " if len(mesh_axes) > 1 else ""
         raise ConfigError(
-            f"{options}: cannot lay {ranks} rank{'s' * (ranks > 1)} on a mesh of dp x "
+            f"{options}: cannot lay {count(ranks, 'rank')} on a mesh of dp x "
             f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
             f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
         )

@@ -124,12 +124,8 @@ class FSDP(FullyShard):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        self.hooks.is_last = False
-        try:
-            with super().no_sync():
-                yield
-        finally:
-            self.hooks.is_last = True
+        with self.hooks.no_sync(), super().no_sync():
+            yield
 
     def add_gradient(
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float

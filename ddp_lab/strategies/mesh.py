@@ -394,7 +394,7 @@ class Mesh(FullyShard):
     def no_sync(self) -> Generator[None]:
         # torch's schedules sum the gradients after the last micro-batch of every
         # gradient-accumulation step.
-        of_module = self.of_module.no_sync() if self.of_module else nullcontext()
+        of_module = self.of_module.hooks.no_sync() if self.of_module else nullcontext()
         with of_module, nullcontext() if self.executor else super().no_sync():
             yield
 

@@ -9,8 +9,7 @@ First the plan divides the layers (module_plans.py), and the model is compared w
 one. Then `fully_shard` is applied to its parts, as under fsdp.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -153,15 +152,6 @@ class MeshOfModule:
             for parameter in model.get_submodule(name).parameters():
                 if parameter.grad is not None:
                     dist.all_reduce(local(parameter.grad), group=self.tp_group)
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Let the hooks know that the backward passes of the body do not communicate."""
-        self.hooks.is_last = False
-        try:
-            yield
-        finally:
-            self.hooks.is_last = True
 
     def describe(self, mesh: "Mesh") -> str:
         """Return the line of the log, as `Strategy.describe`."""

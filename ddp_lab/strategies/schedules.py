@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import BlockName, Count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.cut_points import CutPoints
@@ -129,11 +129,13 @@ class PipelinePlan:
         busiest = max(sum(self.parts.shares[rank::p]) for rank in range(p))
         # the formula ignores the cut of the backward pass
         below = "below " if "zerobubble" in self.schedule else ""
+        micro_batches = count(m, "micro-batch")
+        factor = "v" if v > 1 else ""
+        stages = f", v={v} stages a rank" if v > 1 else ""
         lines = [
             f"balance {1 / (p * busiest):.0%} (mean rank / busiest)",
-            f"{self.schedule}, {m} micro-batches, expected bubble of equally busy ranks {below}"
-            f"(p-1)/({'v' if v > 1 else ''}m+p-1) = {self.bubble:.0%} of the time, p={p}"
-            + (f", v={v} stages a rank" if v > 1 else ""),
+            f"{self.schedule}, {micro_batches}, expected bubble of equally busy ranks {below}"
+            f"(p-1)/({factor}m+p-1) = {self.bubble:.0%} of the time, p={p}{stages}",
         ]
         if self.has_batch_norm and m > 1:
             lines.append(OF_MICRO_BATCHES)

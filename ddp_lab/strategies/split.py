@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ddp_lab.config.errors import count
 from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.data.trees import Tree, chunk, to
 from ddp_lab.models.chain import Chain, tie, tied_parameters, untie
@@ -131,7 +132,8 @@ class Split(Strategy):
         return self.stages
 
     def describe(self) -> str:
-        return f"split: {self.parts.describe(self.devices)}; {self.num_microbatches} micro-batches"
+        micro_batches = count(self.num_microbatches, "micro-batch")
+        return f"split: {self.parts.describe(self.devices)}; {micro_batches}"
 
     @torch.no_grad()
     def predict(self, inputs: Tree) -> Any:

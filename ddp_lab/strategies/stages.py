@@ -48,6 +48,10 @@ class Stage(Chain):
         self.autocast = autocast
         self.output_form: Form | None = None
 
+    def return_form(self, form: Form | None) -> None:
+        """Expect outputs of this form from now on, as `output_form`."""
+        self.output_form = form
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.requires_grad and input.is_leaf:
             # It was received, and its gradient will be sent back. The first block may be an
@@ -141,7 +145,7 @@ class PipelineExecutor(Executor):
         if (form, training) not in self._schedules:
             self._schedules[form, training] = self._make_schedule(forms, training)
         for index, stage in self.stages.items():
-            stage.output_form = forms[index + 1]
+            stage.return_form(forms[index + 1])
         padded = form.shape[0] * self.plan.num_microbatches
         rows = torch.arange(padded, device=inputs.device) % len(inputs)
         arguments = (inputs[rows],) if 0 in self.stages else ()

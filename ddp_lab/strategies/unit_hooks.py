@@ -5,7 +5,8 @@ UnitOrder lets the ranks agree before it begins.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class UnitHooks(UnitGradients):
         self._names = {module: name or WHOLE for name, module in model.named_modules()}
         self._in_forward = False
         self._in_backward = False
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Let the backward passes of the body not communicate."""
+        self.is_last = False
+        try:
+            yield
+        finally:
+            self.is_last = True
 
     def before_sharding(self, unit: nn.Module) -> None:
         super().before_sharding(unit)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.errors import TrainingError, count
 from ddp_lab.observe.log import log, log_if_slow
 from ddp_lab.training.hooks import Run, overrides
 from ddp_lab.training.metrics import Evaluation, evaluate, means
@@ -228,11 +228,13 @@ def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
             f"max_minutes={settings.max_minutes:g} have passed at step {progress.step:,}"
         )
     if settings.is_stalled(progress):
-        no_better = (
-            f"the last {stalled} epochs had no better {name} than epoch "
-            f"{progress.best_epochs.get(name, 0)}"
-        )
-        if name not in progress.best_epochs:
-            no_better = f"none of the {stalled} epochs has a finite {name} that is kept as the best"
+        best = progress.best_epochs.get(name)
+        if best is None:
+            epochs = count(stalled, "epoch")
+            no_better = f"none of the {epochs} has a finite {name} that is kept as the best"
+        elif stalled == 1:
+            no_better = f"the last epoch had no better {name} than epoch {best}"
+        else:
+            no_better = f"the last {stalled} epochs had no better {name} than epoch {best}"
         reasons[f"patience above {stalled}"] = f"{no_better} (patience={settings.patience})"
     return reasons

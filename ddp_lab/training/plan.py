@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ddp_lab.config.errors import ConfigError, multiples
+from ddp_lab.config.errors import ConfigError, count, multiples
 from ddp_lab.config.types import Every
 from ddp_lab.training.progress import Criterion, Progress
 
@@ -213,9 +213,10 @@ class TrainSizes:
         )
 
     def __str__(self) -> str:
-        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        ranks = count(self.world_size, "rank")
         batch = (
             f"global batch {self.global_batch_size} = {self.replicas} x "
             f"{self.global_batch_size // self.replicas}"
         )
-        return f"{ranks}, {batch}, {self.steps_per_epoch} steps an epoch, lr {self.lr:g}"
+        steps = count(self.steps_per_epoch, "step")
+        return f"{ranks}, {batch}, {steps} an epoch, lr {self.lr:g}"

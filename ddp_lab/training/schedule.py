@@ -101,6 +101,10 @@ class Horizon:
 
     steps: int | None = None
 
+    def end_at(self, steps: int) -> None:
+        """Let the schedule end after a number of steps, which only the run has shown."""
+        self.steps = steps
+
     def check_warmup(self, warmup_steps: int) -> None:
         """Check that a warm-up ends before the schedule.
 

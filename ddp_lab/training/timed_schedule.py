@@ -77,4 +77,4 @@ class TimedSchedule(Hook):
     def _set(self, position: Progress, steps: int) -> None:
         position.horizon = steps
         position.horizon_minutes = self.max_minutes
-        self.horizon.steps = int(min(steps, self._by_steps))
+        self.horizon.end_at(int(min(steps, self._by_steps)))

@@ -13,7 +13,7 @@ from datetime import timedelta
 # Documented as torch.distributed.Store etc., but the module does not export them explicitly.
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_lab.config.errors import NodeError
+from ddp_lab.config.errors import NodeError, first_few
 
 # seconds between the first two looks at the store, which double, and the most within the first 10 s
 POLL = 0.01, 1.0
@@ -73,8 +73,8 @@ def publish(store: Store, name: str, world_size: int, timeout: timedelta) -> str
         store.wait(keys, timeout)
     except DistError:
         if late := [str(other) for other, key in enumerate(keys, 1) if not store.check([key])]:
-            ranks = ", ".join(late[:LISTED]) + ", ..." * (len(late) > LISTED)
-            raise not_started(f"rank{'s' * (len(late) > 1)} {ranks}", timeout) from None
+            noun = "rank" if len(late) == 1 else "ranks"
+            raise not_started(f"{noun} {first_few(late, LISTED)}", timeout) from None
     words = [word.decode() for word in store.multi_get(keys)]
     store.multi_set([f"{key}/repeated" for key in keys], words)  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     return name

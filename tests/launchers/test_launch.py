@@ -32,7 +32,7 @@ def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, logg
     code, output = launch(line, "epochs=1", f"runs_dir={tmp_path}/runs")
     assert code == 0, output
     assert output.count(logged) == 1, "it must be logged once, not once per rank"
-    plural = "s" * (world_size > 1)
+    plural = "s" if world_size > 1 else ""
     batch = (
         f"{world_size} rank{plural}, global batch 64 = {world_size} x {64 // world_size}, 23 steps "
         "an epoch, lr 0.1"
