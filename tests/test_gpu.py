@@ -18,6 +18,7 @@ import torch
 import training
 from case import Case, reference_of
 from cases import MATRIX, assert_equal, tolerance_of
+from fp16 import FITTING, LARGE, in_fp16
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
 from torch import nn
@@ -332,6 +333,40 @@ def test_torchrun_trains_in_bf16_with_a_gpu_for_each_rank(strategy, size, tmp_pa
     assert f"on {size} x NVIDIA" in output.splitlines()[-1]
     check_run(only_run(tmp_path), epochs=20, strategy=strategy.split()[0], world_size=size)
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
+
+
+def check_captured_in_fp16(size: int, cases: dict[str, list[str]]) -> None:
+    """Check that captured steps skip and compute what eager ones do, under the same strategy."""
+    lines = [line for eager, captured in cases.items() for line in [eager, *captured]]
+    for rank in run_world(size, in_fp16, lines, [FITTING, LARGE], "cuda", timeout=300):
+        for eager, captured in cases.items():
+            expected, _ = rank[eager, FITTING]
+            _, scale = rank[eager, LARGE]
+            assert 0 < scale["skipped_steps"] < 6, eager
+            for line in captured:
+                outcome, fitting = rank[line, FITTING]
+                assert fitting["skipped_steps"] == 0
+                assert rank[line, LARGE][1] == scale, line
+                if expected.weights:
+                    assert largest_difference(outcome.weights, expected.weights) < 1e-3, line
+
+
+@pytest.mark.gpu(1)
+def test_captured_step_in_fp16_skips_what_an_eager_one_does():
+    adamw = "single optimizer=adamw optimizer.lr=0.01"
+    cases = {
+        "single": [f"single {GRAPH}", f"single {BOTH}"],
+        "single clipped accumulate=2": [f"single clipped accumulate=2 {GRAPH}"],
+        "single vit": [f"single vit {GRAPH}", f"single vit {BOTH}"],
+        adamw: [f"{adamw} {GRAPH}"],
+    }
+    check_captured_in_fp16(1, cases)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp", "pipeline", "tp tp=2 vit"])
+def test_ranks_in_fp16_skip_the_same_steps_captured_and_eager(strategy):
+    check_captured_in_fp16(2, {strategy: [f"{strategy} {GRAPH}"]})
 
 
 @pytest.mark.gpu(1)

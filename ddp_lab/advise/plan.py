@@ -197,7 +197,12 @@ def plan_rank(
             device = torch.device(runtime.kind)
             how = job.options
             optimizer = configure_optimizer(
-                trainer.optimizer, device, how.fused, how.cuda_graph, how.compile is True
+                trainer.optimizer,
+                device,
+                how.fused,
+                how.cuda_graph,
+                how.compile is True,
+                skips=trainer.strategy.loss_scale is not None,
             )
             for group in for_cpu(optimizer).param_groups:
                 if (

@@ -21,7 +21,7 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.tensor_parallel import plan_of, plans_for
-from ddp_lab.world.device import CARDS, card_of, peak_flops
+from ddp_lab.world.device import CARDS, card_of, half_dtype, peak_flops
 
 # Shares of the data sheet's numbers that a step reaches: compiled ViT-L/16 trains with 41 % of the
 # FLOP/s, and an all-reduce of 1 GiB runs at 329 GB/s of 450 (H100s, torch 2.11, 2026-11-26).
@@ -102,7 +102,7 @@ def predict(
         model: The complete model, before `strategy.setup`.
         strategy: It may have an axis tp.
         samples: Of a local batch.
-        precision: float32 or bf16.
+        precision: float32, bf16 or fp16.
         card: Of CARDS.
     """
     tp = strategy.axes.get("tp", 1)
@@ -118,7 +118,8 @@ def predict(
         return None
 
     parts = Partition(model, 1)
-    item = 2 if precision == "bf16" else torch.get_default_dtype().itemsize
+    dtype = half_dtype(precision) or torch.get_default_dtype()
+    item = dtype.itemsize
     divided = 0.0
     sums = 0.0
     for block, flops, shape in zip(model, parts.flops, parts.shapes, strict=False):

@@ -126,9 +126,12 @@ class Checkpoints:
 
         progress = Progress.of(saved.state["progress"])
         if state.ema is not None:
+            steps_taken = progress.step
+            if state.strategy.loss_scale is not None:
+                steps_taken -= state.strategy.loss_scale.saved()["skipped_steps"]
             if not saved.has_averages:
-                progress.averaged_from = progress.step
-            state.ema.resume(progress.step - progress.averaged_from)
+                progress.averaged_from = steps_taken
+            state.ema.resume(steps_taken - progress.averaged_from)
         # The state comes from the file; learning rate, momentum and other options come from this
         # launch's config.
         step = schedule(progress)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_lab.checkpoints.same_optimizer import SavedOptimizer, describe_options, is_same, options_of
-from ddp_lab.checkpoints.state import KEYS, Shapes, State, content_of
+from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 
@@ -158,13 +158,16 @@ class SavedCheckpoint(ABC):
         )
 
     def load(self, state: State) -> None:
-        """Load model, optimizer and averages: this rank's part of them.
+        """Load model, optimizer, averages and the scale of the loss: this rank's part of them.
 
         Averages start from the weights if there are none.
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
         if state.ema and not self.has_averages:
             state.ema.reset_to_weights()
+        scale = state.strategy.loss_scale
+        if scale is not None and LOSS_SCALE in self.state:
+            scale.resume(self.state[LOSS_SCALE])
         self._load_optimizer(
             state.optimizer,
             {tensor: name for name, tensor in state.strategy.module.named_parameters()},
@@ -209,7 +212,8 @@ class SavedCheckpoint(ABC):
         """Return the content of a checkpoint of one file: full tensors in host memory."""
         full = {key: torch.empty_like(tensor, device="cpu") for key, tensor in self.tensors.items()}
         self.read(full)
-        return content_of(full, {key: self.state[key] for key in KEYS})
+        keys = (*KEYS, LOSS_SCALE)
+        return content_of(full, {key: self.state[key] for key in keys if key in self.state})
 
 
 def require_keys(state: dict[str, Any], keys: set[str]) -> None:

@@ -28,6 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 # writes a copy to a path, after a call of the second argument
 Write = Callable[[Path, Callable[[], None]], None]
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
+LOSS_SCALE = "loss_scale"  # in those of runs with precision=fp16
 
 
 @dataclass
@@ -110,11 +111,13 @@ class State:
         for (name, key), value in values.items():
             if not torch.is_tensor(value):
                 others.setdefault(name, {})[key] = value
-        rest = {
+        rest: dict[str, Any] = {
             "progress": asdict(progress),
             "seed": self.seed,
             "scheduler": self.scheduler.state_dict(),
         }
+        if self.strategy.loss_scale is not None:
+            rest[LOSS_SCALE] = self.strategy.loss_scale.saved()
         kind = type(self.optimizer).__name__
         rest["optimizer"] = {
             "kind": kind,
@@ -171,7 +174,8 @@ def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
             for same in groups
         ],
     }
-    return {key: rests[0][key] for key in KEYS} | {"optimizer": optimizer}
+    others = {key: rests[0][key] for key in (*KEYS, LOSS_SCALE) if key in rests[0]}
+    return others | {"optimizer": optimizer}
 
 
 def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:

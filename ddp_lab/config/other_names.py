@@ -46,7 +46,8 @@ RENAMED = {
     "scheduler": "lr_schedule lr_scheduler lr_scheduler_type sched",
 }
 PRECISION = (
-    "Use precision=bf16, mixed precision by torch.autocast, or precision=float32, the default"
+    "Use precision=bf16 or precision=fp16, mixed precision by torch.autocast, or "
+    "precision=float32, the default"
 )
 RANKS = (
     "Start ranks with `ddp-lab train --nproc N strategy=ddp`; by default there is one for each GPU"
@@ -81,17 +82,14 @@ INSTEAD = {
 NAMES = {name: key for key, names in RENAMED.items() for name in names.split()}
 ADVICE = {name: text for text, names in INSTEAD.items() for name in names.split()}
 
-FLOAT16 = (
-    "float16 is not supported, because its gradients need a scaled loss. Use bf16, which has the "
-    "range of float32"
-)
+FLOAT16 = "Use fp16, which scales the loss, or bf16, which has the range of float32"
 FLOAT8 = "8-bit floats are not supported. Use bf16"
 IS_FLOAT32 = "Use float32, the default"
 IS_BF16 = "Use bf16"
 # What there is in place of values of a key.
 VALUES = {
     "precision": {
-        **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "amp"), FLOAT16),
+        **dict.fromkeys(("float16", "half", "16", "16-mixed", "16-true", "amp"), FLOAT16),
         **dict.fromkeys(("fp8", "float8", "8"), FLOAT8),
         **dict.fromkeys(("fp32", "32", "32-true", "full"), IS_FLOAT32),
         **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true", "mixed"), IS_BF16),

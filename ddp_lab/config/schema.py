@@ -137,7 +137,7 @@ class RunConfig(Keys):
     mixup: NonNegative
     cutmix: NonNegative
     device: Literal["auto", "mps"] | DeviceName
-    precision: Literal["float32", "bf16"]
+    precision: Literal["float32", "bf16", "fp16"]
     float32_matmul: Literal["highest", "high"]
     speed: Literal["auto", "off"]
     cuda_graph: bool | Literal["auto"]

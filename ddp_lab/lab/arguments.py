@@ -45,7 +45,7 @@ class LabKeys(Keys):
     """The plain arguments of `Lab`, as in `RunConfig`."""
 
     device: Literal["auto", "mps"] | DeviceName
-    precision: Literal["float32", "bf16"]
+    precision: Literal["float32", "bf16", "fp16"]
     seed: Seed
     timeout: Positive
     tracker: Trackers

@@ -61,7 +61,8 @@ class Lab:
             ddp_lab.strategies.base.Strategy.
         device: auto, cpu, cuda, cuda:N or mps. auto is a CUDA GPU for each rank, or the CPU if
             there is none.
-        precision: float32, or bf16, which is mixed precision by torch.autocast.
+        precision: float32; or bf16 or fp16, which is mixed precision by torch.autocast. fp16 scales
+            the loss, for GPUs without bf16.
         seed: seed of the order of the samples, and of torch's random state when the `with` block
             begins, and so of the models that are constructed in it.
         timeout: timeout of the communication between ranks, in seconds.

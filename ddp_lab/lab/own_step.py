@@ -21,8 +21,9 @@ from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.data.seeds import seed_of
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.outputs import map_outputs
-from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.base import Strategy, gradients_of, total
 from ddp_lab.strategies.ddp import DDP, Passes
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.frozen import without_gradients
 from ddp_lab.strategies.micro_batches import surroundings
 from ddp_lab.tasks.base import sum_dtype
@@ -240,8 +241,10 @@ class OwnStep:
         if not self._has_gradients:
             self._require_no_gradients("backward")
         self._has_gradients = True
+        scale = self.strategy.loss_scale
+        scaled_sum = loss_sum if scale is None else scale.scaled(loss_sum)
         with self.strategy.pass_context(None, True), surroundings(self.strategy, None, 1):
-            loss_sum.backward()
+            scaled_sum.backward()
         parts = [loss_sum.detach(), torch.as_tensor(weight, device=loss_sum.device).detach()]
         self._sums += torch.stack([part.to(self._sums) for part in parts])
         self._has_sent = not self._accumulates
@@ -302,6 +305,8 @@ class OwnStep:
         strategy.reduce_gradients()
         loss, weight = total(strategy, self._sums)
         strategy.scale_gradients(torch.where(weight == 0, 0, 1 / weight))
+        if strategy.loss_scale is not None:
+            strategy.loss_scale.unscale(map(local, gradients_of(strategy.module.parameters())))
         strategy.call_parameter_hooks()
         self.step.compute(None)
         self.step.advance()

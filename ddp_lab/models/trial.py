@@ -171,7 +171,8 @@ def find_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) -> l
             raise ConfigError(f"{key}: {problem}") from None
         other = ""
         if runtime.precision != "float32":
-            other = "precision=float32, if a layer does not support bf16 on this device, or "
+            name = runtime.precision
+            other = f"precision=float32, if a layer does not support {name} on this device, or "
         small = " (a common cause is that they are too small)" if is_images(trial.inputs) else ""
         raise ConfigError(
             f"{key}: failed for {describe(trial.inputs)}: {describe_error(error)}. Use "

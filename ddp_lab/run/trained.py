@@ -54,7 +54,7 @@ class TrainedRun(NamedTuple):
     model: nn.Module
     task: type[Task]
     inputs: InputFormat
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
     float32_matmul: Literal["highest", "high"] = "highest"
 
 

@@ -186,7 +186,7 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
             first = chunk((inputs, targets), accumulate)[0]
             num_valid = min(step.strategy.valid_samples(global_size), size(first))
             # another divisor would compile the loss again
-            step.strategy.add_gradient(*first, num_valid, float(global_size))
+            step.strategy.add_gradient(*first, num_valid, step.strategy.divisor(global_size))
         step.zero_grad()
         for _ in range(times):
             step.compute(batch())
@@ -203,7 +203,10 @@ def unchanged(step: Step) -> Generator[None]:
     module = step.strategy.module
     optimizer = step.optimizer
     averages = step.ema.state if step.ema else ()
-    tensors = [*module.parameters(), *module.buffers(), *averages, *step.running_sums.state]
+    scale = step.strategy.loss_scale
+    scales = scale.state if scale else ()
+    sums = step.running_sums.state
+    tensors = [*module.parameters(), *module.buffers(), *averages, *sums, *scales]
     before = [tensor.detach().clone() for tensor in tensors]
     moments = {
         (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)

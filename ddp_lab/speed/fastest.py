@@ -138,7 +138,12 @@ def reset(step: Step, options: PerformanceOptions) -> None:
             group["fused"] = None
     device = step.strategy.device
     configure_optimizer(
-        step.optimizer, device, options.fused, options.cuda_graph, options.compile is True
+        step.optimizer,
+        device,
+        options.fused,
+        options.cuda_graph,
+        options.compile is True,
+        skips=step.strategy.loss_scale is not None,
     )
     gc.collect()
     if device.type == "cuda":

@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.checkpointing import Recomputed
+    from ddp_lab.strategies.loss_scale import LossScale
     from ddp_lab.strategies.parameter_hooks import Hooked, Key
 
 Module = TypeVar("Module", bound=nn.Module)
-Measure = Callable[[Task, Any, Any, int, float], tuple[torch.Tensor, torch.Tensor]]
+Measure = Callable[[Task, Any, Any, int, float | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 
@@ -113,10 +114,12 @@ class Strategy(ABC):
         global_size: number of samples in the GLOBAL batch that was begun last, without padding.
         accumulate: number of gradient-accumulation steps of that batch.
         in_loop: whether a loop of the user calls the model with that batch.
+        loss_scale: the scale of the loss with precision=fp16; else None. Known in `setup`.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
-            supported by the strategy, or the number of ranks is not divisible by the mesh axes.
+            supported by the strategy or the precision, or the number of ranks is not divisible by
+            the mesh axes.
     """
 
     # by shards, so that hooks on those of the user's model would be lost
@@ -126,6 +129,7 @@ class Strategy(ABC):
     divides_blocks: bool = False  # of a Chain, so that a plain nn.Sequential becomes one
     num_microbatches: int = 1  # into which the strategy divides a batch by itself
     supports_mps: ClassVar[bool] = False  # can train on a Mac's GPU
+    fp16_devices: ClassVar[frozenset[str]] = frozenset({"cuda"})  # that train with precision=fp16
     # a loop may call the complete model and the backward pass (Trainer.forward)
     supports_own_steps: ClassVar[bool] = False
     # the supported ones of ALL_PERFORMANCE_OPTIONS
@@ -146,6 +150,7 @@ class Strategy(ABC):
     global_size: int = 0
     accumulate: int = 1
     in_loop: bool = False
+    loss_scale: "LossScale | None" = None
 
     # These four by `expect`, which describes them.
     example: "Tree" = None
@@ -176,6 +181,12 @@ class Strategy(ABC):
             raise ConfigError(
                 f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
                 "and gloo and NCCL do not take its tensors. Use strategy=single, or device=cpu"
+            )
+
+        if runtime.precision == "fp16" and runtime.device.type not in self.fp16_devices:
+            raise ConfigError(
+                f"precision=fp16: is supported on NVIDIA GPUs only, and the device is "
+                f"{runtime.device.type}. Use precision=bf16, or float32, the default"
             )
 
         self.runtime = runtime
@@ -313,6 +324,10 @@ class Strategy(ABC):
 
             model = to_channels_last(model)
 
+        if self.runtime.precision == "fp16":
+            from ddp_lab.strategies.loss_scale import LossScale
+
+            self.loss_scale = LossScale(self.device)
         self.setup(model)
         if self.recomputed is not None:
             from ddp_lab.strategies.checkpointing import recompute_blocks
@@ -452,7 +467,7 @@ class Strategy(ABC):
         self.prepare_step()
         self.begin_batch(global_size, accumulate)
         micro_batches = self._divide(inputs, targets, global_size, accumulate)
-        divisor = float(global_size)
+        divisor = self.divisor(global_size)
         *early, last = micro_batches
         with self.no_sync():
             results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
@@ -461,9 +476,20 @@ class Strategy(ABC):
         sums = reduce(torch.add, results)
         if self.task.weighted:
             self._divide_by_weight(sums[-1], global_size)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(map(local, gradients_of(self.module.parameters())))
 
         self.call_parameter_hooks()
         return sums
+
+    def divisor(self, global_size: int) -> float | torch.Tensor:
+        """Return what the sum of the losses of a GLOBAL batch is divided by, for a backward pass.
+
+        With precision=fp16 it is a tensor, [], which contains the scale of the loss.
+        """
+        if self.loss_scale is not None:
+            return self.loss_scale.divisor(global_size)
+        return float(global_size)
 
     def call_parameter_hooks(self) -> None:
         """Call the user's hooks on parameters, with the gradients of the GLOBAL batch."""
@@ -490,7 +516,7 @@ class Strategy(ABC):
         return divide(self, (inputs, targets), num_valid, accumulate)
 
     def _add_gradient(
-        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         """Call `add_gradient`, within what a micro-batch of padding and frozen parameters need."""
         if num_valid and not self.watched:
@@ -526,14 +552,14 @@ class Strategy(ABC):
         return nullcontext()
 
     def add_gradient(
-        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float
+        self, inputs: "Tree", targets: "Tree", num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         """Add the gradient of one micro-batch to `.grad`; return its sums.
 
         Args:
             inputs, targets: [b, ...], or trees of such tensors.
             num_valid: number of samples without padding, which is at the end.
-            divisor: what the summed loss is divided by.
+            divisor: what the summed loss is divided by, as from `divisor`.
 
         Returns:
             [loss_sum, *task.train_metrics, weight] of the micro-batch.
@@ -607,9 +633,9 @@ class Strategy(ABC):
     def _mixed_precision(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass.
 
-        Without bf16 most often nothing has to be done, and nothing is called.
+        Without mixed precision most often nothing has to be done, and nothing is called.
         """
-        if self.runtime.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
+        if self.runtime.half is None and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()
         return self.autocast()
 

@@ -141,7 +141,7 @@ class DDP(Strategy):
         return self.wrapper.no_sync()
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         with self.pass_context(inputs, num_valid > 0):
             return super().add_gradient(inputs, targets, num_valid, divisor)

@@ -82,7 +82,7 @@ class Executor(ABC):
         self.shapes = StageShapes(plan.num_microbatches)
         self._targets: Tree = None  # of the batch
         self._form: TreeSpec | None = None  # of its outputs
-        self._divisor = 1.0
+        self._divisor: float | torch.Tensor = 1.0
         self._left = 0  # samples without padding in the micro-batches that follow
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
 
@@ -108,7 +108,7 @@ class Executor(ABC):
         return outputs, expected
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
 

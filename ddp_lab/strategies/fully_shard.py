@@ -71,10 +71,11 @@ class FullyShard(Strategy):
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         policy = MixedPrecisionPolicy()
         # in which the parts compute, with float32 shards and sums of gradients
-        if self.runtime.precision == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        half = self.runtime.half
+        if half is not None:
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
             # BatchNorm's kernels need parameters in float32, as the statistics are; the inputs may
-            # be in bf16.
+            # be in half precision.
             for layer in filter(is_batch_norm, parts[-1].modules()):
                 keep = MixedPrecisionPolicy(cast_forward_inputs=False)
                 self.shard_unit(layer, partial(shard, mp_policy=keep))

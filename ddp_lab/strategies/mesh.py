@@ -351,7 +351,7 @@ class Mesh(FullyShard):
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         if self.of_module is not None:
             self.of_module.hooks.has_samples = num_valid > 0

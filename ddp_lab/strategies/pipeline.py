@@ -117,7 +117,7 @@ class Pipeline(Strategy):
         return f"{self.name}: {where}, {self.plan.describe()}"
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         self.require_inputs(inputs)
         return self.executor.add_gradient(inputs, targets, num_valid, divisor)

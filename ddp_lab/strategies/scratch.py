@@ -112,7 +112,7 @@ class Scratch(Strategy):
                 self.buckets.active = True
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         if size(inputs) == 0 and self.batch_norm == "local":
             # A rank without a sample uses no parameter. A model whose steps differ may not support

@@ -167,7 +167,7 @@ class Split(Strategy):
         return activation
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         self.require_inputs(inputs)
         if self.traced is not None:

@@ -9,6 +9,7 @@ from ddp_lab.models.boundaries import Boundaries, Form
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.outputs import require_samples
 from ddp_lab.strategies.schedules import PipelinePlan
+from ddp_lab.world.device import half_dtype
 
 # The form of what a rank holds, for the number of the block before which it is, and the form of the
 # complete activation.
@@ -25,8 +26,8 @@ class StageForms:
         chain: the complete model. It may be changed afterwards.
         plan: of the pipeline.
         samples: size of a full batch of the pipeline.
-        precision: float32, in which activations are sent as they are; or bf16, in which those
-            between the stages are sent.
+        precision: float32, in which activations are sent as they are; or bf16 or fp16, in which
+            those between the stages are sent.
         own_part: of an activation, where ranks share it; None: every rank has all of it.
 
     Raises:
@@ -44,7 +45,7 @@ class StageForms:
     ):
         self.plan = plan
         self.own_part = own_part
-        self.is_bf16 = precision == "bf16"
+        self.sent_dtype = half_dtype(precision)
         self.outside = torch.get_default_dtype()
         size = -(-samples // plan.num_microbatches)
         example = Form((size, *chain.input_shape), chain.input_dtype or self.outside)
@@ -68,7 +69,9 @@ class StageForms:
         between = [
             self._between(part.start, activations[part.start]) for part in self.plan.parts.parts[1:]
         ]
-        outputs = Form(activations[-1].shape, self.outside) if self.is_bf16 else activations[-1]
+        outputs = activations[-1]
+        if self.sent_dtype is not None:
+            outputs = Form(outputs.shape, self.outside)
         return [inputs, *between, outputs]
 
     def _between(self, start: int, form: Form) -> Form:
@@ -78,7 +81,7 @@ class StageForms:
                 f"strategy.cut: the model cannot be cut before {self.plan.parts.names[start]}, "
                 f"because it gets {form}, which has no gradient. Name other blocks in strategy.cut"
             )
-        return Form(form.shape, torch.bfloat16) if self.is_bf16 else form
+        return form if self.sent_dtype is None else Form(form.shape, self.sent_dtype)
 
     def _as_computed(self, inputs: Form) -> Form:
         """Return the form with which shapes are computed.
@@ -86,4 +89,6 @@ class StageForms:
         The meta device has no autocast, which would cast half precision.
         """
         is_half = inputs.dtype in (torch.bfloat16, torch.float16)
-        return Form(inputs.shape, self.outside) if self.is_bf16 and is_half else inputs
+        if self.sent_dtype is not None and is_half:
+            return Form(inputs.shape, self.outside)
+        return inputs

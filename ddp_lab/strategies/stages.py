@@ -18,6 +18,7 @@ from ddp_lab.strategies.executor import Executor, Prepared
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.tasks.base import Task
+from ddp_lab.world.device import half_dtype
 
 _, ONE_TENSOR = tree_flatten(torch.empty(0))  # the form of outputs that are one tensor
 
@@ -27,7 +28,8 @@ class Stage(Chain):
 
     Args:
         blocks: the blocks by name.
-        precision: float32, or bf16, in which the output is cast to the dtype in which it is sent.
+        precision: float32; or bf16 or fp16, in which the output is cast to the dtype in which it is
+            sent.
         autocast: returns the context of the forward pass.
 
     Attributes:
@@ -43,7 +45,7 @@ class Stage(Chain):
         autocast: Callable[[], AbstractContextManager[object]],
     ):
         super().__init__((), **blocks)
-        self.is_bf16 = precision == "bf16"
+        self.sent_dtype = half_dtype(precision)
         self.outside = torch.get_default_dtype()
         self.autocast = autocast
         self.output_form: Form | None = None
@@ -60,7 +62,7 @@ class Stage(Chain):
             input = input.clone()
         with self.autocast():
             output = super().forward(input)
-            if self.is_bf16:
+            if self.sent_dtype is not None:
                 output = output.to(self.output_form.dtype if self.output_form else self.outside)
             output = output.contiguous()  # as sending requires
 

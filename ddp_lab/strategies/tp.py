@@ -364,7 +364,7 @@ class TP(Strategy):
                 dist.all_reduce(parameter.grad, group=self.tp_group)
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         self._begin()
         with explain_direct_use():

@@ -179,7 +179,7 @@ class TracedSplit:
         return list(values)
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float, task: Task
+        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor, task: Task
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, and return its sums, as `Strategy.add_gradient`.
 

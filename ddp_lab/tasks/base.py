@@ -49,7 +49,7 @@ RENAMED = {
 class Task(nn.Module):
     """What a model is trained for: its loss, and metrics as sums.
 
-    Outputs are what the model returns, in float32 where they are bf16: a tensor, [b, ...], or a
+    Outputs are what the model returns, in float32 for half precision: a tensor, [b, ...], or a
     tuple, dict or object of tensors. Targets are those of the dataset: a tensor, [b, ...], or a
     tuple or dict of tensors, or None. A task with `takes_logits` gets one tensor of each. Neither
     contains padding. The mode of the task, training or evaluation, is that of the model.
@@ -338,8 +338,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def in_float32(outputs: torch.Tensor) -> torch.Tensor:
-    """Return outputs in bf16 as float32, because bf16's 8 bits are too coarse for a sum."""
-    return outputs.float() if outputs.dtype == torch.bfloat16 else outputs
+    """Return outputs in half precision as float32.
+
+    The 8 bits of bf16 are too coarse for a sum, and fp16 overflows at 65,504.
+    """
+    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 def width(task: Task) -> int:
@@ -348,7 +351,7 @@ def width(task: Task) -> int:
 
 
 def measure(
-    task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float
+    task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss to backpropagate, [], and [loss_sum, *train_metrics, weight].
 
@@ -360,7 +363,7 @@ def measure(
         outputs, targets: of a micro-batch, [b, ...], with padding at the end. Outputs that are no
             tensor have none, but for a micro-batch that has no sample without padding.
         num_valid: number of samples without padding.
-        divisor: size of the GLOBAL batch.
+        divisor: size of the GLOBAL batch; with precision=fp16 over the scale of the loss, [].
     """
     counts = True
     if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
@@ -387,6 +390,8 @@ def measure(
     sums = torch.stack([each.to(dtype) for each in parts])
     if not counts:
         return loss_sum * 0, torch.zeros_like(sums)
+    if isinstance(divisor, torch.Tensor):  # of another device than the last stage's, under split
+        divisor = divisor.to(loss_sum.device, non_blocking=True)
     return loss_sum / divisor, sums
 
 

@@ -51,7 +51,7 @@ def for_task(task: Task, outputs: Any, targets: Tree, num_valid: int) -> TaskInp
 
 
 def outputs_for(task: Task, outputs: Any, source: str = "the model") -> Any:
-    """Return outputs as a task takes them: one tensor or all of them, in float32 in place of bf16.
+    """Return outputs as a task takes them: one tensor or all, in float32 for half precision.
 
     Args:
         task: with its loss.

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import local, reshard, sharded_as
-from ddp_lab.training.ema_warmup import WarmedUpAverages
+from ddp_lab.training.counted_averages import CountedAverages
 
 
 class EMA:
@@ -20,7 +20,7 @@ class EMA:
 
     After each optimizer step, average = decay * average + (1 - decay) * weight.
 
-    With `warmup` the decay of the first steps is smaller (ema_warmup.py).
+    With `warmup` the decay of the first steps is smaller (counted_averages.py).
 
     The sum is elementwise, so each rank averages its own shards, and the result depends neither on
     the strategy nor on the number of ranks. Buffers (BatchNorm's statistics) are averaged like
@@ -38,7 +38,8 @@ class EMA:
     Attributes:
         averages: this rank's shards, by name, of the trained parameters and the buffers. The
             tensors stay the same; while `in_use` is active, they hold the weights.
-        warmup: updates the averages and counts their updates; None: the decay does not warm up.
+        counted: updates the averages and counts their updates; None: the decay does not warm up,
+            and every step is followed by an update.
     """
 
     def __init__(self, strategy: Strategy, decay: float, warmup: bool):
@@ -73,18 +74,22 @@ class EMA:
             if each.is_floating_point() or each.is_complex()
         }
         self._average = get_ema_multi_avg_fn(decay)
-        self.warmup = WarmedUpAverages(self._fractions, decay) if warmup else None
+        self.counted: CountedAverages | None = None
+        if warmup or strategy.loss_scale is not None:
+            self.counted = CountedAverages(self._fractions, decay, warmup)
         self._swapped = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights after a step to the averages.
+        """Add the weights after a step to the averages, unless precision=fp16 has skipped it.
 
         It does not wait for the device; a CUDA graph can capture it.
         """
         weights = {name: local(self.tensors[name]) for name in self.averages}
-        if self.warmup is not None:
-            self.warmup.update({name: real_view(weights[name]) for name in self._fractions})
+        if self.counted is not None:
+            scale = self.strategy.loss_scale
+            values = {name: real_view(weights[name]) for name in self._fractions}
+            self.counted.update(values, None if scale is None else scale.not_finite)
         elif self._fractions:
             values = [real_view(weights[name]) for name in self._fractions]
             # the number of steps is not used
@@ -137,11 +142,11 @@ class EMA:
 
     def resume(self, updates: int) -> None:
         """Continue as after this number of updates of the averages, loaded or begun again."""
-        if self.warmup is not None:
-            self.warmup.resume(updates)
+        if self.counted is not None:
+            self.counted.resume(updates)
 
     @property
     def state(self) -> list[torch.Tensor]:
         """The tensors that an update changes."""
-        counts = self.warmup.updates.values() if self.warmup is not None else ()
+        counts = self.counted.updates.values() if self.counted is not None else ()
         return [*self.averages.values(), *counts]

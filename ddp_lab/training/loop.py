@@ -202,6 +202,10 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
     metrics = {f"train_{name}": value for name, value in training.items()}
     for name, evaluation in results.items():
         metrics |= evaluation.metrics(name)
+    scale = run.strategy.loss_scale
+    if scale is not None:
+        saved = scale.saved()
+        metrics |= {"loss_scale": saved["scale"], "skipped_steps": saved["skipped_steps"]}
 
     run.logger.epoch(
         position.epoch,

@@ -103,6 +103,7 @@ def configure_optimizer(
     fused: bool | None,
     captured: bool,
     compiled: bool,
+    skips: bool = False,
 ) -> torch.optim.Optimizer:
     """Set the optimizer's options that are left to this launch, and return it.
 
@@ -118,9 +119,15 @@ def configure_optimizer(
         fused: whether to use torch's fused kernel; None leaves it to torch.
         captured, compiled: whether the step is. The optimizer of a captured step is fused, too,
             unless it is compiled.
+        skips: whether a step is skipped if the gradient is not finite (precision=fp16), which fused
+            kernels do without a wait for the device.
     """
-    compiled = captured and compiled and compiles_optimizer(optimizer)
-    wanted = (captured or fused) and can_be_fused(optimizer)
+    if skips:
+        from ddp_lab.training.skipped_step import can_skip_on_device
+
+        skips = can_skip_on_device(optimizer)
+    compiled = captured and compiled and not skips and compiles_optimizer(optimizer)
+    wanted = (captured or fused or skips) and can_be_fused(optimizer)
     adamw = isinstance(optimizer, AdamW) and device.type == "cuda"
     for group in optimizer.param_groups:
         if captured and "capturable" in group:

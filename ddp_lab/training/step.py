@@ -102,9 +102,18 @@ class Step:
             strategy.task,
             strategy.device,
             options.skip_not_finite,
-            has_norm=options.skip_not_finite or options.max_grad_norm is not None,
+            has_norm=options.skip_not_finite
+            or options.max_grad_norm is not None
+            or strategy.loss_scale is not None,
         )
         self._optimize = step_of(optimizer)
+        if strategy.loss_scale is not None:
+            from ddp_lab.training.skipped_step import SkippedStep
+
+            runtime = strategy.runtime
+            self._optimize = SkippedStep(
+                optimizer, self._optimize, strategy.loss_scale, runtime.is_planned, runtime.is_main
+            )
         in_optimizer = {
             id(parameter) for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -123,11 +132,13 @@ class Step:
 
         The former with `compile_fn`, the latter with torch.compile's defaults.
 
-        An optimizer with a fused kernel or with shards is not compiled. The learning rate of others
-        must be a tensor: a number would be compiled again whenever it changes.
+        An optimizer with a fused kernel, with shards or of steps that may be skipped is not
+        compiled. The learning rate of others must be a tensor: a number would be compiled again
+        whenever it changes.
         """
         fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        if not fused and not has_shards(self.optimizer):
+        may_skip = self.strategy.loss_scale is not None
+        if not fused and not may_skip and not has_shards(self.optimizer):
             # The first step creates the optimizer's state: compiled, it would be compiled a second
             # time for the next ones.
             steps = chain([self.optimizer.step], repeat(torch.compile(self.optimizer.step)))
@@ -196,15 +207,20 @@ class Step:
                 sums do not count its losses.
         """
         skip = self.options.skip_not_finite
+        scale = self.strategy.loss_scale
         largest = self.options.max_grad_norm
-        buffers = [buffer.clone() for buffer in self.strategy.module.buffers()] if skip else []
+        buffers: list[torch.Tensor] = []
+        if skip or scale is not None:
+            buffers = [buffer.clone() for buffer in self.strategy.module.buffers()]
         if batch is not None:
             accumulate = self.options.accumulate
             self.sums = self.strategy.forward_backward(*self.mixed(batch), accumulate)
         if self.running_sums.norm is not None:
             norm = self.strategy.gradient_norm()
             self.running_sums.norm.copy_(norm)
-            if skip:
+            if scale is not None:
+                self._restore_buffers_unless(scale.check(norm), buffers)
+            elif skip:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:
                 foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
@@ -215,6 +231,8 @@ class Step:
         self._optimize()
         if self.ema is not None:
             self.ema.update()
+        if scale is not None:
+            scale.update()
         if batch is not None:
             self.running_sums.add(self.sums)
         self.zero_grad()
@@ -234,7 +252,7 @@ class Step:
         self.scheduler.step()
 
     def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
-        """Set gradients to zero and restore buffers (BatchNorm's statistics), unless `finite`.
+        """Set gradients to zero and restore buffers, unless `finite`.
 
         `finite` is the same on all ranks, because it comes from the gradient norm of the complete
         model. This does not wait for the device.
@@ -245,5 +263,9 @@ class Step:
         """
         for gradient in map(local, gradients_of(self.strategy.module.parameters())):
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
+        self._restore_buffers_unless(finite, buffers)
+
+    def _restore_buffers_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
+        """Restore buffers (BatchNorm's statistics), unless `finite`. Arguments as above."""
         for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
             buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))

@@ -142,7 +142,12 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
             check_divided(of_group, optimizer, strategy, decays_all)
     how = recipe.performance
     return configure_optimizer(
-        optimizer, strategy.device, how.fused, how.cuda_graph, how.compile is True
+        optimizer,
+        strategy.device,
+        how.fused,
+        how.cuda_graph,
+        how.compile is True,
+        skips=strategy.loss_scale is not None,
     )
 
 

@@ -11,8 +11,8 @@ import torch
 
 from ddp_lab.config.errors import NodeError
 
-# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32 and in bf16,
-# which no program reaches, and GB/s to the other GPUs of a machine by NVLink, else PCIe.
+# GiB as torch reports them; of the data sheets, without sparsity: TFLOP/s in TF32, and in bf16 and
+# fp16, which no program reaches, and GB/s to the other GPUs of a machine by NVLink, else PCIe.
 CARDS = {
     "B200": (178.4, 1125, 2250, 900),
     "H200": (139.8, 494, 989, 450),
@@ -86,9 +86,17 @@ def card_of(name: str) -> str | None:
     return next((card for card in CARDS if card.partition("-")[0] in words), None)
 
 
+def half_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of mixed precision; None with precision=float32."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
 def peak_flops(card: str | None, precision: str) -> float | None:
     """Return the FLOP/s of a card of CARDS by its data sheet; None if there is no card."""
-    return CARDS[card][2 if precision == "bf16" else 1] * 1e12 if card else None
+    if card is None:
+        return None
+    column = 1 if half_dtype(precision) is None else 2
+    return CARDS[card][column] * 1e12
 
 
 @contextmanager

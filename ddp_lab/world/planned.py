@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ddp_lab.world.device import half_dtype
 from ddp_lab.world.ranks import Answer
 from ddp_lab.world.runtime import Runtime
 
@@ -27,7 +28,7 @@ class PlannedRuntime(Runtime):
     Args:
         world_size: number of ranks.
         per_node: number of ranks, or of GPUs, of each machine.
-        precision: "float32" or "bf16".
+        precision: "float32", "bf16" or "fp16".
         gpus: number of GPUs that the strategies of one process may use.
         kind: "cuda" or "cpu", for which strategies and options decide; tensors are fake ones of the
             CPU in any case.
@@ -46,6 +47,7 @@ class PlannedRuntime(Runtime):
         self.local_rank = 0
         self.local_world_size = min(per_node, world_size)
         self.precision = precision
+        self.half = half_dtype(precision)
         self.timeout = timedelta(seconds=600)
         self.kind = kind
         self.free = 0
@@ -87,10 +89,8 @@ class PlannedRuntime(Runtime):
     @contextmanager
     def autocast(self) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with ExitStack() as stack:
-            stack.enter_context(
-                torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
-            )
-            if self.precision == "bf16" and self.kind == "cuda":
+            stack.enter_context(torch.autocast("cpu", self.half, enabled=self.half is not None))
+            if self.half is not None and self.kind == "cuda":
                 stack.enter_context(Float32Norms())
             yield
 

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, NodeError
-from ddp_lab.world.device import card_of, find_device, list_devices, peak_flops
+from ddp_lab.world.device import card_of, find_device, half_dtype, list_devices, peak_flops
 from ddp_lab.world.process import RankInfo, die_with_torchrun
 from ddp_lab.world.ranks import Ranks
 
@@ -43,10 +43,11 @@ class Runtime(Ranks):
         devices: The devices that a one-process strategy may use: every visible GPU, the requested
             one, or the CPU. "auto" means the CUDA GPUs if there are any, else the CPU. A Mac's GPU
             (mps) must be requested: it has never been tested here.
+        half: the dtype of mixed precision; None with precision=float32.
 
     Args:
         device: The config key `device`.
-        precision: "float32" or "bf16".
+        precision: "float32", "bf16" or "fp16".
         timeout: Timeout of the collectives, in seconds.
         rank_info: Which rank this is; None: torchrun's environment variables say it.
 
@@ -67,6 +68,7 @@ class Runtime(Ranks):
     ):
         super().__init__(rank_info or RankInfo.of(os.environ), timedelta(seconds=timeout))
         self.precision = precision
+        self.half = half_dtype(precision)
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._kept: list[object] = []
         die_with_torchrun()  # also for the ranks of scripts, which are no commands
@@ -132,9 +134,9 @@ class Runtime(Ranks):
 
         With precision=float32 it excludes an outer one.
         """
-        if self.precision != "bf16" and not torch.is_autocast_enabled(self.device.type):
+        if self.half is None and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()  # a step of small kernels on a CPU notices torch's
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(self.device.type, self.half, enabled=self.half is not None)
 
     def open_group(self) -> None:
         """Open the process group if it is not open: NCCL between GPUs, gloo between CPUs."""

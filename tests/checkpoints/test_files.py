@@ -248,7 +248,7 @@ def test_averages_start_from_the_weights_of_a_checkpoint_without_them(form, tmp_
 
 def updates_of(checkpoints: Checkpoints) -> set[float]:
     """Return the number of updates of the averages that each device counts."""
-    return {count.item() for count in checkpoints.state.ema.warmup.updates.values()}
+    return {count.item() for count in checkpoints.state.ema.counted.updates.values()}
 
 
 @both_formats

@@ -19,18 +19,17 @@ MISTAKES = {
     "gradient_accumulation_steps=4": "there is no such key. Use accumulate=4",
     "lr_find=true": "lr_find=true: there is no such key. Nothing finds a learning rate before the "
     "run. Use a sweep",
-    "fp16=true": "fp16=true: there is no such key. Use precision=bf16, mixed precision by torch.a",
+    "fp16=true": "fp16=true: there is no such key. Use precision=bf16 or precision=fp16, mixed",
     "amp=true": "Use precision=bf16",
     "nproc=4": "Start ranks with `ddp-lab train --nproc N strategy=ddp`",
     "gradient_checkpointing=true": "Use checkpoint_activations=block",
     "dataset=cifar10": "dataset=cifar10: there is no such key. Use data=cifar10",
     "lr_scheduler=cosine": "Use scheduler=cosine",
     "per_device_train_batch_size=8": "Use scaling=weak",
-    "precision=fp8": "precision=fp8: must be float32 or bf16. 8-bit floats are not supported. Use",
-    "precision=fp16": "precision=fp16: must be float32 or bf16. float16 is not supported, because",
-    "precision=16": "precision=16: must be float32 or bf16. float16 is not supported",
-    "precision=bf16-mixed": "precision=bf16-mixed: must be float32 or bf16. Use bf16",
-    "precision=int8": "precision=int8: must be float32 or bf16\n",
+    "precision=fp8": "precision=fp8: must be float32, bf16 or fp16. 8-bit floats are not supp",
+    "precision=16": "precision=16: must be float32, bf16 or fp16. Use fp16, which",
+    "precision=bf16-mixed": "precision=bf16-mixed: must be float32, bf16 or fp16. Use bf16",
+    "precision=int8": "precision=int8: must be float32, bf16 or fp16\n",
 }
 
 
@@ -77,7 +76,7 @@ def test_every_known_name_is_answered(name):
 @pytest.mark.parametrize("value", VALUES["precision"])
 def test_every_known_value_is_answered(value):
     cfg = config(f"precision={value}")
-    with pytest.raises(ConfigError, match=r"must be float32 or bf16\. .*[Uu]se "):
+    with pytest.raises(ConfigError, match=r"must be float32, bf16 or fp16\. .*[Uu]se "):
         check(cfg)
 
 

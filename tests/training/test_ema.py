@@ -117,7 +117,7 @@ def test_replayed_update_equals_50_eager_ones():
     assert all(
         torch.equal(eager.averages[name], captured.averages[name]) for name in eager.averages
     )
-    assert {count.item() for count in captured.warmup.updates.values()} == {50}
+    assert {count.item() for count in captured.counted.updates.values()} == {50}
     assert not [func for func, *_ in graph.operations if "local_scalar" in str(func)], (
         "the host waits for the device"
     )
