@@ -26,10 +26,10 @@ MISTAKES = {
     "dataset=cifar10": "dataset=cifar10: there is no such key. Use data=cifar10",
     "lr_scheduler=cosine": "Use scheduler=cosine",
     "per_device_train_batch_size=8": "Use scaling=weak",
-    "precision=fp8": "precision=fp8: must be float32, bf16 or fp16. 8-bit floats are not supp",
-    "precision=16": "precision=16: must be float32, bf16 or fp16. Use fp16, which",
-    "precision=bf16-mixed": "precision=bf16-mixed: must be float32, bf16 or fp16. Use bf16",
-    "precision=int8": "precision=int8: must be float32, bf16 or fp16\n",
+    "precision=fp8": "precision=fp8: must be float32 or bf16 or fp16. 8-bit floats are not supp",
+    "precision=16": "precision=16: must be float32 or bf16 or fp16. Use fp16, which",
+    "precision=bf16-mixed": "precision=bf16-mixed: must be float32 or bf16 or fp16. Use bf16",
+    "precision=int8": "precision=int8: must be float32 or bf16 or fp16\n",
 }
 
 
@@ -76,7 +76,7 @@ def test_every_known_name_is_answered(name):
 @pytest.mark.parametrize("value", VALUES["precision"])
 def test_every_known_value_is_answered(value):
     cfg = config(f"precision={value}")
-    with pytest.raises(ConfigError, match=r"must be float32, bf16 or fp16\. .*[Uu]se "):
+    with pytest.raises(ConfigError, match=r"must be float32 or bf16 or fp16\. .*[Uu]se "):
         check(cfg)
 
 

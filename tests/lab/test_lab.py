@@ -368,7 +368,7 @@ MESSAGES = [
         made(),
         "tracker=wandb: needs the directory of the run; use Lab(..., run_dir=DIR)",
     ),
-    ({"precision": "fp16"}, made(), "precision=fp16: must be float32 or bf16"),
+    ({"precision": "fp8"}, made(), "precision=fp8: must be float32 or bf16"),
     (
         {},
         lambda lab: trainer_of(lab).save("/proc/none/weights.safetensors"),

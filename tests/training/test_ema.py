@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from training import make_step
 
-from ddp_lab.training import ema_warmup
+from ddp_lab.training import counted_averages
 from ddp_lab.training.ema import EMA
 
 DECAY = 0.6  # which the warm-up reaches in the 14th update
@@ -65,7 +65,7 @@ def decay_at(update: int) -> float:
 
 @pytest.mark.parametrize("most", [1, 2**20], ids=["one by one", "together"])
 def test_decay_warms_up_as_in_tensorflow_and_then_stays(most, monkeypatch):
-    monkeypatch.setattr(ema_warmup, "MOST", most)
+    monkeypatch.setattr(counted_averages, "MOST", most)
     model = model_with(1.0).double()
     expected = 1.0
     average = averages_of(model, warmup=True)
