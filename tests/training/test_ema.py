@@ -56,7 +56,7 @@ def set_all(model: nn.Module, value: float) -> nn.Module:
 
 
 def averages_of(model: nn.Module, warmup: bool, decay: float = DECAY) -> EMA:
-    return EMA(SimpleNamespace(module=model), decay, warmup)
+    return EMA(SimpleNamespace(module=model, loss_scale=None), decay, warmup)
 
 
 def decay_at(update: int) -> float:
