@@ -123,6 +123,7 @@ class Checkpoints:
             for group in state.optimizer.param_groups
         ]
         saved.load(state)
+        counters = saved.counters(state)
 
         progress = Progress.of(saved.state["progress"])
         if state.ema is not None:
@@ -132,18 +133,19 @@ class Checkpoints:
             if not saved.has_averages:
                 progress.averaged_from = steps_taken
             state.ema.resume(steps_taken - progress.averaged_from)
-        # The state comes from the file; learning rate, momentum and other options come from this
-        # launch's config.
+        # The state and what the optimizer counts in its groups come from the file; learning rate,
+        # momentum and other options come from this launch's config.
         step = schedule(progress)
         scheduler = state.scheduler
         scheduler.load_state_dict(
             saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
         )
 
-        for group, options, factor in zip(
-            state.optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True
+        for group, options, factor, counted in zip(
+            state.optimizer.param_groups, groups, scheduler.lr_lambdas, counters, strict=True
         ):
             group.update(options, lr=options["initial_lr"] * factor(step))
+            group.update(counted)
         best = self.best
         if (
             not self.runtime.broadcast_from_rank0(

@@ -4,7 +4,7 @@ The names of the options do not identify an optimizer: a release of torch may ad
 """
 
 import inspect
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -59,6 +59,48 @@ def describe_options(saved: SavedOptimizer, optimizer: torch.optim.Optimizer) ->
     if old:
         parts.append(f"has the option {', '.join(old)}, which this launch does not have")
     return f"the optimizer in the checkpoint {' and '.join(parts)}" if parts else None
+
+
+def counters_of(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return the saved values that an optimizer keeps in each of its groups besides its options.
+
+    Schedule-free optimizers, for example, count their steps there. What the constructor takes, and
+    the learning rates, are options, which come from the launch and not from the checkpoint.
+
+    Args:
+        optimizer: of this launch.
+        names: of its parameters.
+        saved_groups: of a checkpoint, with the names of the parameters under "params".
+    """
+    options = {"params", "param_names", "initial_lr", *constructor_arguments(type(optimizer))}
+    by_name = {name: group for group in saved_groups for name in group["params"]}
+    counters: list[dict[str, Any]] = []
+    for place, group in enumerate(optimizer.param_groups):
+        members = [by_name.get(names[parameter]) for parameter in group["params"]]
+        saved = next(filter(None, members), None)
+        if saved is None and len(saved_groups) == len(optimizer.param_groups):
+            saved = saved_groups[place]  # of a stage without parameters of this group
+        kept = (group.keys() & (saved or {}).keys()) - options
+        counters.append({key: saved[key] for key in kept if is_number(saved[key])} if saved else {})
+    return counters
+
+
+def constructor_arguments(kind: type) -> Set[str]:
+    """Return the names of the arguments of a class and of those that it inherits from."""
+    names: set[str] = set()
+    for each in kind.__mro__:
+        if "__init__" in vars(each):
+            names |= inspect.signature(each.__init__).parameters.keys()
+    return names
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a checkpoint is a number, True or False, and no description."""
+    return isinstance(value, (bool, int, float))
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Set[str] | None:

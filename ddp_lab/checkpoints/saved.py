@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from ddp_lab.checkpoints.same_optimizer import SavedOptimizer, describe_options, is_same, options_of
+from ddp_lab.checkpoints.same_optimizer import (
+    SavedOptimizer,
+    counters_of,
+    describe_options,
+    is_same,
+    options_of,
+)
 from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
@@ -172,6 +178,15 @@ class SavedCheckpoint(ABC):
             state.optimizer,
             {tensor: name for name, tensor in state.strategy.module.named_parameters()},
         )
+
+    def counters(self, state: State) -> list[dict[str, Any]]:
+        """Return what the optimizer has counted in each of its parameter groups, such as steps.
+
+        Args:
+            state: of this launch, whose groups may be others than those of the checkpoint.
+        """
+        names = {tensor: name for name, tensor in state.strategy.module.named_parameters()}
+        return counters_of(state.optimizer, names, self.state["optimizer"]["param_groups"])
 
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]

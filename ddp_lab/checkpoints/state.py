@@ -23,6 +23,7 @@ from ddp_lab.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from ddp_lab.training.ema import EMA
+    from ddp_lab.training.two_modes import EvaluationWeights
 
 Shapes = Mapping[str, tuple[int, ...]]
 # writes a copy to a path, after a call of the second argument
@@ -39,7 +40,7 @@ class State:
         strategy: after `Strategy.setup`.
         optimizer, scheduler: of its parameters.
         shapes: the shape of each tensor of the full model by name.
-        ema: averages of the weights; None: no averages.
+        ema: weights of evaluations, such as averages; None: they are those that train.
         seed: the seed of this launch.
     """
 
@@ -47,7 +48,7 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     shapes: Shapes
-    ema: "EMA | None" = None
+    ema: "EMA | EvaluationWeights | None" = None
     seed: int = 0
 
     @classmethod
@@ -87,9 +88,18 @@ class State:
         # first: it reshards what an evaluation has gathered (fsdp, reshard_after_forward=false)
         weights = self.weights()
         is_empty = not self.optimizer.state
+        groups_before = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         optimizer = cast(
             "dict[str, Any]", get_optimizer_state_dict(self.strategy.module, self.optimizer)
         )
+        if is_empty:  # torch has taken a step with zeros, which some optimizers count
+            for group, before in zip(self.optimizer.param_groups, groups_before, strict=True):
+                group.update(before)
+            for saved, before in zip(optimizer["param_groups"], groups_before, strict=True):
+                saved.update(before)
         if is_empty and progress.step:
             # A stage of a pipeline none of whose parameters has had a gradient. torch has made a
             # state by a step with zeros.

@@ -109,10 +109,14 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
 
 
 def for_cpu(optimizer: Any) -> Any:
-    """Return an optimizer for a trial on the CPU, without `capturable`, which CPUs lack."""
+    """Return an optimizer for a trial on the CPU, ready for a step.
+
+    It has no `capturable`, which CPUs lack.
+    """
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = False
+    begin_training(optimizer)
     return optimizer
 
 
@@ -136,19 +140,18 @@ def require_no_closure(optimizer: Any) -> None:
         )
 
 
-def require_one_mode(optimizer: Any) -> None:
-    """Check that the optimizer has no modes, as schedule-free ones have them.
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer evaluates with other weights than it trains with.
 
-    Raises:
-        ConfigError: it has methods train() and eval().
+    It then has methods train() and eval(), as schedule-free ones.
     """
-    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} has the methods train() and eval(), which "
-            "exchange the weights before and after an evaluation. They are not called here, so "
-            "that evaluations and checkpoints would have the wrong weights. Use an optimizer "
-            "without them, for example torch.optim.AdamW, with ema=0.999 for averaged weights"
-        )
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def begin_training(optimizer: Any) -> None:
+    """Let an optimizer with modes begin in training mode, in which alone it takes steps."""
+    if has_modes(optimizer):
+        optimizer.train()
 
 
 def takes_fused(node: DictConfig | dict[str, Any]) -> bool:

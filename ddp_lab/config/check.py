@@ -17,7 +17,6 @@ from ddp_lab.config.build import (
     for_cpu,
     options,
     require_no_closure,
-    require_one_mode,
     takes_fused,
     tracker_nodes,
 )
@@ -224,7 +223,6 @@ def take_step(node: dict[str, Any], key: str) -> None:
     try:
         optimizer = for_cpu(build_optimizer(node)(parameters))
         require_no_closure(optimizer)
-        require_one_mode(optimizer)
         optimizer.step()
     except ConfigError:
         raise

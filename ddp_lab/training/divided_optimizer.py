@@ -135,7 +135,7 @@ class Steps(NamedTuple):
         step = step_of(optimizer)
         for of_step in gradients:
             for parameter, gradient in zip(trained, of_step, strict=True):
-                parameter.grad = gradient
+                parameter.grad = gradient.clone()  # the step may change it
             step()
         return [full_tensor(parameter, keep=True) for parameter in trained]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from ddp_lab.config.build import for_cpu, require_no_closure, require_one_mode
+from ddp_lab.config.build import begin_training, for_cpu, has_modes, require_no_closure
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.dtensor import local, sharded_as
 
@@ -64,7 +64,7 @@ def construct_optimizer(
         groups: from `param_groups`.
 
     Raises:
-        ConfigError: its step needs a closure, or it has modes.
+        ConfigError: its step needs a closure.
     """
     first = groups[0]
     is_list = len(groups) == 1 and bool(first["params"])
@@ -74,7 +74,7 @@ def construct_optimizer(
         for group in optimizer.param_groups:
             group |= {key: value for key, value in options.items() if key in group}
     require_no_closure(optimizer)
-    require_one_mode(optimizer)
+    begin_training(optimizer)
     return optimizer
 
 
@@ -252,7 +252,8 @@ def state_tensors(
 def state_copies(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> int:
     """Return how many tensors of a parameter's shape an optimizer keeps for it, at most.
 
-    A step with small parameters finds it out.
+    The weights of evaluations count, if the optimizer has others than those that train. A step with
+    small parameters finds it out.
 
     Args:
         make_optimizer: constructs the optimizer of a list of parameters.
@@ -277,7 +278,8 @@ def state_copies(make_optimizer: MakeOptimizer, parameters: Iterable[nn.Paramete
         )
         for probe in probes
     ]
-    return max(counts, default=0)
+    others = 1 if has_modes(optimizer) else 0
+    return max(counts, default=0) + others
 
 
 def probes_of(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

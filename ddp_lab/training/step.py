@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ddp_lab.data.augment import Mix
     from ddp_lab.models.drop_path import DropPath
     from ddp_lab.training.ema import EMA
+    from ddp_lab.training.two_modes import EvaluationWeights
 
 
 class TrainStep(Protocol):
@@ -67,7 +68,7 @@ class Step:
         optimizer: of the strategy's parameters.
         scheduler: of the learning rate.
         options: what else it does.
-        ema: averages of the weights, updated after each step; None: no averages.
+        ema: weights of evaluations, updated after each step; None: they are those that train.
 
     Attributes:
         running_sums: sums of the losses, each computed before the optimizer's step.
@@ -84,7 +85,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         scheduler: LambdaLR,
         options: StepOptions,
-        ema: "EMA | None",
+        ema: "EMA | EvaluationWeights | None",
     ):
         self.strategy = strategy
         self.optimizer = optimizer

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_lab.config.build import has_modes
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
@@ -23,7 +24,9 @@ from ddp_lab.training.performance import PerformanceOptions
 from ddp_lab.training.step import Step, StepOptions
 
 if TYPE_CHECKING:
+    from ddp_lab.training.ema import EMA
     from ddp_lab.training.groups import ParameterGroups
+    from ddp_lab.training.two_modes import EvaluationWeights
 
 GROUPS = "groups, dicts with the key params, because decay_norms_and_biases=false"
 
@@ -66,7 +69,8 @@ class Trainer:
 
     Attributes:
         strategy: after `setup`.
-        optimizer, scheduler, ema: of its parameters; `ema` is None without averages.
+        optimizer, scheduler, ema: of its parameters. `ema` has the weights of evaluations, which
+            are averages, or those of an optimizer with modes; None: they are those that train.
         eager_step: the training step in eager mode.
         seed: of the run.
 
@@ -80,11 +84,16 @@ class Trainer:
         self.seed = recipe.step.seed
         self.optimizer = make_optimizer(recipe, strategy, model)
         self.scheduler = recipe.scheduler(self.optimizer)
-        self.ema = None
-        if recipe.ema is not None:
-            from ddp_lab.training.ema import EMA
+        self.ema: EMA | EvaluationWeights | None = None
+        if has_modes(self.optimizer):
+            from ddp_lab.training import two_modes
 
-            self.ema = EMA(strategy, recipe.ema, recipe.ema_warmup)
+            require_no_averages(recipe.ema, self.optimizer)
+            self.ema = two_modes.EvaluationWeights(strategy, self.optimizer)
+        elif recipe.ema is not None:
+            from ddp_lab.training import ema
+
+            self.ema = ema.EMA(strategy, recipe.ema, recipe.ema_warmup)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
 
 
@@ -149,6 +158,20 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
         how.compile is True,
         skips=strategy.loss_scale is not None,
     )
+
+
+def require_no_averages(decay: float | None, optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer which has weights for evaluations is the only one that has them.
+
+    Raises:
+        ConfigError: averages of the weights are wanted, too.
+    """
+    if decay is not None:
+        raise ConfigError(
+            f"ema={decay}: is not supported with the optimizer {type(optimizer).__name__}, which "
+            "has other weights for evaluations by itself (methods train() and eval()). Use "
+            "ema=null, the default"
+        )
 
 
 def require_no_problem(problems: list[str]) -> None:

@@ -40,9 +40,9 @@ def test_option_that_is_typed_and_that_the_class_lacks_is_an_error(option, tmp_p
     assert ": there is no such key; " in printed
 
 
-def test_optimizer_with_modes_is_refused(tmp_path):
-    target = "optimizer._target_=own_optimizers.WithModes"
-    line = [*SMALL, f"runs_dir={tmp_path}", target]
+def test_optimizer_with_modes_is_refused_with_averages(tmp_path):
+    target = "optimizer._target_=own_optimizers.ScheduleFree"
+    line = [*SMALL, f"runs_dir={tmp_path}", target, "ema=0.9"]
     ((code, printed),) = run_world(1, refusal_in_world, " ".join(line))
     assert code == 2
-    assert printed.startswith("error: optimizer: WithModes has the methods train() and eval(), ")
+    assert printed.startswith("error: ema=0.9: is not supported with the optimizer ScheduleFree, ")
