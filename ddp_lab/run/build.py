@@ -251,7 +251,7 @@ def assemble(
 
 
 def find_groups(cfg: DictConfig, model: nn.Module, lr: float) -> "ParameterGroups | None":
-    """Return the groups of the parameters by their names; None if the config has none.
+    """Return the groups of the parameters by their names; None if there is only one.
 
     Args:
         cfg: the config.
@@ -264,11 +264,12 @@ def find_groups(cfg: DictConfig, model: nn.Module, lr: float) -> "ParameterGroup
     node = plain(cfg.optimizer)
     entries = node.get("groups") or []
     layer_decay = node.get("layer_decay")
-    if not entries and layer_decay is None:
+    optimizer_class = get_object(node["_target_"])
+    if not entries and layer_decay is None and not hasattr(optimizer_class, "default_groups"):
         return None
-    from ddp_lab.training.groups import make_groups
+    from ddp_lab.training.groups import DefaultGroup, make_groups
 
-    return make_groups(model, entries, layer_decay, lr)
+    return make_groups(model, entries, layer_decay, lr, DefaultGroup.of(optimizer_class, model))
 
 
 class Schedule(NamedTuple):

@@ -6,14 +6,14 @@ parameters: checkpoints and schedules count the groups.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.blocks import blocks_of
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -42,6 +42,20 @@ class Entry(NamedTuple):
             if key not in ("match", "lr_scale")
         }
         return cls(values["match"], values.get("lr_scale", 1.0), options)
+
+
+class Kind(NamedTuple):
+    """What decides about the group of a parameter.
+
+    Attributes:
+        place: number of the entry that matches it, from 1; 0: none does.
+        scale: factor of its learning rate by `optimizer.layer_decay`.
+        is_default: whether it has options by the class of the optimizer.
+    """
+
+    place: int
+    scale: float
+    is_default: bool
 
 
 class ParameterGroups(NamedTuple):
@@ -115,8 +129,37 @@ class GroupedOptimizer(NamedTuple):
         return self.places.get(id(parameter), 0)
 
 
+class DefaultGroup(NamedTuple):
+    """Options that the class of an optimizer gives some parameters of a model by itself.
+
+    Attributes:
+        options: of the group.
+        names: of its parameters in the model.
+    """
+
+    options: Mapping[str, Any]
+    names: Collection[str]
+
+    @classmethod
+    def of(cls, kind: Any, model: nn.Module) -> "DefaultGroup":
+        """Return the group of an optimizer's class.
+
+        It is empty, if the class has no method `default_groups`.
+
+        Args:
+            kind: the class.
+            model: the complete model.
+        """
+        choose = getattr(kind, "default_groups", None)
+        return cls({}, ()) if choose is None else cls(*choose(model))
+
+
 def make_groups(
-    model: nn.Module, entries: Sequence[Mapping[str, Any]], layer_decay: float | None, lr: float
+    model: nn.Module,
+    entries: Sequence[Mapping[str, Any]],
+    layer_decay: float | None,
+    lr: float,
+    by_default: DefaultGroup | None = None,
 ) -> ParameterGroups:
     """Return the groups of a model's parameters.
 
@@ -126,11 +169,13 @@ def make_groups(
         layer_decay: factor of the learning rate from a block to the one before it; None: there is
             none.
         lr: learning rate of the default group, at the highest point of the schedule.
+        by_default: options of some parameters, before those of the entries; None: there are none.
 
     Raises:
         ConfigError: a pattern matches no parameter, or only those of earlier ones; or the model has
             no blocks.
     """
+    by_default = by_default or DefaultGroup({}, ())
     names = names_of(model)
     chosen = [Entry.of(values) for values in entries]
     matched = match_names(names, chosen)
@@ -139,21 +184,28 @@ def make_groups(
         scales = layer_scales(model, layer_decay)
 
     # The default group is the first one, whose learning rate is shown.
-    kinds = dict.fromkeys([(0, 1.0), *((matched[name], scales[name]) for name in names)])
-    ordered = sorted(kinds, key=lambda kind: (kind[0], -kind[1]))
+    kind_of = {
+        name: Kind(matched[name], scales[name], not {*aliases}.isdisjoint(by_default.names))
+        for name, aliases in names.items()
+    }
+    kinds = dict.fromkeys([Kind(0, 1.0, False), *kind_of.values()])
+    ordered = sorted(kinds, key=lambda kind: (kind.place, -kind.scale, kind.is_default))
     options: list[dict[str, Any]] = []
-    for place, scale in ordered:
-        entry = chosen[place - 1] if place else Entry("*", 1.0, {})
-        factor = entry.lr_scale * scale
-        options.append(({} if factor == 1 else {"lr": lr * factor}) | dict(entry.options))
+    for kind in ordered:
+        entry = chosen[kind.place - 1] if kind.place else Entry("*", 1.0, {})
+        factor = entry.lr_scale * kind.scale
+        rate = {} if factor == 1 else {"lr": lr * factor}
+        of_class = by_default.options if kind.is_default else {}
+        options.append({**of_class, **rate, **entry.options})
 
     numbers = {kind: number for number, kind in enumerate(ordered)}
-    places = {
-        alias: numbers[matched[name], scales[name]]
-        for name, aliases in names.items()
-        for alias in aliases
-    }
-    return ParameterGroups(options, places, describe(names, chosen, matched, scales))
+    places = {alias: numbers[kind_of[name]] for name, aliases in names.items() for alias in aliases}
+    notes = describe(names, chosen, matched, scales)
+    if by_default.names:
+        shown = ", ".join(f"{key}={value}" for key, value in by_default.options.items())
+        of_class = sum(kind.is_default for kind in kind_of.values())
+        notes.append(f"optimizer: {of_class} of {count(len(names), 'parameter')} get {shown}")
+    return ParameterGroups(options, places, notes)
 
 
 def names_of(model: nn.Module) -> dict[str, list[str]]:
@@ -264,8 +316,8 @@ def describe(
         counts[matched[name]] += 1
     if entries:
         parts = [
-            f"{count} parameters match {entry.match}"
-            for entry, count in zip(entries, counts[1:], strict=True)
+            f"{number} parameters match {entry.match}"
+            for entry, number in zip(entries, counts[1:], strict=True)
         ]
         lines.append(
             f"optimizer.groups: {', '.join(parts)}; {counts[0]} are in the default group, whose "

@@ -1,8 +1,9 @@
 """How a model is trained, and what trains it: optimizer and step, on the devices of a strategy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import (
     ELEMENTWISE,
+    MakeOptimizer,
     configure_optimizer,
     construct_optimizer,
     has_shards,
@@ -116,9 +118,10 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
             "of the model, for example partial(torch.optim.AdamW, lr=1e-3), got "
             f"{type(make).__name__}"
         )
-    each_group = recipe.groups.each(make) if recipe.groups else [make]
-    if recipe.groups:
-        make = recipe.groups.bind(make, (model, strategy.module))
+    groups = recipe.groups or groups_of_class(make, model)
+    each_group: Sequence[MakeOptimizer] = groups.each(make) if groups else [make]
+    if groups:
+        make = groups.bind(make, (model, strategy.module))
     decays_all = recipe.decay_norms_and_biases
     trained = [parameter for parameter in strategy.module.parameters() if parameter.requires_grad]
     has_part = strategy.axes.get("pp", 1) > 1 or bool(strategy.idle)
@@ -158,6 +161,23 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
         how.compile is True,
         skips=strategy.loss_scale is not None,
     )
+
+
+def groups_of_class(make: MakeOptimizer, model: nn.Module) -> "ParameterGroups | None":
+    """Return the groups that the class of an optimizer makes of a model's parameters, or None.
+
+    Args:
+        make: the user's function of parameters.
+        model: the complete model.
+    """
+    kind: Any = make
+    while isinstance(kind, partial):
+        kind = kind.func
+    if not hasattr(kind, "default_groups"):
+        return None
+    from ddp_lab.training.groups import DefaultGroup, make_groups
+
+    return make_groups(model, [], None, 1.0, DefaultGroup.of(kind, model))
 
 
 def require_no_averages(decay: float | None, optimizer: torch.optim.Optimizer) -> None:
