@@ -1,4 +1,4 @@
-"""Runs of train.py and of the files that `ddp-lab eject` writes of them, in the same ranks."""
+"""Runs of train.py and of the plain files of `ddp-lab eject`, each in ranks of its own."""
 
 import contextlib
 import io
@@ -33,26 +33,24 @@ def losses_of_both(world_size: int, lines: list[str], folder: Path) -> list[tupl
         The losses and accuracies of each epoch by name, of each line: of train.py, and printed by
         the plain file.
     """
-    for number, line in enumerate(lines):
-        eject_to(folder / f"plain{number}.py", f"{line} device=cpu")
-    return run_world(world_size, train_both, lines, str(folder))[0]
-
-
-def train_both(lines: list[str], folder: str) -> list[tuple[Losses, Losses]]:
-    """Train on this rank of a world; arguments and result as in `losses_of_both`."""
-    os.chdir(folder)
     outcomes = []
     for number, line in enumerate(lines):
-        name = f"run{number}"
-        main_in_world(*line.split(), *QUIET, f"runs_dir={folder}", f"name={name}")
-        # the store has the keys of every group that was opened before
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number + 1)
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(f"plain{number}.py", run_name="__main__")
-        del os.environ["TORCHELASTIC_RESTART_COUNT"]
-        rows = [losses_in(row) for row in read_metrics(Path(folder, name))]
-        outcomes.append((rows, printed_losses(printed.getvalue())))
+        file = folder / f"plain{number}.py"
+        eject_to(file, f"{line} device=cpu")
+        options = [*line.split(), *QUIET, f"runs_dir={folder}", f"name=run{number}"]
+        run_world(world_size, main_in_world, *options, timeout=120)
+        printed = run_world(world_size, run_plain, str(file), timeout=120)[0]
+        rows = [losses_in(row) for row in read_metrics(folder / f"run{number}")]
+        outcomes.append((rows, printed_losses(printed)))
     return outcomes
+
+
+def run_plain(file: str) -> str:
+    """Run a plain file on this rank, in its folder, and return what it prints."""
+    os.chdir(Path(file).parent)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(file, run_name="__main__")
+    return printed.getvalue()
 
 
 def losses_in(row: dict[str, Any]) -> dict[str, float]:
