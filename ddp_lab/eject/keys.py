@@ -147,7 +147,11 @@ def check_keys(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     Raises:
         ConfigError: there is none for some keys, all of which the message names.
     """
-    refused = [*refused_groups(config, choices), *refused_values(config)]
+    groups = refused_groups(config, choices)
+    values = refused_values(config)
+    # of a choice without a template, its options say nothing more
+    options = tuple(f"{group}." for group in groups)
+    refused = [*groups.values(), *(text for text in values if not text.startswith(options))]
     if refused:
         raise ConfigError(
             f"ddp-lab eject: there is no template for {', '.join(refused)}. Leave out what is "
@@ -155,9 +159,9 @@ def check_keys(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         )
 
 
-def refused_groups(config: Mapping[str, Any], choices: Mapping[str, str]) -> list[str]:
-    """Return the groups whose choice has no template, with the choices that have one."""
-    refused: list[str] = []
+def refused_groups(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, str]:
+    """Return the groups whose choice has no template, each with a text about those that have."""
+    refused: dict[str, str] = {}
     for group, templates in GROUPS.items():
         node = config["data"]["dataset"] if group == "data" else config[group]
         target = str(node["_target_"])
@@ -167,10 +171,10 @@ def refused_groups(config: Mapping[str, Any], choices: Mapping[str, str]) -> lis
             if not target.startswith("ddp_lab."):
                 continue
         if target not in templates:
-            refused.append(f"{group}={choices.get(group, target)} (use {allowed})")
+            refused[group] = f"{group}={choices.get(group, target)} (use {allowed})"
     target = str(config["optimizer"]["_target_"])
     if not target.startswith(OPTIMIZERS):
-        refused.append(f"optimizer._target_={target} (use one of torch.optim)")
+        refused["optimizer"] = f"optimizer._target_={target} (use one of torch.optim)"
     return refused
 
 

@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import pkgutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.eject.assemble import TEMPLATES, WIDTH, assemble, literal
@@ -144,6 +147,7 @@ def settings_of(config: Mapping[str, Any], job: Job, strategy: str, path: Path) 
         "MATMUL": config["float32_matmul"],
         "HAS_BUFFERS": any(True for _ in job.model.buffers()),
         "DRAWS_BY_BLOCK": model.get("init") == "by_block",
+        "BLOCKS_RESET": MODELS.get(str(model["_target_"])) in ("vit", "gpt"),
         "MODEL_MAY_DRAW": is_own,
         "ENDS_WITHIN_EPOCH": max_steps is not None,
         "HAS_UNITS": units is not None,
@@ -237,14 +241,31 @@ def own_call(node: Mapping[str, Any], job: Job) -> tuple[str, str]:
                 f"ddp-lab eject: there is no template for model.{key}={value}. Construct it in "
                 "your model"
             )
-    accepted = inspect.signature(getattr(__import__(module, fromlist=[name]), name)).parameters
+    make = pkgutil.resolve_name(f"{module}:{name}")
+    accepted = inspect.signature(make).parameters
     shape = job.dataset.model_shape()
     options |= {key: value for key, value in shape.items() if key in accepted}
+    with torch.random.fork_rng(devices=[]):
+        check_not_lazy(make(**options))
     arguments = [f"{key}={literal(value)}" for key, value in options.items()]
     call = f"{name}({', '.join(arguments)})"
     if len(call) > WIDTH - len("    model = "):
         call = f"{name}(\n" + "".join(f"        {each},\n" for each in arguments) + "    )"
     return f"from {module} import {name}", call
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """Check that a model has all its parameters before its first forward pass.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    lazy = [name for name, each in model.named_parameters() if is_lazy(each)]
+    if lazy:
+        raise ConfigError(
+            "ddp-lab eject: there is no template for layers whose shapes follow from the first "
+            f"batch, as {lazy[0]}. Use layers with sizes, such as nn.Linear for nn.LazyLinear"
+        )
 
 
 def docstring_of(config: Mapping[str, Any], written: Written, parts: tuple[str, str, str]) -> str:
@@ -258,9 +279,7 @@ def docstring_of(config: Mapping[str, Any], written: Written, parts: tuple[str, 
     dataset = str(config["data"]["dataset"].get("name", data))
     packages = ["torch", *dict.fromkeys([*PACKAGES.get(data, []), *PACKAGES.get(model, [])])]
     needs = " and ".join(filter(None, [", ".join(packages[:-1]), packages[-1]]))
-    return (
-        f"Train {target} on {dataset} {TITLES[strategy]}.\n\n{line}\n\n"
-        f"It prints the losses of `ddp-lab train` with these overrides to the last digit, on the "
-        f"CPU:\n\n    {' '.join(written.overrides) or '(none)'}\n\nIt needs {needs}, and no "
-        "ddp_lab."
-    )
+    overrides = " ".join(["ddp-lab train", *written.overrides])
+    text = f"The losses are those of `{overrides}`, on the CPU to the last digit. It needs {needs}."
+    body = textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"Train {target} on {dataset} {TITLES[strategy]}.\n\n    {line}\n\n{body}"

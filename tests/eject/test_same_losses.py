@@ -44,7 +44,7 @@ MORE = {
     2: [
         f"{TEXT} data.root=text.txt strategy=ddp optimizer=adamw",
         f"{TEXT} data.root=text.txt strategy=fsdp model.tied=true max_grad_norm=0.5",
-        f"{VIT} {AUGMENTED} strategy=scratch lr_scaling=linear",
+        f"{LENET} {AUGMENTED} strategy=scratch lr_scaling=linear",
         f"{OWN}.Dropping strategy=fsdp max_steps=5",
         f"{OWN}.dropping +model.width=5 strategy=ddp accumulate=3",
         f"{SMALL} data.dataset.image_size=12 model=book_resnet18 strategy=ddp epochs=1",

@@ -27,5 +27,17 @@ def dropping(in_channels: int, num_classes: int, width: int) -> nn.Sequential:
         nn.ReLU(),
         nn.Dropout(0.5),
         nn.Flatten(),
-        nn.LazyLinear(num_classes) if width == 0 else nn.Linear(width * 64, num_classes),
+        nn.Linear(width * 64, num_classes),
     )
+
+
+def frozen(num_classes: int) -> nn.Sequential:
+    """Return layers of which the first is frozen."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, num_classes))
+    model[0].requires_grad_(False)
+    return model
+
+
+def lazy(num_classes: int) -> nn.Sequential:
+    """Return layers of which the last has no shape yet."""
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))

@@ -2,7 +2,7 @@
 
 import torch
 from seeds import seed_of
-from settings import SEED
+from settings import BLOCKS_RESET, SEED
 from torch import nn
 
 
@@ -16,11 +16,10 @@ def reset(module: nn.Module) -> None:
 
 
 def draw_by_block(model: nn.Module) -> None:
-    """Draw the initial weights of each block of a model from a seed of its name.
-
-    So they do not depend on the blocks before it. The first block comes last, because it decides
-    about a weight that it shares with another.
-    """
+    """Draw the weights of each block by a seed of its name; the first one decides shared ones."""
     for name, block in reversed(list(model.named_children())):
         torch.manual_seed(seed_of(f"init seed={SEED} block={name}"))
-        reset(block)
+        if BLOCKS_RESET:
+            block.reset_parameters()
+        else:
+            reset(block)

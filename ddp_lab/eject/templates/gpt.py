@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from by_block import draw_by_block
 from settings import CONTEXT, DEPTH, DRAWS_BY_BLOCK, HEADS, TIED, VOCABULARY, WIDTH
-from torch import Tensor, nn
+from torch import nn
 
 INIT = 0.02  # deviation of the initial weights, as in GPT-2
-EPS = 1e-6  # of the layer normalizations
 
 
 class Embed(nn.Module):
@@ -22,28 +21,12 @@ class Embed(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, CONTEXT, WIDTH))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         nn.init.normal_(self.tokens.weight, std=INIT)
         nn.init.normal_(self.positions, std=INIT)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.tokens(tokens) + self.positions[:, : tokens.size(1)]
-
-
-class Attention(nn.Module):
-    """Causal self-attention of several heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = (
-            layer(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(heads.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -51,25 +34,28 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH, EPS)
-        self.attn = Attention()
-        self.norm2 = nn.LayerNorm(WIDTH, EPS)
+        self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.q, self.k, self.v, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
         self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
         self.fc2 = nn.Linear(4 * WIDTH, WIDTH)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         """Draw the weights; those at the end of a residual branch are smaller."""
-        self.norm1.reset_parameters()
-        self.norm2.reset_parameters()
-        attn = self.attn
-        for layer in (attn.q, attn.k, attn.v, self.fc1, attn.proj, self.fc2):
-            is_end = layer in (attn.proj, self.fc2)
+        for layer in (self.q, self.k, self.v, self.fc1, self.proj, self.fc2):
+            is_end = layer in (self.proj, self.fc2)
             nn.init.normal_(layer.weight, std=INIT / math.sqrt(2 * DEPTH) if is_end else INIT)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens + self.attn(self.norm1(tokens))
+    def forward(self, tokens):
+        normed = self.norm1(tokens)
+        q, k, v = (
+            layer(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        tokens = tokens + self.proj(heads.transpose(1, 2).flatten(2))
         return tokens + self.fc2(F.gelu(self.fc1(self.norm2(tokens))))
 
 
@@ -78,15 +64,14 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, EPS)
+        self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
         self.linear = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        self.norm.reset_parameters()
+    def reset_parameters(self):
         nn.init.normal_(self.linear.weight, std=INIT)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.linear(self.norm(tokens))
 
 

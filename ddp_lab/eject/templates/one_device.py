@@ -19,7 +19,6 @@ from settings import (
     TASK,
 )
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 
 def batches(samples: int, epoch: int | None = None) -> Iterator[Tensor]:
@@ -31,13 +30,7 @@ def batches(samples: int, epoch: int | None = None) -> Iterator[Tensor]:
     yield from order.split(BATCH_SIZE)
 
 
-def train_epoch(
-    model: nn.Module,
-    samples: tuple[Tensor, Tensor],
-    epoch: int,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LambdaLR,
-) -> Tensor:
+def train_epoch(model, samples, epoch, optimizer, scheduler) -> Tensor:
     """Train for an epoch; return the sums of `measure`."""
     model.train()
     inputs, targets = samples

@@ -25,7 +25,6 @@ from settings import (
     TASK,
 )
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler
 
 
@@ -45,11 +44,7 @@ def connect() -> torch.device:
 
 
 def batches(samples: int, epoch: int | None = None) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield what this rank has of each batch, in the random order of an epoch.
-
-    That is the indices of its samples, the number of them without padding, which is at the end, and
-    the size of the global batch.
-    """
+    """Yield this rank's indices of each batch, how many are no padding, and the global size."""
     world_size = dist.get_world_size()
     assert BATCH_SIZE % world_size == 0, "the ranks share every batch equally"
     sampler = DistributedSampler(range(samples), shuffle=epoch is not None, seed=SEED)
@@ -60,13 +55,7 @@ def batches(samples: int, epoch: int | None = None) -> Iterator[tuple[Tensor, in
         yield index, len(range(dist.get_rank(), size, world_size)), size
 
 
-def train_epoch(
-    model: nn.Module,
-    samples: tuple[Tensor, Tensor],
-    epoch: int,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LambdaLR,
-) -> Tensor:
+def train_epoch(model, samples, epoch, optimizer, scheduler) -> Tensor:
     """Train for an epoch; return the sums of `measure` over all ranks."""
     model.train()
     inputs, targets = samples
@@ -126,7 +115,7 @@ def evaluate(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
     """Return the sums of `measure` over all samples, each of which counts once."""
     model.eval()
     if HAS_BUFFERS:
-        for buffer in model.buffers():  # BatchNorm's statistics are those of each rank's samples
+        for buffer in model.buffers():  # BatchNorm's statistics, which differ between ranks
             dist.broadcast(buffer, src=0)
     inputs, targets = samples
     sums = torch.zeros(3, dtype=torch.float64, device=targets.device)

@@ -16,6 +16,7 @@ EVALUATE_TEST = "every_epoch"
 MATMUL = "highest"
 HAS_BUFFERS = False
 DRAWS_BY_BLOCK = False
+BLOCKS_RESET = False
 MODEL_MAY_DRAW = False
 ENDS_WITHIN_EPOCH = False
 HAS_UNITS = False

@@ -18,9 +18,7 @@ from settings import (
     POOL,
     WIDTH,
 )
-from torch import Tensor, nn
-
-EPS = 1e-6  # of the layer normalizations
+from torch import nn
 
 
 class Embed(nn.Module):
@@ -36,7 +34,7 @@ class Embed(nn.Module):
         self.positions = nn.Parameter(torch.empty(1, patches, WIDTH))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         inputs = self.patches.weight[0].numel()
         nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / inputs))
         nn.init.normal_(self.positions, std=0.02)
@@ -44,7 +42,7 @@ class Embed(nn.Module):
         if POOL == "token":
             nn.init.zeros_(self.class_token)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         # [n, channels, rows, size, columns, size]: a convolution as one matrix multiplication
         pixels = images.unflatten(2, (-1, PATCH_SIZE)).unflatten(4, (-1, PATCH_SIZE))
         pixels = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3)
@@ -54,47 +52,34 @@ class Embed(nn.Module):
         return tokens + self.positions
 
 
-class Attention(nn.Module):
-    """Self-attention of several heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        q, k, v = (
-            layer(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        heads = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(heads.transpose(1, 2).flatten(2))
-
-
 class Block(nn.Module):
     """Attention, and two linear layers, each after a normalization and added to its input."""
 
     def __init__(self):
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH, EPS)
-        self.attn = Attention()
-        self.norm2 = nn.LayerNorm(WIDTH, EPS)
+        self.norm1 = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.q, self.k, self.v, self.proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6)
         self.fc1 = nn.Linear(WIDTH, HIDDEN)
         self.fc2 = nn.Linear(HIDDEN, WIDTH)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        self.norm1.reset_parameters()
-        self.norm2.reset_parameters()
-        attn = self.attn
-        for layer in (attn.q, attn.k, attn.v, attn.proj, self.fc1, self.fc2):
+    def reset_parameters(self):
+        for layer in (self.q, self.k, self.v, self.proj, self.fc1, self.fc2):
             nn.init.xavier_uniform_(layer.weight)
             if layer in (self.fc1, self.fc2):
                 nn.init.normal_(layer.bias, std=1e-6)
             else:
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens + self.attn(self.norm1(tokens))
+    def forward(self, tokens):
+        normed = self.norm1(tokens)
+        q, k, v = (
+            layer(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v)
+        tokens = tokens + self.proj(heads.transpose(1, 2).flatten(2))
         return tokens + self.fc2(F.gelu(self.fc1(self.norm2(tokens))))
 
 
@@ -103,16 +88,15 @@ class Head(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, EPS)
+        self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
         self.linear = nn.Linear(WIDTH, NUM_CLASSES)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        self.norm.reset_parameters()
+    def reset_parameters(self):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         tokens = self.norm(tokens)
         if POOL == "token":
             return self.linear(tokens[:, 0])
