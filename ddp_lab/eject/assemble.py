@@ -257,7 +257,9 @@ def constant_lines(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         if match:
             name = match[1]
             _, mark, comment = line.partition("  # ")
-            lines.append((name, f"{name} = {literal(settings[name])}{mark}{comment}"))
+            short = f"{name} = {literal(settings[name])}"
+            with_comment = f"{short}{mark}{comment}"
+            lines.append((name, with_comment if len(with_comment) <= WIDTH else short))
     return lines
 
 
