@@ -90,18 +90,21 @@ def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None, see
 def describe_samples(samples: Samples) -> str:
     """Return the number of samples, and a hash of some of them if they are tensors in memory."""
     text = f"{samples.size:,} samples"
-    if not isinstance(samples, InMemory) or samples.is_tree:
+    if not isinstance(samples, InMemory):
+        return text
+    inputs = samples.inputs
+    targets = samples.targets
+    if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
         return text
     index = torch.linspace(0, samples.size - 1, min(HASHED, samples.size)).long()
-    parts = [select(tensor, index) for tensor in (samples.inputs, samples.targets)]
-    return f"{text}, {hash_of(*parts)}"
+    return f"{text}, {hash_of(select(inputs, index), select(targets, index))}"
 
 
 def hash_of(*tensors: torch.Tensor) -> str:
     """Return 16 digits that identify the values of tensors on the CPU."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
