@@ -28,7 +28,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab eject", __doc__)
     parser.add_overrides("Hydra overrides of train.py, for example model=resnet18 strategy=fsdp")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE.py", help="file to write"
+        "--output", "-o", type=Path, required=True, metavar="FILE.py", help="file to write"
     )
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
     parser.add_argument(

@@ -11,7 +11,7 @@ The runs of sweeps in the directory are listed, too. `best` is the metric of the
 chose the best checkpoint, else the last one of the test set; `rate` is in samples per second.
 diff compares what the runs have recorded: config, data, order of the samples, code, versions,
 devices and losses. It names the first step whose loss differs, and the likely cause. Its exit code
-is 1 if a loss differs, else 0.
+is 0 if all losses that both have recorded are equal, and else 1.
 --clean deletes no run that a launch may be writing in: none that is running, and none whose last
 launch was on another machine less than a day ago. It follows no symbolic link.
 """
@@ -113,7 +113,7 @@ def no_run(action: str, name: str, root: Path, names: Iterable[str]) -> NoReturn
 
 
 def show_difference(root: Path, one: str, other: str) -> int:
-    """Print why two runs differ; return the exit code, 1 if a loss differs.
+    """Print why two runs differ; return the exit code, 0 if all losses that both have are equal.
 
     Args:
         root: the config's `runs_dir`.
@@ -128,7 +128,7 @@ def show_difference(root: Path, one: str, other: str) -> int:
     comparison = compare_runs(*folders)
     print(f"{folders[0]} -> {folders[1]}")
     print(describe(comparison))
-    return int(comparison.loss is not None)
+    return int(comparison.loss is not None or comparison.compared == 0)
 
 
 def clean(root: Path, runs: list[Run], yes: bool) -> None:

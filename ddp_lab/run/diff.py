@@ -418,7 +418,9 @@ def describe(comparison: Comparison) -> str:
             )
         others = comparison.causes[1:]
     else:
-        lines.append(f"no recorded loss differs, of {comparison.compared:,} that both have")
+        equal = f"no recorded loss differs, of {comparison.compared:,} that both have"
+        none = "nothing to compare: there is no step of which both have recorded the loss"
+        lines.append(equal if comparison.compared else none)
         others = comparison.causes
     if others:
         lines += ["differs, too:", *(f"  {each}" for each in others)]

@@ -83,7 +83,7 @@ def test_key_without_a_template_is_named(line, named, tmp_path, command):
     [
         (["-o", "plain.txt"], "--output plain.txt: must be the name of a .py file"),
         (["-o", "plain.py", "--nproc", "0"], "--nproc 0: must be at least 1"),
-        (["epochs=1"], "the following arguments are required: -o/--output"),
+        (["epochs=1"], "the following arguments are required: --output/-o"),
         (["-o", "plain.py", "epochs=0"], "epochs=0: must be an integer of at least 1"),
     ],
 )

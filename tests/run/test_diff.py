@@ -85,6 +85,15 @@ def test_equal_runs_have_no_difference(root, command):
     assert len(output.splitlines()) == 2
 
 
+def test_runs_without_a_common_loss_are_not_called_equal(root, tmp_path, command):
+    base = train(root, "base")
+    begun = shutil.copytree(base, tmp_path / "begun")
+    (begun / "metrics.jsonl").unlink()
+    code, output, _ = command(runs.main, "diff", base, begun)
+    assert code == 1
+    assert "nothing to compare: there is no step of which both have recorded the loss" in output
+
+
 def edited(base, folder, edits, from_step, factor):
     """Copy a run, change what it has recorded, and multiply its losses from a step on.
 
