@@ -50,6 +50,7 @@ GROUPS: dict[str, Mapping[str, str]] = {
     "model": MODELS,
 }
 OWN_MODELS = "and a model of your own"
+OWN_DATA = "and data=own"
 OPTIMIZERS = "torch.optim."
 
 # Keys without a template, and the values with which they change nothing.
@@ -74,6 +75,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metrics": ([],),
     "callbacks": ([],),
     "inject": (None,),
+    "data.crop_scale": (None,),
+    "data.randaugment": (None,),
+    "data.erasing": (0,),
+    "data.targets": (1,),
     "model.weights": (None,),
     "model.weights_except": ([],),
     "model.drop_path": (0,),
@@ -114,6 +119,9 @@ FOLLOWED = {
     "data.val_seed",
     "data.mean",
     "data.std",
+    "data.num_classes",
+    "data.val_split",
+    "data.test_split",
 }
 # Keys that change no loss, and are left out.
 LEFT_OUT = {
@@ -131,6 +139,10 @@ LEFT_OUT = {
     "strategy.bucket_mb",
     "data.loader",
     "data.num_workers",
+    # of images of Pillow, of which there is no template
+    "data.channels",
+    "data.image_size",
+    "data.resize",
 }
 LEFT_OUT_GROUPS = ("tracker_options.", "checkpoint.")
 # Groups of which the constructor gets every key.
@@ -169,6 +181,10 @@ def refused_groups(config: Mapping[str, Any], choices: Mapping[str, str]) -> dic
         if group == "model":
             allowed = f"{allowed} {OWN_MODELS}"
             if not target.startswith("ddp_lab."):
+                continue
+        if group == "data":
+            allowed = f"{allowed} {OWN_DATA}"
+            if choices.get(group) == "own":
                 continue
         if target not in templates:
             refused[group] = f"{group}={choices.get(group, target)} (use {allowed})"

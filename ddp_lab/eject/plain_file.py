@@ -63,7 +63,7 @@ def write_plain(config: Mapping[str, Any], job: Job, written: Written) -> str:
     check_model(job)
     strategy = STRATEGIES[str(config["strategy"]["_target_"])]
     model = MODELS.get(str(config["model"]["_target_"]), "own_model")
-    data = DATASETS[str(config["data"]["dataset"]["_target_"])]
+    data = DATASETS.get(str(config["data"]["dataset"]["_target_"]), "own_data")
     schedule = SCHEDULES[str(config["scheduler"]["_target_"])]
     settings = settings_of(config, job, strategy, written.path)
     replacements = {"torch.optim.SGD(": f"{config['optimizer']['_target_']}("}
@@ -71,6 +71,10 @@ def write_plain(config: Mapping[str, Any], job: Job, written: Written) -> str:
     imports: list[str] = []
     if data == "torchvision_data":
         replacements["MNIST"] = str(config["data"]["dataset"]["name"])
+    if data == "own_data":
+        line, sets = own_sets(config["data"], job)
+        imports.append(line)
+        replacements["{}.items()"] = f"{sets}.items()"
     if model == "own_model":
         line, call = own_call(config["model"], job)
         imports.append(line)
@@ -99,9 +103,12 @@ def check_model(job: Job) -> None:
         ConfigError: they are not.
     """
     samples = job.dataset.train
-    if samples.is_tree:
+    first, _ = samples.first
+    is_short = isinstance(first, torch.Tensor) and first.dtype in (torch.int16, torch.uint16)
+    if samples.is_tree or is_short:
         raise ConfigError(
-            "ddp-lab eject: there is no template for inputs or targets that are a tuple or dict"
+            "ddp-lab eject: there is no template for inputs or targets that are a tuple or dict, "
+            "or 16-bit integers"
         )
     frozen = [name for name, each in job.model.named_parameters() if not each.requires_grad]
     if frozen or job.strategy.idle:
@@ -135,7 +142,11 @@ def settings_of(config: Mapping[str, Any], job: Job, strategy: str, path: Path) 
             fraction = 0.1
     schedule = SCHEDULES[str(config["scheduler"]["_target_"])]
     units = unit_names(job) if strategy == "fsdp" else None
-    inputs = "images" if job.dataset.train.is_image else "tokens"
+    inputs = "tensors"
+    if job.dataset.train.is_image:
+        inputs = "images"
+    elif str(config["data"]["dataset"]["_target_"]) in DATASETS:
+        inputs = "tokens"
     settings |= {
         "STRATEGY": strategy,
         "TASK": TASKS[str(config["task"]["_target_"])],
@@ -254,6 +265,43 @@ def own_call(node: Mapping[str, Any], job: Job) -> tuple[str, str]:
     return f"from {module} import {name}", call
 
 
+def own_sets(data: Mapping[str, Any], job: Job) -> tuple[str, str]:
+    """Return the line that imports the user's dataset, and the dict of its sets.
+
+    Raises:
+        ConfigError: its samples are no tensors, or not the same ones in every epoch.
+    """
+    node = data["dataset"]
+    key = f"data.dataset._target_={node['_target_']}"
+    for index in range(min(3, job.dataset.train.size)):
+        first, second = (job.dataset.train.sample(epoch, index) for epoch in (1, 2))
+        parts = [*zip(first, second, strict=True)]
+        if not all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in parts):
+            raise ConfigError(
+                f"ddp-lab eject: there is no template for {key}: sample {index} differs between "
+                "epochs. A dataset must return the same tensors always"
+            )
+    module, _, name = str(node["_target_"]).rpartition(".")
+    parameters = inspect.signature(pkgutil.resolve_name(f"{module}:{name}")).parameters
+    options = {each: value for each, value in node.items() if not each.startswith("_")}
+    splits: dict[str, dict[str, Any]] = {"train": {}}
+    if "split" in parameters:
+        names = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
+        splits = {each: {"split": split} for each, split in names.items() if split is not None}
+    elif "train" in parameters:
+        splits = {"train": {"train": True}, "test": {"train": False}}
+    calls = [f"{literal(each)}: {call_of(name, options | more)}" for each, more in splits.items()]
+    text = f"{{{', '.join(calls)}}}"
+    if len(text) > WIDTH - len("    for name, dataset in .items():"):
+        text = "{\n" + "".join(f"        {call},\n" for call in calls) + "    }"
+    return f"from {module} import {name}", text
+
+
+def call_of(name: str, options: Mapping[str, Any]) -> str:
+    """Return a call with keyword arguments as code."""
+    return f"{name}({', '.join(f'{key}={literal(value)}' for key, value in options.items())})"
+
+
 def check_not_lazy(model: nn.Module) -> None:
     """Check that a model has all its parameters before its first forward pass.
 
@@ -277,7 +325,13 @@ def docstring_of(config: Mapping[str, Any], written: Written, parts: tuple[str, 
         line = f"python {name}"
     target = str(config["model"]["_target_"]).rpartition(".")[2]
     dataset = str(config["data"]["dataset"].get("name", data))
-    packages = ["torch", *dict.fromkeys([*PACKAGES.get(data, []), *PACKAGES.get(model, [])])]
+    packages = ["torch", *PACKAGES.get(data, []), *PACKAGES.get(model, [])]
+    for node in (config["data"]["dataset"], config["model"]):
+        path, _, own_name = str(node["_target_"]).rpartition(".")
+        if not path.startswith("ddp_lab."):
+            packages.append(f"the module {path}")
+            dataset = own_name if node is config["data"]["dataset"] else dataset
+    packages = [*dict.fromkeys(packages)]
     needs = " and ".join(filter(None, [", ".join(packages[:-1]), packages[-1]]))
     overrides = " ".join(["ddp-lab train", *written.overrides])
     text = f"The losses are those of `{overrides}`, on the CPU to the last digit. It needs {needs}."

@@ -93,6 +93,7 @@ def test_file_that_would_be_too_long_is_refused(tmp_path, command):
     assert f"lines, more than the {MOST_LINES} that a person reads" in " ".join(errors.split())
 
 
+@pytest.mark.slow
 def test_templates_are_a_program(tmp_path):
     """Of the folder's own train.py, with the examples of settings.py."""
     program = tmp_path / "program"

@@ -61,7 +61,7 @@ def test_message_lists_every_key_without_a_template(tmp_path, command):
         ("batch_size=auto", "batch_size=auto"),
         ("task=regression", "task=regression (use classification, tokens)"),
         ("scheduler=plateau", "scheduler=plateau (use constant, cosine, multi_step, trapezoid)"),
-        ("data=folder", "data=folder (use digits, mnist, cifar10, synthetic, text)"),
+        ("data=folder", "data=folder (use digits, mnist, cifar10, synthetic, text and data=own)"),
         ("model=torchvision model.name=resnet50", "model=torchvision (use lenet"),
         ("strategy=scratch strategy.algorithm=ring", "strategy.algorithm=ring"),
         ("optimizer.groups=[{match: fc2.*, lr_scale: 10}]", "optimizer.groups="),
@@ -113,6 +113,14 @@ def test_file_is_written_once_and_replaced_by_force(tmp_path, command):
     assert file.read_text() == "mine"
     assert command(eject.main, *line, "--output", file, "--force")[0] == 0
     assert "class" not in file.read_text()
+
+
+def test_dataset_that_draws_its_samples_is_refused(tmp_path, command):
+    line = "data=own data.dataset._target_=plain_nets.Points +data.dataset.noise=0.1"
+    line += " data.num_workers=0 model=own model._target_=plain_nets.dense"
+    code, _, errors = command(eject.main, *line.split(), "-o", tmp_path / "plain.py")
+    assert code == 2
+    assert "plain_nets.Points: sample 0 differs between epochs" in " ".join(errors.split())
 
 
 def test_model_that_no_plain_file_can_hold_is_refused(tmp_path, command):

@@ -11,6 +11,10 @@ SMALL = (
 LENET = f"{SMALL} data.dataset.image_size=14 model=lenet"
 CNN = f"{SMALL} data.dataset.image_size=8 model=simple_cnn"
 VIT = f"{SMALL} model=vit model.depth=2 model.width=16 model.heads=2"
+POINTS = (
+    "data=own data.dataset._target_=plain_nets.Points +data.dataset.number=50 data.num_workers=0 "
+    "model=own model._target_=plain_nets.dense batch_size=24 epochs=2"
+)
 CASES = {
     1: [
         f"{LENET} strategy=single optimizer.weight_decay=0.01",
@@ -23,6 +27,7 @@ CASES = {
         f"{LENET} strategy=ddp optimizer.nesterov=true optimizer.weight_decay=0.01",
         f"{LENET} strategy=fsdp accumulate=2 max_grad_norm=0.1",
         f"{CNN} strategy=ddp accumulate=3 max_grad_norm=0.1 scheduler=trapezoid",
+        f"{POINTS} strategy=fsdp",
     ],
 }
 

@@ -1,4 +1,4 @@
-"""Models of a user for `ddp-lab eject`: with dropout and BatchNorm, a class and a function."""
+"""Models and datasets of a user for `ddp-lab eject`."""
 
 import torch
 from torch import nn
@@ -41,3 +41,29 @@ def frozen(num_classes: int) -> nn.Sequential:
 def lazy(num_classes: int) -> nn.Sequential:
     """Return layers of which the last has no shape yet."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+
+class Points(torch.utils.data.Dataset):
+    """Random points with four features, whose class is the number of their largest one.
+
+    With `noise` a sample is another one in each epoch.
+    """
+
+    classes = ("a", "b", "c", "d")
+
+    def __init__(self, split: str, number: int = 50, noise: float = 0.0):
+        generator = torch.Generator().manual_seed(len(split))
+        self.features = torch.randn(number, 4, generator=generator)
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        features = self.features[index]
+        return features + self.noise * torch.randn(4), int(features.argmax())
+
+
+def dense(input_shape, num_classes: int) -> nn.Sequential:
+    """Return two linear layers."""
+    return nn.Sequential(nn.Linear(input_shape[0], 8), nn.ReLU(), nn.Linear(8, num_classes))

@@ -12,8 +12,10 @@ def model_inputs(samples: Tensor) -> Tensor:
         mean = torch.tensor(MEAN, device=samples.device).view(-1, 1, 1)
         std = torch.tensor(STD, device=samples.device).view(-1, 1, 1)
         return samples * (1 / (255 * std)) - mean / std
-    else:
+    elif INPUTS == "tokens":
         return samples.long()
+    else:
+        return samples
 
 
 def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
