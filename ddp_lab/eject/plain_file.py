@@ -275,8 +275,12 @@ def own_sets(data: Mapping[str, Any], job: Job) -> tuple[str, str]:
     key = f"data.dataset._target_={node['_target_']}"
     for index in range(min(3, job.dataset.train.size)):
         first, second = (job.dataset.train.sample(epoch, index) for epoch in (1, 2))
-        parts = [*zip(first, second, strict=True)]
-        if not all(isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in parts):
+        parts = zip(first, second, strict=True)
+        are_equal = [
+            isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+            for a, b in parts
+        ]
+        if not all(are_equal):
             raise ConfigError(
                 f"ddp-lab eject: there is no template for {key}: sample {index} differs between "
                 "epochs. A dataset must return the same tensors always"
