@@ -143,14 +143,17 @@ def record_environment(
 
 def code_of(config: str) -> dict[str, str]:
     """Return a hash of each file of the modules that a config names, without installed packages."""
-    packages = set(TARGET.findall(config)) - {"ddp_lab"}
+    packages = set(TARGET.findall(config)) - {"ddp_lab", "torch"}
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     hashes: dict[str, str] = {}
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is None or name.partition(".")[0] not in packages or file.startswith(installed):
+    # a copy, because another thread may import
+    for name, module in sorted(sys.modules.copy().items()):
+        if name.partition(".")[0] not in packages:
             continue
-        with suppress(OSError):  # a name that is no file, as of torch.classes
+        file = getattr(module, "__file__", None)
+        if file is None or file.startswith(installed):
+            continue
+        with suppress(OSError):  # of a module without a file of its own
             hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return hashes
 
