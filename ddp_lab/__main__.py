@@ -12,6 +12,7 @@ COMMANDS = {
     "evaluate": "evaluate a trained run on its test or validation set",
     "predict": "predict the classes of image files with a trained run",
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
+    "eject": "write a run as one file of plain PyTorch, without ddp_lab",
     "merge": "make one file of a sharded checkpoint",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "shards": "write shards of tokens for data=tokens from text files",

@@ -46,6 +46,7 @@ from ddp_lab.training.hooks import Hook
 RUN_FILES = (
     "config.yaml",
     "data.json",
+    "environment.json",
     "metrics.jsonl",
     *(f"tracker.{name}.json" for name in EXTRAS),
 )

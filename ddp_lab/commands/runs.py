@@ -1,13 +1,17 @@
-"""List the runs in a directory, show one of them, or delete the empty ones.
+"""List the runs in a directory, show one of them, compare two, or delete the empty ones.
 
 An empty run has neither a finished epoch nor a checkpoint.
 
 ddp-lab runs                                  a table, the run that changed last at the end
 ddp-lab runs show mine                        the curves of one run
+ddp-lab runs diff mine other                  why two runs differ
 ddp-lab runs --runs-dir /shared/runs --clean  names what can be deleted, and asks
 
 The runs of sweeps in the directory are listed, too. `best` is the metric of the validation set that
 chose the best checkpoint, else the last one of the test set; `rate` is in samples per second.
+diff compares what the runs have recorded: config, data, order of the samples, code, versions,
+devices and losses. It names the first step whose loss differs, and the likely cause. Its exit code
+is 0 if all losses that both have recorded are equal, and else 1.
 --clean deletes no run that a launch may be writing in: none that is running, and none whose last
 launch was on another machine less than a day ago. It follows no symbolic link.
 """
@@ -16,16 +20,21 @@ import argparse
 import difflib
 import math
 import shutil
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.arguments import Parser, confirm
+from ddp_lab.launchers.recorded_config import CONFIG
 from ddp_lab.observe.metrics_file import kinds_of
 from ddp_lab.resilience.run_directory import read_json
+from ddp_lab.run.diff import compare_runs, describe
 from ddp_lab.run.runs import Run, find_runs
 
 HEAD = ("name", "state", "epoch", "best", "rate", "age")
@@ -38,9 +47,17 @@ LABEL = 10  # characters of a number beside it
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab runs", __doc__)
     parser.add_argument(
-        "action", nargs="?", choices=["show"], help="show: the curves of the run NAME"
+        "action",
+        nargs="?",
+        choices=["show", "diff"],
+        help="show: the curves of the run NAME; diff: why the runs NAME and NAME differ",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a run, as in the table")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="name of a run, as in the table; for diff also the path of its directory",
+    )
     parser.add_argument(
         "--runs-dir",
         type=Path,
@@ -56,14 +73,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
     namespace = parser.parse_args(arguments)
+    expected = {None: 0, "show": 1, "diff": 2}[namespace.action]
     if (
-        (namespace.action is None) != (namespace.name is None)
+        len(namespace.names) != expected
         or (namespace.clean and namespace.action)
         or (namespace.yes and not namespace.clean)
     ):
         raise ConfigError(
-            "ddp-lab runs: needs nothing, show NAME, or --clean with or without --yes; see ddp-lab "
-            "runs --help"
+            "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean with or without "
+            "--yes; see ddp-lab runs --help"
         )
     return namespace
 
@@ -71,6 +89,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     root = namespace.runs_dir
+    if namespace.action == "diff":
+        sys.exit(show_difference(root, *namespace.names))
     runs = {run.name: run for run in find_runs(namespace.runs_dir)}
     if namespace.clean:
         clean(root, [run for run in runs.values() if run.is_removable()], namespace.yes)
@@ -79,16 +99,36 @@ def main(arguments: list[str]) -> None:
             print(table(list(runs.values())))
         else:
             print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
-    elif run := runs.get(namespace.name):
-        print(show(run))
     else:
-        close = "".join(
-            f" Did you mean {name}?" for name in difflib.get_close_matches(namespace.name, runs, 1)
-        )
-        raise ConfigError(
-            f"show {namespace.name}: there is no such run in {root}.{close} `ddp-lab runs` lists "
-            "the names"
-        )
+        (name,) = namespace.names
+        print(show(runs.get(name) or no_run("show", name, root, runs)))
+
+
+def no_run(action: str, name: str, root: Path, names: Iterable[str]) -> NoReturn:
+    """Raise a ConfigError about a run that is not there, with the name most like its own."""
+    close = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, names, 1))
+    raise ConfigError(
+        f"{action} {name}: there is no such run in {root}.{close} `ddp-lab runs` lists the names"
+    )
+
+
+def show_difference(root: Path, one: str, other: str) -> int:
+    """Print why two runs differ; return the exit code, 0 if all losses that both have are equal.
+
+    Args:
+        root: the config's `runs_dir`.
+        one, other: names of runs in it, or paths of run directories.
+    """
+    folders: list[Path] = []
+    for name in (one, other):
+        places = [folder for folder in (root / name, Path(name)) if (folder / CONFIG).is_file()]
+        if not places:
+            no_run("diff", name, root, [run.name for run in find_runs(root)])
+        folders.append(places[0])
+    comparison = compare_runs(*folders)
+    print(f"{folders[0]} -> {folders[1]}")
+    print(describe(comparison))
+    return int(comparison.loss is not None or comparison.compared == 0)
 
 
 def clean(root: Path, runs: list[Run], yes: bool) -> None:

@@ -1,17 +1,38 @@
-"""What a run records of its data, in data.json, for launches and commands that continue it."""
+"""What a run records of its data and its environment, for whoever continues or compares it.
 
+data.json has the data, environment.json what computes with them: versions, devices, the model's
+shapes and the files of the user's code.
+"""
+
+import hashlib
+import importlib.metadata
+import platform
+import re
+import sys
+import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.dataset import Dataset
+from ddp_lab.data.batch import local_order
+from ddp_lab.data.dataset import Dataset, InMemory, Samples
+from ddp_lab.data.loader import select
 from ddp_lab.resilience.run_directory import read_json, write_json
 from ddp_lab.training.progress import Criterion
 
 DATA = "data.json"
+ENVIRONMENT = "environment.json"
+HASHED = 256  # samples of each set
+# fields that versions up to 2026-11 did not write
+LATER = {"files", "samples", "order"}
+# of a config: the classes and functions that it names
+TARGET = re.compile(r"(?:_target_: |^\s*- )([A-Za-z_]\w*)\.[\w.]+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,8 @@ class DataRecord:
         files: hash of each file by its name, as `Dataset.files`.
         criterion: the metric of the validation set by which the best checkpoint is chosen; None:
             the last one is the result.
+        samples: the number of samples of each set, with a hash of some where they are in memory.
+        order: hash of the order in which the first epoch trains on them, over all ranks.
     """
 
     shape: dict[str, Any]
@@ -37,10 +60,20 @@ class DataRecord:
     held_out: str
     criterion: Criterion | None
     files: dict[str, str] = field(default_factory=dict[str, str])
+    samples: dict[str, str] = field(default_factory=dict[str, str])
+    order: str = ""
 
 
-def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> None:
-    """Write data.json to a run directory. `criterion` is as in `DataRecord`."""
+def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None, seed: int) -> None:
+    """Write data.json to a run directory.
+
+    Args:
+        folder: the run directory.
+        dataset: of the run.
+        criterion: as in `DataRecord`.
+        seed: of the order of the samples.
+    """
+    order = local_order(dataset.train.size, 0, 1, seed, 1)
     record = DataRecord(
         dataset.model_shape(),
         dataset.classes,
@@ -48,8 +81,81 @@ def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None) -> 
         dataset.held_out,
         criterion,
         {**dataset.files},
+        {name: describe_samples(samples) for name, samples in dataset.sets.items()},
+        hash_of(order),
     )
     write_json(folder / DATA, asdict(record))
+
+
+def describe_samples(samples: Samples) -> str:
+    """Return the number of samples, and a hash of some of them if they are tensors in memory."""
+    text = f"{samples.size:,} samples"
+    if not isinstance(samples, InMemory):
+        return text
+    inputs = samples.inputs
+    targets = samples.targets
+    if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return text
+    index = torch.linspace(0, samples.size - 1, min(HASHED, samples.size)).long()
+    return f"{text}, {hash_of(select(inputs, index), select(targets, index))}"
+
+
+def hash_of(*tensors: torch.Tensor) -> str:
+    """Return 16 digits that identify the values of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def record_environment(
+    folder: Path, config: str, devices: str, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Write environment.json to a run directory.
+
+    Args:
+        folder: the run directory.
+        config: of the run, as text, of which the modules that it names are hashed.
+        devices: number and kind of the devices.
+        shapes: of the complete model's parameters and buffers, by name.
+    """
+    try:
+        version = importlib.metadata.version("ddp_lab")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    versions = {
+        "ddp_lab": version,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+    names = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+    record = {
+        "versions": versions,
+        "devices": devices,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "model": f"{len(shapes)} tensors, {names}",
+        "code": code_of(config),
+    }
+    write_json(folder / ENVIRONMENT, record)
+
+
+def code_of(config: str) -> dict[str, str]:
+    """Return a hash of each file of the modules that a config names, without installed packages."""
+    packages = set(TARGET.findall(config)) - {"ddp_lab", "torch"}
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    hashes: dict[str, str] = {}
+    # a copy, because another thread may import
+    for name, module in sorted(sys.modules.copy().items()):
+        if name.partition(".")[0] not in packages:
+            continue
+        file = getattr(module, "__file__", None)
+        if file is None or file.startswith(installed):
+            continue
+        with suppress(OSError):  # of a module without a file of its own
+            hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return hashes
 
 
 def read_data(folder: Path) -> DataRecord:
@@ -70,8 +176,7 @@ def read_data(folder: Path) -> DataRecord:
 def find_data(folder: Path) -> DataRecord | None:
     """Return the content of data.json; None if it is missing or damaged."""
     record = read_json(folder / DATA)
-    # versions up to 2026-11 wrote no files
-    if isinstance(record, dict) and {"files", *record} == DataRecord.__annotations__.keys():
+    if isinstance(record, dict) and LATER | record.keys() == DataRecord.__annotations__.keys():
         return DataRecord(**record)
     return None
 

@@ -19,7 +19,7 @@ from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
 from ddp_lab.resilience.run_directory import RunDir
 from ddp_lab.resilience.watchdog import Watchdog
-from ddp_lab.run.data_record import record_data
+from ddp_lab.run.data_record import record_data, record_environment
 from ddp_lab.run.job import Job, RunSettings
 from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit, stop_reasons
@@ -160,7 +160,8 @@ def train_guarded(
 
     progress = checkpoints.resume(settings.source, resume_schedules)
     if runtime.is_main:
-        record_data(run_dir.path, job.dataset, checkpoints.best)
+        seed = job.loaders["train"].options.seed
+        record_data(run_dir.path, job.dataset, checkpoints.best, seed)
     if reasons := stop_reasons(progress, job.fit_settings):
         if runtime.is_main:
             why = " and ".join(reasons.values())
@@ -173,6 +174,7 @@ def train_guarded(
     logger = Logger()
     if runtime.is_main:
         record_settings(run_dir.path, settings, runtime.world_size)
+        record_environment(run_dir.path, settings.config, job.strategy.where, job.shapes)
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
     with logger:

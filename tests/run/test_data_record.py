@@ -1,5 +1,6 @@
 """The data of a run, compared with those of a command or launch that continues it."""
 
+import importlib
 import json
 from dataclasses import asdict, replace
 
@@ -10,7 +11,7 @@ from launches import SMALL
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.run.build import prepare
-from ddp_lab.run.data_record import DataRecord, compare_data
+from ddp_lab.run.data_record import DataRecord, code_of, compare_data
 from ddp_lab.world.runtime import Runtime
 
 HELD_OUT = "data.val_fraction=0.1"
@@ -49,3 +50,16 @@ def test_run_does_not_resume_with_other_classes_or_another_validation_set(resume
         "recorded values, or start",
     ):
         prepare(cfg, Runtime("cpu"))
+
+
+def test_code_of_modules_that_a_config_names_is_hashed(tmp_path, monkeypatch):
+    (tmp_path / "hashed_net.py").write_text("def make():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("hashed_net")
+    config = "model:\n  _target_: hashed_net.make\noptimizer:\n  _target_: torch.optim.SGD\n"
+    first = code_of(config)
+    assert [*first] == ["hashed_net"]
+    (tmp_path / "hashed_net.py").write_text("def make():\n    return 2\n")
+    assert code_of(config) != first
+    assert code_of("callbacks:\n- hashed_net.make\n") == code_of(config)
+    assert code_of("model:\n  _target_: ddp_lab.models.lenet.lenet\n") == {}

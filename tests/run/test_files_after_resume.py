@@ -114,6 +114,14 @@ def check_data(resumed: Path, straight: Path) -> None:
     assert (resumed / "data.json").read_text() == (straight / "data.json").read_text()
 
 
+def check_environment(resumed: Path, straight: Path) -> None:
+    actual, expected = (
+        json.loads((folder / "environment.json").read_text()) for folder in (resumed, straight)
+    )
+    assert actual.keys() == expected.keys()
+    assert (actual["versions"], actual["model"]) == (expected["versions"], expected["model"])
+
+
 def check_log(resumed: Path, straight: Path) -> None:
     text = (resumed / "train.log").read_text()
     epochs = [int(number) for number in re.findall(r" INFO epoch (\d+): train loss", text)]
@@ -228,6 +236,7 @@ CHECKS: dict[str, Callable[[Path, Path], None]] = {
     "config.yaml": check_config,
     "config.1.yaml": check_config_before,
     "data.json": check_data,
+    "environment.json": check_environment,
     "train.log": check_log,
     "metrics.jsonl": check_metrics,
     "events.out.tfevents.*": check_events,

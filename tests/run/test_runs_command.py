@@ -199,8 +199,8 @@ def test_damaged_files_and_a_narrow_terminal_hide_no_run(tmp_path, command, monk
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("show", "ddp-lab runs: needs nothing, show NAME, or --clean"),
-        ("--yes", "ddp-lab runs: needs nothing, show NAME, or --clean"),
+        ("show", "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean"),
+        ("--yes", "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean"),
         ("list", "argument action: invalid choice: 'list' (choose from"),
         (
             "show trained",

@@ -19,6 +19,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     kept = {
         "config.yaml",
         "data.json",
+        "environment.json",
         "metrics.jsonl",
         "train.log",
         "events.out",

@@ -1,0 +1,1 @@
+"""The same run as one file of plain PyTorch: templates, and what fills them in."""

@@ -1,0 +1,437 @@
+"""Why two runs differ: what their directories record, compared, and what of it is the likely cause.
+
+Every difference has a first step whose loss it can change. The seed changes the loss of step 1, the
+learning rate that of step 2, momentum that of step 3. So the first step whose recorded losses
+differ excludes some causes:
+
+    step 1 differs                the samples, the initial weights, the model or the loss
+    step 1 is equal, 2 differs    not the seed, because it would have changed step 1 already
+    1e-7 at first                 another order of addition: ranks, devices, versions
+
+It does not import torch.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from yaml import YAMLError
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.config_changes import shown, values_of
+from ddp_lab.launchers.recorded_config import CONFIG, RANKS
+from ddp_lab.observe.metrics_file import read_rows
+from ddp_lab.resilience.run_directory import read_json
+
+ROUNDING = 1e-4  # relative difference of a loss up to which another order of addition explains it
+# Loss that no other kind of row has, by kind
+LOSSES = {
+    "step": ("loss",),
+    "evaluation": ("val_loss", "test_loss"),
+    "epoch": ("train_loss", "val_loss", "test_loss"),
+}
+NOT_SET = "not set"
+Effect = Literal["loss", "rounding", "evaluation", "none"]
+
+
+class Rule(NamedTuple):
+    """What a difference of some keys changes.
+
+    Attributes:
+        keys: of the config; those that end with a star are beginnings of keys.
+        effect: on the losses; rounding: in the last digits at first.
+        first: number of the first step whose loss it can change.
+        text: what it is.
+    """
+
+    keys: str
+    effect: Effect
+    first: int
+    text: str
+
+    def includes(self, key: str) -> bool:
+        """Return whether the rule is about a key."""
+        return any(fnmatchcase(key, pattern) for pattern in self.keys.split())
+
+
+# the first rule that includes a key counts
+RULES = (
+    Rule(
+        "name runs_dir inject timeout log_every profile optimize check_replicas memory_limit "
+        "tracker* checkpoint.* data.loader data.num_workers data.root data.dataset.root "
+        "evaluate_* patience metrics* speed loss_over_batch",
+        "none",
+        1,
+        "",
+    ),
+    Rule("ema ema_warmup", "evaluation", 1, "the averaged weights, which are evaluated"),
+    Rule("seed", "loss", 1, "the initial weights, the order of the samples, the augmentation"),
+    Rule("resume", "loss", 1, "the weights and the position at which the run began"),
+    Rule(
+        "data.val_* data.dataset.* data.context data.collate_fn.* data.targets",
+        "loss",
+        1,
+        "the samples that are trained on",
+    ),
+    Rule("data.*", "loss", 1, "how samples are augmented and normalised"),
+    Rule("batch_size scaling", "loss", 1, "the samples of a step"),
+    Rule("model.*", "loss", 1, "the model and its initial weights"),
+    Rule("task.* loss.*", "loss", 1, "the loss itself"),
+    Rule("mixup cutmix", "loss", 1, "the training images"),
+    Rule("precision", "loss", 1, "the data type of the computation"),
+    Rule("optimizer.momentum", "loss", 3, "the update; the first one has no momentum yet"),
+    Rule(
+        "optimizer.* scheduler.* warmup_* lr_scaling lr_base_batch_size decay_norms_and_biases "
+        "max_grad_norm on_nan callbacks*",
+        "loss",
+        2,
+        "the update of the weights",
+    ),
+    Rule(
+        "epochs max_steps max_tokens max_minutes",
+        "loss",
+        3,
+        "the learning rate after the first step, which follows from the length of the run",
+    ),
+    Rule("strategy.batch_norm", "loss", 1, "BatchNorm's statistics"),
+    Rule(
+        f"{RANKS.replace(' ', '?')} strategy.*",
+        "rounding",
+        1,
+        "the order in which gradients are added, and the local batches of BatchNorm",
+    ),
+    Rule(
+        "accumulate checkpoint_activations device cuda_graph compile channels_last float32_matmul",
+        "rounding",
+        1,
+        "the order of additions",
+    ),
+)
+OTHER = Rule("*", "loss", 1, "a key that this version does not know")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two runs.
+
+    Attributes:
+        name: of a key of the config, or of what else is recorded.
+        values: of both runs, for the message.
+        effect, first, text: as in `Rule`.
+    """
+
+    name: str
+    values: tuple[str, str]
+    effect: Effect
+    first: int
+    text: str
+
+    def __str__(self) -> str:
+        before, after = self.values
+        changes = f": {self.text}" if self.text else ""
+        return f"{self.name}: {before} -> {after}{changes}"
+
+
+class FirstLoss(NamedTuple):
+    """The first recorded loss that differs.
+
+    Attributes:
+        name: of the loss, for example train_loss.
+        step: number of the last step that counts in it.
+        equal_until: number of the last step before whose recorded losses are all equal; 0: none.
+        values: of both runs.
+        epoch: its epoch.
+    """
+
+    name: str
+    step: int
+    equal_until: int
+    values: tuple[float | None, float | None]
+    epoch: int
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the difference is as small as that of another order of addition."""
+        one, other = self.values
+        if one is None or other is None:
+            return False
+        return abs(one - other) <= ROUNDING * max(abs(one), abs(other))
+
+    def __str__(self) -> str:
+        one, other = self.values
+        before = f"; equal up to step {self.equal_until}" if self.equal_until else ""
+        where = (
+            f"step {self.step}" if self.name == "loss" else f"epoch {self.epoch}, step {self.step}"
+        )
+        size = " (in the last digits)" if self.is_rounding else ""
+        return f"{where}: {self.name} {one} -> {other}{size}{before}"
+
+
+class Comparison(NamedTuple):
+    """Two runs, compared.
+
+    Attributes:
+        loss: the first loss that differs; None: no recorded loss differs.
+        compared: number of losses that both have recorded for the same steps.
+        causes: what may have changed this loss, the likeliest one first.
+        excluded: what differs, but cannot have changed it.
+        without_effect: names of keys that change no loss.
+        missing: files that one run has not recorded.
+    """
+
+    loss: FirstLoss | None
+    compared: int
+    causes: list[Difference]
+    excluded: list[Difference]
+    without_effect: list[str]
+    missing: list[str]
+
+
+def compare_runs(one: Path, other: Path) -> Comparison:
+    """Compare two run directories.
+
+    Raises:
+        ConfigError: a directory has no config.yaml that can be read.
+    """
+    loss, compared = first_loss(one, other)
+    differences = [
+        *config_differences(one, other),
+        *data_differences(one, other),
+        *environment_differences(one, other),
+    ]
+    differences = without_consequences(differences)
+    names = [each.name for each in differences if each.effect == "none"]
+    acting = [each for each in differences if each.effect != "none"]
+    excluded = [] if loss is None else [each for each in acting if not is_possible(each, loss)]
+    causes = [each for each in acting if each not in excluded]
+    if loss is not None:
+        causes.sort(key=lambda each: likelihood(each, loss))
+    files = ("data.json", "environment.json", "metrics.jsonl")
+    missing = [
+        str(folder / file)
+        for folder in (one, other)
+        for file in files
+        if not (folder / file).exists()
+    ]
+    return Comparison(loss, compared, causes, excluded, names, missing)
+
+
+def config_differences(one: Path, other: Path) -> list[Difference]:
+    """Return the keys whose recorded values differ, in the order of RULES."""
+    before = config_of(one)
+    after = config_of(other)
+    places = {rule: place for place, rule in enumerate((*RULES, OTHER))}
+    placed: list[tuple[int, Difference]] = []
+    for key in before | after:
+        values = (before.get(key, NOT_SET), after.get(key, NOT_SET))
+        if values[0] != values[1]:
+            rule = rule_of(key)
+            if key == "optimizer.momentum" and True in (
+                config.get("optimizer.nesterov") for config in (before, after)
+            ):
+                rule = rule_of("optimizer.nesterov")  # whose first update has momentum
+            texts = (shown(values[0]), shown(values[1]))
+            difference = Difference(key, texts, rule.effect, rule.first, rule.text)
+            placed.append((places[rule], difference))
+    placed.sort(key=lambda pair: pair[0])
+    return [difference for _, difference in placed]
+
+
+def rule_of(key: str) -> Rule:
+    """Return the rule of a key of the config."""
+    return next((rule for rule in RULES if rule.includes(key)), OTHER)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the recorded config by key, with the number of ranks.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    path = folder / CONFIG
+    try:
+        text = path.read_text(errors="replace")
+        values = values_of(text)
+    except (OSError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{path}: is missing or damaged ({error})") from None
+    resume = re.search(r"^resume: (.*)$", text, re.MULTILINE)
+    if resume and resume[1] not in ("auto", "never"):
+        values["resume"] = resume[1]
+    return values
+
+
+def data_differences(one: Path, other: Path) -> list[Difference]:
+    """Return what differs of the recorded data and of the order of the samples."""
+    before = read_json(one / "data.json") or {}
+    after = read_json(other / "data.json") or {}
+    text = "the samples, with the same config"
+    differences: list[Difference] = []
+    for field in ("samples", "files"):
+        pairs = changed(before.get(field), after.get(field))
+        differences += [
+            Difference(f"data, {field} of {name}", values, "loss", 1, text)
+            if name != "test"
+            else Difference("data, samples of test", values, "evaluation", 1, "what is evaluated")
+            for name, values in pairs
+        ]
+    for field, of_field in {
+        "digest": text,
+        "held_out": "which samples are held out",
+        "classes": "the numbers of the classes",
+        "order": "the order of the samples, with the same seed and number of samples",
+    }.items():
+        values = (before.get(field), after.get(field))
+        if None not in values and values[0] != values[1]:
+            texts = (shown(values[0]), shown(values[1]))
+            differences.append(Difference(f"data, {field}", texts, "loss", 1, of_field))
+    return differences
+
+
+def environment_differences(one: Path, other: Path) -> list[Difference]:
+    """Return what differs of the recorded code, model, versions and devices."""
+    before = read_json(one / "environment.json") or {}
+    after = read_json(other / "environment.json") or {}
+    differences = [
+        Difference(f"code of {name}", values, "loss", 1, "a module that the config names")
+        for name, values in changed(before.get("code"), after.get("code"))
+    ]
+    if None not in (before.get("model"), after.get("model")) and before["model"] != after["model"]:
+        values = (before["model"], after["model"])
+        text = "names and shapes of the model's tensors"
+        differences.append(Difference("model", values, "loss", 1, text))
+    differences += [
+        Difference(f"version of {name}", values, "rounding", 1, "kernels and random generators")
+        for name, values in changed(before.get("versions"), after.get("versions"))
+    ]
+    for field in ("devices", "cpu", "threads"):
+        values = (before.get(field), after.get(field))
+        if None not in values and values[0] != values[1]:
+            texts = (shown(values[0]), shown(values[1]))
+            text = "the order of additions in a kernel"
+            differences.append(Difference(field, texts, "rounding", 1, text))
+    return differences
+
+
+def changed(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> list[tuple[str, tuple[str, str]]]:
+    """Return the names whose values differ, with both; none if one was not recorded."""
+    if before is None or after is None:
+        return []
+    return [
+        (name, (shown(before.get(name, NOT_SET)), shown(after.get(name, NOT_SET))))
+        for name in {**before, **after}
+        if before.get(name, NOT_SET) != after.get(name, NOT_SET)
+    ]
+
+
+def without_consequences(differences: list[Difference]) -> list[Difference]:
+    """Return the differences without those that follow from another one.
+
+    The order of the samples follows from the seed and their number, the samples from the keys of
+    `data`, the model's shapes from those of `model` and of `data`, and devices from the ranks.
+    """
+    names = {each.name for each in differences if each.effect != "none"}
+    of_data = any(name.startswith("data.") for name in names)
+    of_samples = any(name.startswith("data, ") and name != "data, order" for name in names)
+    explained: set[str] = set()
+    if of_data:
+        explained |= {name for name in names if name.startswith("data, ")}
+    if "seed" in names or of_data or of_samples:
+        explained.add("data, order")
+    if of_data or of_samples or any(name.startswith(("model.", "code of ")) for name in names):
+        explained.add("model")
+    if names & {RANKS, "device"}:
+        explained |= {"devices", "threads"}
+    return [each for each in differences if each.name not in explained]
+
+
+def is_possible(difference: Difference, loss: FirstLoss) -> bool:
+    """Return whether a difference can have changed a loss."""
+    is_evaluation = loss.name in ("val_loss", "test_loss")
+    if difference.effect == "evaluation":
+        return is_evaluation
+    # an evaluation after a step sees the weights that this step has made
+    return difference.first <= loss.step + is_evaluation
+
+
+def likelihood(difference: Difference, loss: FirstLoss) -> tuple[bool, bool, int]:
+    """Return by what causes are sorted: the likeliest one has the smallest value."""
+    is_rounding = difference.effect == "rounding"
+    is_early = not is_rounding and difference.first <= loss.equal_until
+    return is_rounding != loss.is_rounding, is_early, -difference.first
+
+
+def first_loss(one: Path, other: Path) -> tuple[FirstLoss | None, int]:
+    """Return the first recorded loss that differs, and the number of those that were compared.
+
+    Rows of steps are means since the row before, so that only those after the same row count.
+    """
+    before = dict(losses_of(one))
+    compared = 0
+    equal_until = 0
+    for place, values in losses_of(other):
+        if place not in before:
+            continue
+        (step, epoch, _, _) = place
+        for name, value in values.items():
+            if name not in before[place]:
+                continue
+            compared += 1
+            first = before[place][name]
+            if first != value:
+                return FirstLoss(name, step, equal_until, (first, value), epoch), compared
+        equal_until = step
+    return None, compared
+
+
+def losses_of(folder: Path) -> Iterable[tuple[tuple[int, int, str, int], dict[str, float | None]]]:
+    """Yield place and losses of each row: step, epoch, kind, and step of the row before."""
+    last = 0
+    for row in read_rows(folder / "metrics.jsonl"):
+        kind = row.get("kind", "epoch")
+        names = LOSSES.get(kind, ())
+        before = last if kind == "step" else 0
+        step = int(row.get("step", 0))
+        if kind == "step":
+            last = step
+        losses = {name: row[name] for name in names if name in row}
+        yield (step, int(row.get("epoch", 0)), kind, before), losses
+
+
+def describe(comparison: Comparison) -> str:
+    """Return a comparison as text, of which the first lines say why the runs differ."""
+    loss = comparison.loss
+    lines: list[str] = []
+    if loss is not None:
+        lines.append(f"first loss that differs: {loss}")
+        if comparison.causes:
+            lines.append(f"likely cause: {comparison.causes[0]}")
+        else:
+            lines.append(
+                "likely cause: nothing that both have recorded. Some GPU kernels add in any order; "
+                "or code has changed in a module that the config does not name"
+            )
+        others = comparison.causes[1:]
+    else:
+        equal = f"no recorded loss differs, of {comparison.compared:,} that both have"
+        none = "nothing to compare: there is no step of which both have recorded the loss"
+        lines.append(equal if comparison.compared else none)
+        others = comparison.causes
+    if others:
+        lines += ["differs, too:", *(f"  {each}" for each in others)]
+    if comparison.excluded:
+        lines.append("differs, but acts later than this loss, or on evaluations alone:")
+        lines += [f"  {each}" for each in comparison.excluded]
+    if comparison.without_effect:
+        lines.append(f"differs without effect on losses: {', '.join(comparison.without_effect)}")
+    if comparison.missing:
+        lines.append(f"not recorded: {', '.join(comparison.missing)}")
+    is_coarse = loss is not None and not math.isclose(loss.step - loss.equal_until, 1)
+    if is_coarse:
+        lines.append("the first step is not known exactly: log_every=1 records every step")
+    return "\n".join(lines)
