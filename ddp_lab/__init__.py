@@ -27,6 +27,7 @@ lab         the library
 launchers   the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 advise      what a run would need, from real steps on fake tensors, and what to use in place of it
+proof       the comparison of any number of ranks with one, and the cause of a difference
 exercises   the mechanisms as exercises, which check themselves
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """
