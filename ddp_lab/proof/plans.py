@@ -1,0 +1,142 @@
+"""The strategies that a proof compares with `single`, and on how many ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.lab.arguments import find_strategy
+
+MOST_RANKS = 4
+# By the number of ranks: strategies with their options. Those of one process are compared once.
+CHOICES: Mapping[int, tuple[tuple[str, dict[str, Any]], ...]] = {
+    1: (
+        ("split", {"devices": ["cpu", "cpu"]}),
+        ("dp", {}),
+    ),
+    2: (
+        ("scratch", {}),
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("pipeline", {}),
+        ("tp", {"tp": 2}),
+    ),
+    4: (
+        ("scratch", {"algorithm": "ring"}),
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("pipeline", {"schedule": "gpipe"}),
+        ("ddp_pipeline", {"pp": 2}),
+        ("tp", {"tp": 2}),
+        ("mesh", {"shard": 2}),
+        ("mesh", {"tp": 2, "shard": None}),
+        ("mesh", {"pp": 2, "shard": None}),
+        ("mesh", {"pp": 2, "tp": 2}),
+    ),
+}
+# the matrix of the equivalence tests has these sizes
+MICRO_BATCHES = 4
+# options of the run that a comparison needs under any strategy which has them
+OF_MODEL = ("find_unused_parameters",)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy on some ranks.
+
+    Attributes:
+        name: in the table.
+        ranks: number of processes.
+        strategy: the config group `strategy`.
+        accumulate: number of gradient-accumulation steps; None: that of the run.
+    """
+
+    name: str
+    ranks: int
+    strategy: dict[str, Any] = field(default_factory=dict[str, Any])
+    accumulate: int | None = None
+
+
+def single() -> Plan:
+    """Return the plan of the reference."""
+    return Plan("single", 1, find_strategy("single", {}))
+
+
+def make_plans(
+    run: Plan | None,
+    options: Mapping[str, Any],
+    most_ranks: int,
+    accumulate: int,
+    has_batch_norm: bool,
+) -> list[Plan]:
+    """Return what is compared with `single`: the strategy of the run first, if it has another one.
+
+    Args:
+        run: the strategy of the run; None: it is `single`.
+        options: of that strategy.
+        most_ranks: the most ranks to start.
+        accumulate: number of gradient-accumulation steps of the run.
+        has_batch_norm: whether the model has BatchNorm, whose statistics are then synchronised.
+    """
+    plans: list[Plan] = []
+    if run is not None:
+        plans.append(run)
+    if accumulate > 1 and not has_batch_norm:
+        plans.append(Plan("single without accumulation", 1, single().strategy, 1))
+    for ranks, choices in CHOICES.items():
+        if ranks > most_ranks:
+            continue
+        for name, chosen in choices:
+            node = find_strategy(name, chosen)
+            of_model = {key: options[key] for key in OF_MODEL if key in options and key in node}
+            if "num_microbatches" in node:
+                of_model["num_microbatches"] = MICRO_BATCHES
+            plans.append(Plan(name_of(name, chosen, ranks), ranks, node | of_model))
+    if has_batch_norm:
+        plans = [with_same_statistics(plan) for plan in plans]
+    return plans
+
+
+def with_same_statistics(plan: Plan) -> Plan:
+    """Return the plan with BatchNorm's statistics of the global batch, as one device has them."""
+    changes: dict[str, Any] = {}
+    if "batch_norm" in plan.strategy:
+        changes["batch_norm"] = "sync"
+    if "num_microbatches" in plan.strategy:
+        changes["num_microbatches"] = 1
+    if "schedule" in plan.strategy:
+        changes["schedule"] = "gpipe"  # which one micro-batch is enough for
+    return Plan(plan.name, plan.ranks, plan.strategy | changes, plan.accumulate)
+
+
+def name_of(name: str, options: Mapping[str, Any], ranks: int) -> str:
+    """Return the name of a plan in the table, for example "mesh tp=2 on 4"."""
+    chosen = [
+        f"{key}={'null' if value is None else value}"
+        for key, value in options.items()
+        if key != "devices"
+    ]
+    return " ".join([name, *chosen, *([f"on {ranks}"] if ranks > 1 else [])])
+
+
+def check_ranks(ranks: int) -> None:
+    """Check the number of ranks.
+
+    Raises:
+        ConfigError: it is not allowed.
+    """
+    if not 2 <= ranks <= MOST_RANKS:
+        raise ConfigError(
+            f"--nproc {ranks}: must be a number from 2 to {MOST_RANKS}, the most ranks on the CPU "
+            "that a comparison starts"
+        )
+
+
+def batch_size_for(accumulate: int) -> int:
+    """Return a global batch that every plan can divide: each micro-batch has a sample or more."""
+    return max(16, 2 * MICRO_BATCHES * accumulate)
+
+
+def samples_for(batch_size: int) -> int:
+    """Return the samples of three steps, of which the last is partial, and uneven over ranks."""
+    return 2 * batch_size + batch_size // 2 - 3
