@@ -13,6 +13,7 @@ COMMANDS = {
     "predict": "predict the classes of image files with a trained run",
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "merge": "make one file of a sharded checkpoint",
+    "verify": "verify that every strategy computes what one device computes, for your model",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "shards": "write shards of tokens for data=tokens from text files",
     "doctor": "check machines and config before a launch",

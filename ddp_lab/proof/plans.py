@@ -1,6 +1,6 @@
 """The strategies that a proof compares with `single`, and on how many ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,19 +8,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.arguments import find_strategy
 
 MOST_RANKS = 4
-# By the number of ranks: strategies with their options. Those of one process are compared once.
+# By the number of ranks: strategies with their options. The most ranks come first, because ranks that
+# have worked together can go on as fewer (workers.py).
 CHOICES: Mapping[int, tuple[tuple[str, dict[str, Any]], ...]] = {
-    1: (
-        ("split", {"devices": ["cpu", "cpu"]}),
-        ("dp", {}),
-    ),
-    2: (
-        ("scratch", {}),
-        ("ddp", {}),
-        ("fsdp", {}),
-        ("pipeline", {}),
-        ("tp", {"tp": 2}),
-    ),
     4: (
         ("scratch", {"algorithm": "ring"}),
         ("ddp", {}),
@@ -32,6 +22,17 @@ CHOICES: Mapping[int, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("mesh", {"tp": 2, "shard": None}),
         ("mesh", {"pp": 2, "shard": None}),
         ("mesh", {"pp": 2, "tp": 2}),
+    ),
+    2: (
+        ("scratch", {}),
+        ("ddp", {}),
+        ("fsdp", {}),
+        ("pipeline", {}),
+        ("tp", {"tp": 2}),
+    ),
+    1: (
+        ("split", {"devices": ["cpu", "cpu"]}),
+        ("dp", {}),
     ),
 }
 # the matrix of the equivalence tests has these sizes
@@ -130,6 +131,20 @@ def check_ranks(ranks: int) -> None:
             f"--nproc {ranks}: must be a number from 2 to {MOST_RANKS}, the most ranks on the CPU "
             "that a comparison starts"
         )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check the names of strategies of which the rows are asked for.
+
+    Raises:
+        ConfigError: one is not compared.
+    """
+    known = sorted({name for choices in CHOICES.values() for name, _ in choices})
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--only {name}: there is no such strategy to compare; allowed: {', '.join(known)}"
+            )
 
 
 def batch_size_for(accumulate: int) -> int:

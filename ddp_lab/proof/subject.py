@@ -110,7 +110,11 @@ class ConfigRun:
         return in_group(partial(train, cfg, self.dataset, reverses), dtype)
 
     def has_batch_norm(self) -> bool:
-        """Return whether the model has a layer whose statistics depend on the batch."""
+        """Return whether the model has a layer whose statistics depend on the batch.
+
+        Raises:
+            ConfigError: the run is refused.
+        """
         with Runtime("cpu") as runtime:
             job = prepare(self.cfg, runtime, dataset=self.dataset)
             return any(map(is_batch_norm, job.model.modules()))

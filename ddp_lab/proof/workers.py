@@ -77,6 +77,7 @@ class Workers:
         self.number = number
         self.limit = limit
         self.announce = announce or print_to_stderr
+        self._together = number  # ranks of the last comparison
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []  # to the keeper of stores, then to each rank
 
@@ -106,6 +107,11 @@ class Workers:
             The answer of rank 0, if all ranks have returned; else the first that explains why not.
                 After a failure the processes are started anew.
         """
+        if ranks > self._together:
+            # Some names that ranks agree on are numbers of what each has made so far, so that those
+            # of a comparison must have made the same.
+            self.end()
+        self._together = ranks
         if not self._processes:
             self._start()
         keeper, *pipes = self._pipes
