@@ -64,11 +64,16 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.proof.verify_run import verify_run
     from ddp_lab.resilience.run_directory import write_json
 
-    chosen = [override for override in namespace.overrides if OF_STRATEGY.match(override)]
-    strategy = " ".join(chosen) if chosen and chosen != ["strategy=single"] else None
-    report = verify_run(cfg, strategy, namespace.nproc, only)
+    report = verify_run(cfg, strategy_of(namespace.overrides), namespace.nproc, only)
     print(report)
     if namespace.json:
         write_json(namespace.json, report.as_json())
     if not report.ok:
         sys.exit(1)
+
+
+def strategy_of(overrides: list[str]) -> str | None:
+    """Return the overrides of the strategy, without that word; None: it is `single`."""
+    chosen = [override for override in overrides if OF_STRATEGY.match(override)]
+    kept = [OF_STRATEGY.sub("", override) for override in chosen if override[0] != "~"]
+    return " ".join(kept) if kept and kept != ["single"] else None

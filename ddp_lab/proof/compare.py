@@ -11,7 +11,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.proof.diagnosis import diagnose
 from ddp_lab.proof.numbers import difference_of, largest, noise_floor
 from ddp_lab.proof.plans import Plan
-from ddp_lab.proof.recording import Recording, Tensors
+from ddp_lab.proof.recording import OtherTensor, Recording, Tensors
 from ddp_lab.proof.report import Difference, Report, Row
 from ddp_lab.proof.workers import Answer, Workers
 
@@ -28,6 +28,9 @@ INSIDE = 1e-11
 # the training is not the same twice.
 NOISE = 1e-2
 LOSS = "the loss"
+OF_ACCUMULATION = (
+    "With accumulate=1 it is equal: between the micro-batches gradients are cleared, or not summed."
+)
 
 
 class Subject(Protocol):
@@ -84,6 +87,7 @@ class Reference:
         tolerance: the largest relative difference of an element that is rounding.
         unstable: (kind, name) of the tensors of which rounding leaves nothing to compare.
         notes: lines about how it is compared.
+        run: what the run is like, for the causes.
     """
 
     recording: Recording
@@ -93,10 +97,26 @@ class Reference:
     tolerance: float
     unstable: frozenset[tuple[str, str]]
     notes: tuple[str, ...]
+    run: "RunFacts"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a comparison must know of a run.
+
+    Attributes:
+        max_grad_norm: largest norm of the gradients; None: they are not clipped.
+        accumulate: number of gradient-accumulation steps.
+        has_batch_norm: whether what is computed depends on the micro-batches.
+    """
+
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    has_batch_norm: bool = False
 
 
 def compare(
-    workers: Workers, reference_plan: Plan, plans: Sequence[Plan], max_grad_norm: float | None
+    workers: Workers, reference_plan: Plan, plans: Sequence[Plan], facts: RunFacts
 ) -> RunReport:
     """Compare plans with the reference, and return a row for each.
 
@@ -104,12 +124,12 @@ def compare(
         workers: whose context is a Subject.
         reference_plan: of one device.
         plans: what is compared with it.
-        max_grad_norm: of the run; None: no clipping.
+        facts: of the run.
 
     Raises:
         ConfigError: the run is refused on one device, or is not the same twice.
     """
-    reference = make_reference(workers, reference_plan, max_grad_norm)
+    reference = make_reference(workers, reference_plan, facts)
     rows = [compare_plan(workers, reference, plan) for plan in plans]
     return RunReport(rows, reference.notes)
 
@@ -120,6 +140,12 @@ def compare_plan(workers: Workers, reference: Reference, plan: Plan) -> Row:
     if answer.kind != "returned":
         return Row(plan.name, answer.kind, answer.value)
     difference = first_difference(reference, answer.value, plan)
+    if difference is not None and reference.run.accumulate > 1 and plan.accumulate is None:
+        undivided = replace(plan, accumulate=1)
+        other = train(workers, undivided, reference.dtype, False, reference.max_grad_norm)
+        alike = other.kind == "returned" and not first_difference(reference, other.value, plan)
+        if alike and not reference.run.has_batch_norm:
+            difference = replace(difference, cause=OF_ACCUMULATION)
     return Row(plan.name, "different" if difference else "equal", "", difference)
 
 
@@ -137,13 +163,14 @@ def record(subject: Subject, *arguments: Any) -> Recording:
     return subject.record(*arguments)
 
 
-def make_reference(workers: Workers, plan: Plan, max_grad_norm: float | None) -> Reference:
+def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
     """Train on one device, and measure the rounding of another order of addition.
 
     Raises:
         ConfigError: the run is refused, or fails, or is not the same twice.
     """
     notes: list[str] = []
+    max_grad_norm = facts.max_grad_norm
     dtype = PRECISE
     answer = train(workers, plan, dtype, False, max_grad_norm)
     if answer.kind != "returned":
@@ -193,7 +220,9 @@ def make_reference(workers: Workers, plan: Plan, max_grad_norm: float | None) ->
             f"not compared, because rounding alone decides them: {', '.join(names[:3])}"
             + (f" and {len(names) - 3} others" if len(names) > 3 else "")
         )
-    return Reference(recording, dtype, compared, max_grad_norm, tolerance, unstable, tuple(notes))
+    return Reference(
+        recording, dtype, compared, max_grad_norm, tolerance, unstable, tuple(notes), facts
+    )
 
 
 def returned(answer: Answer) -> Recording:
@@ -267,18 +296,50 @@ def first_difference(reference: Reference, recording: Recording, plan: Plan) -> 
             tensors, with_zeros(tensors, actual.tensors), copies, tolerance=reference.tolerance
         )
         if difference is not None:
-            return explain(difference, expected, reference, equal_before)
+            explained = explain(difference, expected, reference, equal_before)
+            return of_replicas(explained, expected, rounded, reference)
+        if expected.step == 1 and expected.kind == "gradient" and recording.other_gradient:
+            return of_other_replica(recording.other_gradient, "gradient of step 1")
         equal_before.append(expected.kind)
     if recording.drifted is not None:
-        name, replica = recording.drifted
-        return Difference(
-            name,
-            None,
-            f"Replica {replica} has other weights than replica 0, which are those of single.",
-            float("inf"),
-            f"after step {len(recording.sizes)}, on replica {replica}",
-        )
+        return of_other_replica(recording.drifted, f"weight after step {len(recording.sizes)}")
     return None
+
+
+def of_other_replica(other: OtherTensor, kind: str) -> Difference:
+    """Return the difference of a tensor that is right on replica 0 only."""
+    return Difference(
+        other.name,
+        None,
+        f"On replica 0 it is right, but replica {other.replica} has another one: all replicas must "
+        "have the same.",
+        other.relative,
+        f"{kind}, on replica {other.replica}",
+    )
+
+
+def of_replicas(
+    difference: Difference, quantity: Quantity, recording: Recording, reference: Reference
+) -> Difference:
+    """Return a difference with the cause that follows from the gradients of the other replicas.
+
+    Args:
+        difference: of the tensors of `quantity`.
+        quantity: what differs first.
+        recording: of the plan.
+        reference: of one device.
+    """
+    name = difference.name
+    if quantity.kind != "gradient" or quantity.step > 1 or name not in recording.summed:
+        return difference
+    expected = {name: quantity.tensors[name]}
+    if diagnose(expected, recording.summed, 1, tolerance=reference.tolerance) is not None:
+        return difference
+    return replace(
+        difference,
+        cause="The gradients of the ranks add up to the right one: the sum over the ranks is "
+        "missing.",
+    )
 
 
 def with_zeros(expected: Tensors, actual: Tensors) -> Tensors:
@@ -308,7 +369,8 @@ def explain(
         before: the kinds of quantities that are equal, in order.
     """
     sizes = reference.recording.sizes
-    where = f"{quantity.kind} of step {quantity.step}, {difference.where}"
+    kind = "clipped gradient" if quantity.kind == "clipped" else quantity.kind
+    where = f"{kind} of step {quantity.step}, {difference.where}"
     cause = difference.cause
     if quantity.kind == "initial":
         where = f"before the first step, {difference.where}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,10 @@ from ddp_lab.config.types import Every
 from ddp_lab.data.batch import Batch, apply
 from ddp_lab.data.loader import Loader
 from ddp_lab.observe.logger import Logger
-from ddp_lab.resilience.replicas import first_difference
+from ddp_lab.proof.numbers import relative_difference
+from ddp_lab.resilience.replicas import checksum, first_difference
 from ddp_lab.strategies.base import Strategy, total
+from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.hooks import Run
 from ddp_lab.training.loop import train_epoch
 from ddp_lab.training.plan import FitSettings
@@ -23,6 +25,20 @@ from ddp_lab.training.step import Step
 from ddp_lab.training.sync import Sync
 
 Tensors = dict[str, Tensor]
+
+
+class OtherTensor(NamedTuple):
+    """A tensor that is not the same on all replicas.
+
+    Attributes:
+        name: of the tensor.
+        replica: the first one whose tensor is not that of replica 0.
+        relative: the largest difference of an element, divided by the largest of replica 0.
+    """
+
+    name: str
+    replica: int
+    relative: float
 
 
 @dataclass
@@ -38,8 +54,10 @@ class Recording:
         clipped: of each step, as the optimizer gets them; empty if the run does not clip.
         norms: L2 norm of the gradients of each step; empty if the run does not clip.
         weights: and buffers after the last step.
-        drifted: the first tensor that is not the same on all replicas at the end, and a replica
-            where it differs; None: all are.
+        other_gradient: the first gradient of step 1 that is not the same on all replicas; None: all
+            are.
+        summed: gradients of step 1, summed over replicas that have different ones; else empty.
+        drifted: the first weight that is not the same on all replicas at the end; None: all are.
     """
 
     replicas: int
@@ -50,7 +68,9 @@ class Recording:
     clipped: list[Tensors] = field(default_factory=list[Tensors])
     norms: list[float] = field(default_factory=list[float])
     weights: Tensors = field(default_factory=Tensors)
-    drifted: tuple[str, int] | None = None
+    other_gradient: OtherTensor | None = None
+    summed: Tensors = field(default_factory=Tensors)
+    drifted: OtherTensor | None = None
 
     def in_dtype(self, dtype: torch.dtype) -> "Recording":
         """Return the recording with its floating-point tensors rounded to a dtype."""
@@ -67,6 +87,7 @@ class Recording:
             losses=[loss.to(dtype) for loss in self.losses],
             gradients=[rounded(each) for each in self.gradients],
             clipped=[rounded(each) for each in self.clipped],
+            summed=rounded(self.summed),
             weights=rounded(self.weights),
         )
 
@@ -115,13 +136,25 @@ class RecordedStep(Step):
         loss, *_, weight = total(self.strategy, sums)
         self.recording.sizes.append(batch.global_size)
         self.recording.losses.append(torch.where(weight == 0, 0, loss / weight).cpu())
+        if not self.recording.gradients:
+            self._compare_replicas()
         self.recording.gradients.append(full_gradients(self.strategy))
         return sums
+
+    def _compare_replicas(self) -> None:
+        """Record which gradient differs between replicas. Collective."""
+        strategy = self.strategy
+        differing = None
+        if strategy.dp_size > 1 and not strategy.sharded:
+            differing = first_other_gradient(strategy)
+        self.recording.other_gradient = on_all_ranks(strategy, differing)
+        if self.recording.other_gradient is not None:
+            self.recording.summed = summed_gradients(strategy)
 
     def end(self) -> Recording:
         """Record the weights after the last step. Collective."""
         self.recording.weights = full_weights(self.strategy)
-        self.recording.drifted = drifted_replica(self.strategy)
+        self.recording.drifted = on_all_ranks(self.strategy, first_drifted(self.strategy))
         return self.recording
 
 
@@ -177,16 +210,64 @@ def full_gradients(strategy: Strategy) -> Tensors:
     return gather_full_state(strategy, gradients)[0]
 
 
-def drifted_replica(strategy: Strategy) -> tuple[str, int] | None:
-    """Return the first tensor that differs between replicas, and a replica, on rank 0. Collective.
+def first_other_gradient(strategy: Strategy) -> OtherTensor | None:
+    """Return the first parameter whose gradient differs between replicas. Collective."""
+    gradients = {
+        name: parameter.grad
+        for name, parameter in strategy.module.named_parameters()
+        if parameter.grad is not None
+    }
+    if not gradients:
+        return None
+    checksums = torch.stack([checksum(gradient) for gradient in gradients.values()])
+    by_replica = gathered(strategy, checksums)
+    differing = (torch.stack(by_replica) != by_replica[0]).nonzero().tolist()
+    if not differing:
+        return None
+    number, replica = min((parameter, replica) for replica, parameter in differing)
+    name = list(gradients)[number]
+    return other_tensor(strategy, name, gradients[name], replica)
 
-    The other ranks get it as well, if the strategy has replicas.
-    """
+
+def first_drifted(strategy: Strategy) -> OtherTensor | None:
+    """Return the first weight that differs between replicas. Collective."""
     drifted = first_difference(strategy, {})
+    if drifted is None:
+        return None
+    name, replica = drifted
+    tensors = dict(strategy.module.named_parameters()) | dict(strategy.module.named_buffers())
+    return other_tensor(strategy, name, tensors[name], replica)
+
+
+def other_tensor(strategy: Strategy, name: str, tensor: Tensor, replica: int) -> OtherTensor:
+    """Return how far the tensor of a replica is from that of replica 0. Collective."""
+    by_replica = gathered(strategy, local(tensor).detach())
+    return OtherTensor(name, replica, relative_difference(by_replica[0], by_replica[replica]))
+
+
+def gathered(strategy: Strategy, tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all replicas. Collective."""
+    by_replica = [torch.empty_like(tensor) for _ in range(strategy.dp_size)]
+    dist.all_gather(by_replica, tensor.contiguous(), group=strategy.dp_group)
+    return by_replica
+
+
+def summed_gradients(strategy: Strategy) -> Tensors:
+    """Return the sums of the replicas' gradients, of this rank's part of the model. Collective."""
+    sums = Tensors()
+    for name, parameter in strategy.module.named_parameters():
+        if parameter.grad is not None:
+            sums[name] = local(parameter.grad).detach().clone()
+            dist.all_reduce(sums[name], group=strategy.dp_group)
+    return sums
+
+
+def on_all_ranks(strategy: Strategy, differing: OtherTensor | None) -> OtherTensor | None:
+    """Return what the first rank that has noticed something has noticed, on all. Collective."""
     if strategy.runtime.world_size == 1 or not dist.is_initialized():
-        return drifted
-    by_rank: list[tuple[str, int] | None] = [None] * strategy.runtime.world_size
-    dist.all_gather_object(by_rank, drifted)
+        return differing
+    by_rank: list[OtherTensor | None] = [None] * strategy.runtime.world_size
+    dist.all_gather_object(by_rank, differing)
     return next((each for each in by_rank if each is not None), None)
 
 

@@ -14,10 +14,12 @@ from ddp_lab.data.batch import apply
 from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
 from ddp_lab.data.trees import Tree
+from ddp_lab.models.make import make_model
 from ddp_lab.proof.plans import Plan, batch_size_for, samples_for
 from ddp_lab.proof.recording import Recording, record, without_dropout
 from ddp_lab.run.build import prepare
 from ddp_lab.run.build_data import load_dataset
+from ddp_lab.run.build_model import model_spec
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
@@ -112,12 +114,17 @@ class ConfigRun:
     def has_batch_norm(self) -> bool:
         """Return whether the model has a layer whose statistics depend on the batch.
 
+        It makes the model, so that ranks that are forked after it need not import its library. It
+        is not tried: a process that has computed gradients cannot fork ranks that do so where there
+        is a GPU.
+
         Raises:
-            ConfigError: the run is refused.
+            ConfigError: the model cannot be made.
         """
+        spec = model_spec(self.cfg.model, self.dataset.model_shape())
         with Runtime("cpu") as runtime:
-            job = prepare(self.cfg, runtime, dataset=self.dataset)
-            return any(map(is_batch_norm, job.model.modules()))
+            built = make_model(spec, runtime, self.cfg.seed, None, with_weights=False)
+        return any(map(is_batch_norm, built.model.modules()))
 
 
 def in_group(work: Callable[[Runtime], Recording], dtype: torch.dtype) -> Recording:

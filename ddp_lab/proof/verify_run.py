@@ -7,8 +7,7 @@ import torch
 
 from ddp_lab.config.build import Config, find_target
 from ddp_lab.config.change import resolved
-from ddp_lab.config.errors import ConfigError
-from ddp_lab.proof.compare import RunReport, compare
+from ddp_lab.proof.compare import RunFacts, RunReport, compare
 from ddp_lab.proof.plans import Plan, make_plans, single
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.workers import Workers
@@ -45,15 +44,13 @@ def verify_run(
     run = None
     if strategy is not None:
         run = plan_of_run(strategy, options, ranks)
+    facts = RunFacts(values["max_grad_norm"], values["accumulate"], subject.has_batch_norm())
+    plans = make_plans(run, options, ranks, facts.accumulate, facts.has_batch_norm)
+    plans = [plan for plan in plans if is_chosen(plan, only) or plan.name == (run and run.name)]
     for name in USED:
         importlib.import_module(name)
     with Workers(subject, ranks) as workers:
-        has_batch_norm = workers.run(1, ConfigRun.has_batch_norm, activity="making the model")
-        if has_batch_norm.kind != "returned":
-            raise ConfigError(has_batch_norm.value)
-        plans = make_plans(run, options, ranks, values["accumulate"], has_batch_norm.value)
-        plans = [plan for plan in plans if plan.name == (run and run.name) or is_chosen(plan, only)]
-        return compare(workers, single(), plans, values["max_grad_norm"])
+        return compare(workers, single(), plans, facts)
 
 
 def plan_of_run(strategy: str, options: dict[str, Any], ranks: int) -> Plan:
