@@ -1,4 +1,4 @@
-"""The comparison of strategies with `single`: what differs first, and whether rounding explains it."""
+"""The comparison of strategies with `single`: what differs first, and whether it is rounding."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,9 +153,7 @@ def train(
     workers: Workers, plan: Plan, dtype: torch.dtype, reverses: bool, max_grad_norm: float | None
 ) -> Answer:
     """Train with a plan on its ranks, and return the recording of rank 0, or why there is none."""
-    return workers.run(
-        plan.ranks, record, plan, dtype, reverses, max_grad_norm, activity=plan.name
-    )
+    return workers.run(plan.ranks, record, plan, dtype, reverses, max_grad_norm, activity=plan.name)
 
 
 def record(subject: Subject, *arguments: Any) -> Recording:
@@ -275,7 +273,7 @@ def rounding_of(one: Recording, other: Recording) -> tuple[float, frozenset[tupl
 
 
 def first_difference(reference: Reference, recording: Recording, plan: Plan) -> Difference | None:
-    """Return the first tensor that a plan computes otherwise than the reference; None: there is none.
+    """Return the first tensor that a plan computes otherwise than the reference, or None.
 
     Args:
         reference: of one device.
@@ -360,7 +358,7 @@ def is_nonzero(tensor: Tensor) -> bool:
 def explain(
     difference: Difference, quantity: Quantity, reference: Reference, before: Sequence[str]
 ) -> Difference:
-    """Return a difference with the step, and with the cause that follows from what was equal before.
+    """Return a difference with its step, and the cause that follows from what is equal before it.
 
     Args:
         difference: of the tensors of `quantity`.

@@ -8,8 +8,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.arguments import find_strategy
 
 MOST_RANKS = 4
-# By the number of ranks: strategies with their options. The most ranks come first, because ranks that
-# have worked together can go on as fewer (workers.py).
+# By the number of ranks: strategies with their options. The most ranks come first, because ranks
+# that have worked together can go on as fewer (workers.py).
 CHOICES: Mapping[int, tuple[tuple[str, dict[str, Any]], ...]] = {
     4: (
         ("scratch", {"algorithm": "ring"}),

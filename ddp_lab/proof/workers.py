@@ -29,11 +29,12 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, SampleError, TrainingError, describe_error
 
-LIMIT = 120.0  # seconds that a comparison may take
+LIMIT = 600.0  # seconds that a comparison may take; a hang ends after a minute (subject.py)
 GRACE = 3.0  # seconds for the other ranks after the first one has failed
 SLOW = 5.0  # seconds after which a wait is announced
 AGAIN = 20.0  # seconds from there to the next announcement
@@ -79,7 +80,7 @@ class Workers:
         self.announce = announce or print_to_stderr
         self._together = number  # ranks of the last comparison
         self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []  # to the keeper of stores, then to each rank
+        self._pipes: list[Any] = []  # Connections, to the keeper of stores, then to each rank
 
     def __enter__(self) -> "Workers":
         return self
@@ -135,9 +136,7 @@ class Workers:
             self.end()
         if not failures:
             silent = [str(rank) for rank in range(ranks) if rank not in answers]
-            return Answer(
-                "failed", f"rank {', '.join(silent)} did not end within {self.limit:g} s"
-            )
+            return Answer("failed", f"rank {', '.join(silent)} did not end within {self.limit:g} s")
         # in the order of their arrival; a refusal explains a failure that follows from it
         return min(failures, key=lambda answer: (answer.kind != "refused", answer.is_secondary))
 
@@ -172,7 +171,9 @@ class Workers:
             process = self._processes[rank + 1]
             process.join(GRACE)
             code = process.exitcode or 0
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            how = (
+                f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            )
             cause = ""
             if code == -signal.SIGABRT:
                 cause = ": gloo does this when ranks exchange tensors of different sizes"
@@ -232,7 +233,7 @@ def keep_stores(pipe: Connection, others: Sequence[Connection]) -> None:
     with suppress(EOFError, OSError):
         while True:
             pipe.recv()
-            store = torch.distributed.TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+            store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
             pipe.send(store.port)
     os._exit(0)
 

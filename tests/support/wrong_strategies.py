@@ -8,6 +8,8 @@ import torch.distributed as dist
 from own_strategies import Mine
 from torch import nn
 
+from ddp_lab.strategies.base import gradients_of
+
 
 class SumForMean(Mine):
     """Takes the loss for a mean over the local batch, whose sum it divides by its own samples."""
@@ -37,8 +39,8 @@ class ForgetsOne(Mine):
     """Sums all gradients but that of the last parameter."""
 
     def reduce_gradients(self) -> None:
-        for parameter in list(self.module.parameters())[:-1]:
-            dist.all_reduce(parameter.grad)
+        for gradient in gradients_of(self.module.parameters())[:-1]:
+            dist.all_reduce(gradient)
 
 
 class ClipsByLocalNorm(Mine):
