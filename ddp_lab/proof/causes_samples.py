@@ -157,14 +157,14 @@ def of_missing(case: Case, missing: list[int], present: list[int]) -> str:
             return f"{text}: the gradients of rank {ranks} are lost."
         if all(is_tail(part, present) for part in parts):
             return (
-                f"{text}, only the last samples of each rank: the gradients of earlier "
+                f"{text}, but the last samples of each rank do: the gradients of earlier "
                 "micro-batches are cleared. Call zero_grad once before the first micro-batch, not "
                 "between them."
             )
     if present == list(range(present[0], present[-1] + 1)) and present[-1] > max(missing):
         return (
-            f"{text}, only the last ones: the gradients of earlier micro-batches are cleared by a "
-            "zero_grad between them."
+            f"{text}, but the last ones do: the gradients of earlier micro-batches are cleared by "
+            "a zero_grad between them."
         )
     return f"{text}: no rank has used these samples."
 

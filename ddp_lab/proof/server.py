@@ -5,6 +5,7 @@ computed. Ranks that are forked from it are as fresh. If importing the user's fi
 threads, which a fork would lack, ranks are spawned in its place.
 """
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -129,6 +130,8 @@ def serve(payload: bytes, pipe: Connection) -> None:
     be a failure.
     """
     torch.set_num_threads(1)
+    # DDP and optimizers import it when they are first used: seconds, on each of the ranks
+    importlib.import_module("torch._dynamo")
     try:
         pickle.loads(payload)  # imports the user's files
     except BaseException as error:
