@@ -10,7 +10,6 @@ from ddp_lab.proof.evidence import Case, Part, Tensors, coefficients, merge
 from ddp_lab.proof.numbers import tolerance_of
 
 ROUNDED = 1e-3  # of a coefficient
-MOST_TIMES = 8  # that a sample is counted
 
 
 def by_parts(case: Case) -> Cause | None:
@@ -108,22 +107,14 @@ def by_samples(case: Case) -> Cause | None:
     present = sorted(row for block in blocks for row in block.rows if row not in missing)
     if missing and present:
         return Cause(None, of_missing(case, missing, present))
-    usual = torch.tensor(times).median().item()
-    ratios = [each / usual for each in times]
-    repeated = [
-        row
-        for block, ratio in zip(blocks, ratios, strict=True)
-        if any(close(ratio, number) for number in range(2, MOST_TIMES))
-        for row in block.rows
-    ]
-    once = [ratio for ratio in ratios if close(ratio, 1)]
-    if repeated and len(once) + len([r for r in ratios if r > 1.5]) == len(ratios):
-        verb = "counts" if len(repeated) == 1 else "count"
+    repeated = repeated_rows(case, times)
+    is_padding = len(repeated) == -len(present) % case.world_size
+    if repeated and is_padding:
         return Cause(
             None,
-            f"{rows_text(repeated).capitalize()} {verb} more than once: the partial last batch is "
-            "filled up with repeated samples, which count in the mean. Give padding the weight 0, "
-            "and divide by the number of real samples.",
+            f"{counts_text(repeated)} twice: the partial last batch is filled up with so many "
+            "repeated samples that the ranks have equally many, and they count in the mean. Give "
+            "padding the weight 0, and divide by the number of real samples.",
         )
     texts = ", ".join(f"{each:.3g}" for each in times)
     for parts in case.evidence.parts.values():
@@ -134,7 +125,30 @@ def by_samples(case: Case) -> Cause | None:
                 f"not (for each row of the batch, 1 is right: {texts}): each rank scales by a "
                 "number of its own, such as its count of samples or its local norm.",
             )
+    if repeated:
+        return Cause(
+            None,
+            f"{counts_text(repeated)} more than once: padding counts in the mean, or a sampler "
+            "gives the same samples to several ranks.",
+        )
     return Cause(None, f"The samples have other weights than on one rank (1 is right): {texts}.")
+
+
+def counts_text(rows: list[int]) -> str:
+    """Return the beginning of a sentence about rows that count too often."""
+    return f"{rows_text(rows).capitalize()} {'counts' if len(rows) == 1 else 'count'}"
+
+
+def repeated_rows(case: Case, times: list[float]) -> list[int]:
+    """Return the rows that count equally often, a multiple of what all others count."""
+    usual = torch.tensor(times).median().item()
+    pairs = [(block, one / usual) for block, one in zip(case.evidence.blocks, times, strict=True)]
+    more = [(block, ratio) for block, ratio in pairs if not close(ratio, 1)]
+    multiples = {round(ratio) for _, ratio in more}
+    is_whole = all(close(ratio, round(ratio)) and ratio > 1 for _, ratio in more)
+    if len(multiples) != 1 or not is_whole:
+        return []
+    return [row for block, _ in more for row in block.rows]
 
 
 def numbers_of(case: Case, part: Part) -> list[int]:
@@ -161,11 +175,6 @@ def of_missing(case: Case, missing: list[int], present: list[int]) -> str:
                 "micro-batches are cleared. Call zero_grad once before the first micro-batch, not "
                 "between them."
             )
-    if present == list(range(present[0], present[-1] + 1)) and present[-1] > max(missing):
-        return (
-            f"{text}, but the last ones do: the gradients of earlier micro-batches are cleared by "
-            "a zero_grad between them."
-        )
     return f"{text}: no rank has used these samples."
 
 

@@ -11,9 +11,9 @@ from ddp_lab.proof.alone import Alone, rows_needed
 from ddp_lab.proof.batches import select, size_of
 from ddp_lab.proof.diagnosis import diagnose
 from ddp_lab.proof.evidence import Evidence, Tensors, merge
+from ddp_lab.proof.foreign_server import Server, StepError
 from ddp_lab.proof.names import with_names_of
 from ddp_lab.proof.report import Report, Row
-from ddp_lab.proof.server import Server, StepError
 
 Step = Callable[[int, int, Any], Mapping[str, Tensor]]
 
@@ -57,26 +57,36 @@ def verify(
     sizes = checked_sizes(nproc)
     check_numbers(tolerance, timeout)
     with Server(step) as server:
-        try:
-            (expected,) = server.results(1, batch, timeout)
-        except StepError as error:
-            return Report([Row(name_of(1), "failed", str(error))])
-        if not expected:
-            raise ConfigError("verify: step returned no tensors; return gradients or weights")
+        return compare(server, batch, sizes, tolerance, timeout)
 
-        rows = {1: Row(name_of(1), "equal", f"the reference, of {len(expected)} tensors")}
-        results = dict[int, list[Tensors]]()
-        for size in sizes:
-            try:
-                ranks = server.results(size, batch, timeout)
-            except StepError as error:
-                rows[size] = Row(name_of(size), "failed", str(error))
-                continue
-            results[size] = [with_names_of(expected, tensors) for tensors in ranks]
-            rows[size] = judge(expected, results[size], tolerance, Evidence(ranks=results[size]))
-        different = [size for size, row in rows.items() if row.outcome == "different"]
-        alone = results_alone(server, batch, different, timeout) if different else Alone()
-    return Report(list((rows | explain(expected, results, different, tolerance, alone)).values()))
+
+def compare(
+    server: Server, batch: Any, sizes: Sequence[int], tolerance: float | None, timeout: float
+) -> Report:
+    """Return the report of numbers of ranks above 1; the arguments are those of `verify`."""
+    try:
+        (expected,) = server.results(1, batch, timeout)
+    except StepError as error:
+        return Report([Row(name_of(1), "failed", str(error))])
+    if not expected:
+        raise ConfigError("verify: step returned no tensors; return gradients or weights by name")
+
+    plural = "s" if len(expected) > 1 else ""
+    rows = {1: Row(name_of(1), "equal", f"the reference: {len(expected)} tensor{plural}")}
+    results = dict[int, list[Tensors]]()
+    for size in sizes:
+        try:
+            ranks = server.results(size, batch, timeout)
+        except StepError as error:
+            rows[size] = Row(name_of(size), "failed", str(error))
+            continue
+        results[size] = [with_names_of(expected, tensors) for tensors in ranks]
+        rows[size] = judge(expected, results[size], tolerance, Evidence(ranks=results[size]))
+    different = [size for size, row in rows.items() if row.outcome == "different"]
+    if different:
+        alone = results_alone(server, batch, different, timeout)
+        rows |= explain(expected, results, different, tolerance, alone)
+    return Report(list(rows.values()))
 
 
 def explain(

@@ -38,7 +38,7 @@ CAUSES = {
     "running_statistics": (None, None, "mean", ["(the last)", "BatchNorm's running statistics"]),
     "adapters_per_rank": (None, None, "down", ["drawn on each rank", "adapter"]),
     "order_of_epochs": (None, None, "epoch 2/0.weight", ["sampler.set_epoch"]),
-    "padded_last_batch": (None, None, "0.weight", ["count", "more than once", "last batch"]),
+    "padded_last_batch": (None, None, "0.weight", ["twice: the partial last batch"]),
     "average_of_shards": (None, None, "step 1/ema.weight", ["0.9, is applied twice"]),
     "norm_of_shards": (None, None, "0.weight", ["clips by the norm of its own shard"]),
 }

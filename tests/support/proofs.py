@@ -14,9 +14,9 @@ from ddp_lab.proof.alone import Alone, rows_needed
 from ddp_lab.proof.batches import select, size_of
 from ddp_lab.proof.evidence import Evidence
 from ddp_lab.proof.foreign import explain, judge
+from ddp_lab.proof.foreign_server import Server
 from ddp_lab.proof.names import with_names_of
 from ddp_lab.proof.report import Row
-from ddp_lab.proof.server import Server
 
 TIMEOUT = 100
 Programs = Mapping[str, Path]

@@ -21,8 +21,8 @@ import torch
 
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.proof.evidence import Tensors
-from ddp_lab.proof.processes import ENDING, GRACE, STARTING, World, describe
-from ddp_lab.proof.worker import Answer
+from ddp_lab.proof.foreign_rank import Answer
+from ddp_lab.proof.foreign_world import ENDING, GRACE, STARTING, World, describe
 
 NAME = "ddp_lab verify"  # of the process
 UNGUARDED = 75  # exit code of the process if the user's script calls verify when it is imported

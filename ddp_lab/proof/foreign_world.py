@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_lab.proof.worker import HOST, Answer, Place, run_worker
+from ddp_lab.proof.foreign_rank import HOST, Answer, Place, run_rank
 
 GRACE = 3.0  # seconds for the other ranks' errors after the first
 ENDING = 5.0  # seconds in which a killed process must be gone
@@ -46,7 +46,7 @@ class World:
                 self.pipes.append(ours)
                 place = Place(rank, world_size, port, timeout)
                 process = context.Process(
-                    target=run_worker, args=(place, payload, batches, theirs), daemon=True
+                    target=run_rank, args=(place, payload, batches, theirs), daemon=True
                 )
                 with theirs:
                     process.start()

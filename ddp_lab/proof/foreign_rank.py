@@ -75,7 +75,7 @@ class Answer:
     is_last: bool = False
 
 
-def run_worker(place: Place, payload: bytes, batches: bytes, pipe: Connection) -> None:
+def run_rank(place: Place, payload: bytes, batches: bytes, pipe: Connection) -> None:
     """Call the step for each batch, and send an answer for each. The parent ends this process.
 
     Args:
