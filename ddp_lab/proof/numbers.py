@@ -10,8 +10,10 @@ from torch import Tensor
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 COARSE = 3e-2  # of half precision
 # A gradient that is mathematically zero, such as that of a key's bias, is the rounding of the
-# others: so many units of the last place of the largest tensor.
+# others: so many units of the last place of the largest tensor, but no more than a tenth of what is
+# allowed of the tensor itself.
 ROUNDING = 64
+LARGEST_SHARE = 0.1
 
 
 def tolerance_of(tensor: Tensor) -> float:
@@ -27,11 +29,12 @@ def largest(tensor: Tensor) -> float:
 def noise_floor(tensors: Iterable[Tensor]) -> float:
     """Return the absolute difference that is only the rounding of the largest of the tensors."""
     sizes = [
-        largest(tensor) * torch.finfo(tensor.dtype).eps
+        largest(tensor)
+        * min(ROUNDING * torch.finfo(tensor.dtype).eps, LARGEST_SHARE * tolerance_of(tensor))
         for tensor in tensors
         if tensor.is_floating_point()
     ]
-    return ROUNDING * max((size for size in sizes if size < float("inf")), default=0.0)
+    return max((size for size in sizes if size < float("inf")), default=0.0)
 
 
 def relative_difference(expected: Tensor, actual: Tensor) -> float:
