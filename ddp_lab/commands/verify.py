@@ -51,8 +51,8 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.proof.plans import check_names, check_ranks
 
     only = tuple(name for name in namespace.only.split(",") if name)
-    check_ranks(namespace.nproc)
-    check_names(only)
+    check_ranks(namespace.nproc, "--nproc ")
+    check_names(only, "--only ")
     if namespace.json:
         check_folder(namespace.json, "--json")
 

@@ -28,6 +28,7 @@ INSIDE = 1e-11
 # the training is not the same twice.
 NOISE = 1e-2
 LOSS = "the loss"
+FEW = 3  # names that a note lists
 OF_ACCUMULATION = (
     "With accumulate=1 it is equal: between the micro-batches gradients are cleared, or not summed."
 )
@@ -206,21 +207,32 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
             "depends on the order of the samples. Use an option of the model without that"
         )
     tolerance = max(LEAST.get(compared, LEAST[COARSE]), MARGIN * rounding)
+    where = f", where another order of addition differs by {rounding:.0e}" if rounding else ""
     notes.insert(
         0,
         f"{len(recording.sizes)} steps of {', '.join(map(str, recording.sizes))} samples in "
-        f"{name_of(dtype)} on the CPU; equal: to {tolerance:.0e} of a tensor's largest element, "
-        f"where single in another order of addition differs by {rounding:.0e}",
+        f"{name_of(dtype)} on the CPU; equal: to {tolerance:.0e} of a tensor's largest "
+        f"element{where}",
     )
+    if recording.dropout:
+        notes.append(f"without dropout, which ranks draw by themselves: {few(recording.dropout)}")
+    if facts.has_batch_norm:
+        notes.append(
+            "BatchNorm: with strategy.batch_norm=sync and one micro-batch in a pipeline, because "
+            "local statistics are another computation than that of one device"
+        )
     if unstable:
         names = sorted({name for _, name in unstable})
-        notes.append(
-            f"not compared, because rounding alone decides them: {', '.join(names[:3])}"
-            + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-        )
+        notes.append(f"not compared, because rounding alone decides them: {few(names)}")
     return Reference(
         recording, dtype, compared, max_grad_norm, tolerance, unstable, tuple(notes), facts
     )
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many others there are."""
+    others = f" and {len(names) - FEW} others" if len(names) > FEW else ""
+    return ", ".join(names[:FEW]) + others
 
 
 def returned(answer: Answer) -> Recording:

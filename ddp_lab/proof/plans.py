@@ -1,7 +1,7 @@
 """The strategies that a proof compares with `single`, and on how many ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_lab.config.errors import ConfigError
@@ -50,12 +50,14 @@ class Plan:
         ranks: number of processes.
         strategy: the config group `strategy`.
         accumulate: number of gradient-accumulation steps; None: that of the run.
+        is_of_run: whether it is the strategy of the run.
     """
 
     name: str
     ranks: int
     strategy: dict[str, Any] = field(default_factory=dict[str, Any])
     accumulate: int | None = None
+    is_of_run: bool = False
 
 
 def single() -> Plan:
@@ -81,7 +83,7 @@ def make_plans(
     """
     plans: list[Plan] = []
     if run is not None:
-        plans.append(run)
+        plans.append(replace(run, is_of_run=True))
     if accumulate > 1 and not has_batch_norm:
         plans.append(Plan("single without accumulation", 1, single().strategy, 1))
     for ranks, choices in CHOICES.items():
@@ -107,7 +109,7 @@ def with_same_statistics(plan: Plan) -> Plan:
         changes["num_microbatches"] = 1
     if "schedule" in plan.strategy:
         changes["schedule"] = "gpipe"  # which one micro-batch is enough for
-    return Plan(plan.name, plan.ranks, plan.strategy | changes, plan.accumulate)
+    return replace(plan, strategy=plan.strategy | changes)
 
 
 def name_of(name: str, options: Mapping[str, Any], ranks: int) -> str:
@@ -120,21 +122,39 @@ def name_of(name: str, options: Mapping[str, Any], ranks: int) -> str:
     return " ".join([name, *chosen, *([f"on {ranks}"] if ranks > 1 else [])])
 
 
-def check_ranks(ranks: int) -> None:
+def is_chosen(plan: Plan, only: Sequence[str]) -> bool:
+    """Whether the row of a plan is asked for.
+
+    Args:
+        plan: of a strategy.
+        only: names of the strategies that are asked for; empty: all of them.
+    """
+    return plan.is_of_run or not only or plan.name.split()[0] in only
+
+
+def check_ranks(ranks: int, key: str) -> None:
     """Check the number of ranks.
+
+    Args:
+        ranks: the most to start.
+        key: begins the message.
 
     Raises:
         ConfigError: it is not allowed.
     """
     if not 2 <= ranks <= MOST_RANKS:
         raise ConfigError(
-            f"--nproc {ranks}: must be a number from 2 to {MOST_RANKS}, the most ranks on the CPU "
+            f"{key}{ranks}: must be a number from 2 to {MOST_RANKS}, the most ranks on the CPU "
             "that a comparison starts"
         )
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str], key: str) -> None:
     """Check the names of strategies of which the rows are asked for.
+
+    Args:
+        names: of strategies.
+        key: begins the message.
 
     Raises:
         ConfigError: one is not compared.
@@ -143,7 +163,7 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"--only {name}: there is no such strategy to compare; allowed: {', '.join(known)}"
+                f"{key}{name}: there is no such strategy to compare; allowed: {', '.join(known)}"
             )
 
 

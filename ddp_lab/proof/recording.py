@@ -54,6 +54,7 @@ class Recording:
         clipped: of each step, as the optimizer gets them; empty if the run does not clip.
         norms: L2 norm of the gradients of each step; empty if the run does not clip.
         weights: and buffers after the last step.
+        dropout: names of the probabilities that were set to 0.
         other_gradient: the first gradient of step 1 that is not the same on all replicas; None: all
             are.
         summed: gradients of step 1, summed over replicas that have different ones; else empty.
@@ -68,6 +69,7 @@ class Recording:
     clipped: list[Tensors] = field(default_factory=list[Tensors])
     norms: list[float] = field(default_factory=list[float])
     weights: Tensors = field(default_factory=Tensors)
+    dropout: list[str] = field(default_factory=list[str])
     other_gradient: OtherTensor | None = None
     summed: Tensors = field(default_factory=Tensors)
     drifted: OtherTensor | None = None

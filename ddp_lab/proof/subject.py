@@ -142,13 +142,18 @@ def in_group(work: Callable[[Runtime], Recording], dtype: torch.dtype) -> Record
             except ConfigError as error:  # its traceback would keep the process group alive
                 recording = Recording(0)
                 problem = str(error)
-            Strategy.active = None
-            forget_layouts()
+            leave_group()
     finally:
         torch.set_default_dtype(before)
     if problem:
         raise ConfigError(problem)
     return recording
+
+
+def leave_group() -> None:
+    """Forget what the process knows of the last strategy, before its process group closes."""
+    Strategy.active = None
+    forget_layouts()
 
 
 def train(cfg: Config, dataset: Dataset, reverses: bool, runtime: Runtime) -> Recording:
@@ -162,10 +167,11 @@ def train(cfg: Config, dataset: Dataset, reverses: bool, runtime: Runtime) -> Re
     """
     data = in_dtype(dataset, torch.get_default_dtype())
     job = runtime.succeed("checks", partial(prepare, cfg, runtime, dataset=data))
-    without_dropout(job.model)
+    dropout = without_dropout(job.model)
     with job.options.backend_flags(runtime):
         trainer = job.trainer()
-        return record(trainer.eager_step, job.loaders["train"], reverses)
+        recording = record(trainer.eager_step, job.loaders["train"], reverses)
+        return replace(recording, dropout=dropout)
 
 
 def few_samples(dataset: Dataset, number: int) -> Dataset:

@@ -1,6 +1,7 @@
 """The proof of a run of a config: `ddp-lab verify`."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,11 +9,12 @@ import torch
 from ddp_lab.config.build import Config, find_target
 from ddp_lab.config.change import resolved
 from ddp_lab.proof.compare import RunFacts, RunReport, compare
-from ddp_lab.proof.plans import Plan, make_plans, single
+from ddp_lab.proof.plans import Plan, is_chosen, make_plans, single
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.workers import Workers
 
 # What the ranks would import, each by itself.
+FEW = 4  # plans for which it does not pay
 USED = (
     "ddp_lab.strategies.ddp",
     "ddp_lab.strategies.mesh",
@@ -46,11 +48,16 @@ def verify_run(
         run = plan_of_run(strategy, options, ranks)
     facts = RunFacts(values["max_grad_norm"], values["accumulate"], subject.has_batch_norm())
     plans = make_plans(run, options, ranks, facts.accumulate, facts.has_batch_norm)
-    plans = [plan for plan in plans if is_chosen(plan, only) or plan.name == (run and run.name)]
-    for name in USED:
-        importlib.import_module(name)
+    plans = [plan for plan in plans if is_chosen(plan, only)]
+    preload(plans)
     with Workers(subject, ranks) as workers:
         return compare(workers, single(), plans, facts)
+
+
+def preload(plans: Sequence[Plan]) -> None:
+    """Import what many plans would import, on each of their ranks."""
+    for name in USED if len(plans) > FEW else ():
+        importlib.import_module(name)
 
 
 def plan_of_run(strategy: str, options: dict[str, Any], ranks: int) -> Plan:
@@ -64,8 +71,3 @@ def plan_of_run(strategy: str, options: dict[str, Any], ranks: int) -> Plan:
     if find_target("strategy._target_", options["_target_"]).one_process:
         return Plan(strategy, 1, options)
     return Plan(f"{strategy} on {ranks}", ranks, options)
-
-
-def is_chosen(plan: Plan, only: tuple[str, ...]) -> bool:
-    """Whether a row is asked for."""
-    return not only or plan.name.split()[0] in only
