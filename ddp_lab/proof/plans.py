@@ -129,7 +129,8 @@ def is_chosen(plan: Plan, only: Sequence[str]) -> bool:
         plan: of a strategy.
         only: names of the strategies that are asked for; empty: all of them.
     """
-    return plan.is_of_run or not only or plan.name.split()[0] in only
+    always = plan.is_of_run or plan.accumulate is not None or not only
+    return always or plan.name.split()[0] in only
 
 
 def check_ranks(ranks: int, key: str) -> None:
