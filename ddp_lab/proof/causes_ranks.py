@@ -114,6 +114,12 @@ def by_drawing(case: Case) -> Cause | None:
     if any(right) and len(wrong) > 1 and all(case.equal(first, value) for value in wrong):
         text = f"Rank {right.index(True)} has the expected value and all others have another"
         return Cause(None, f"{text}: it is loaded or updated on one rank only. Broadcast it.")
+    if any(right) and has_own_samples(case):
+        return Cause(
+            None,
+            f"Rank {right.index(True)} has the expected value, and the other ranks those of their "
+            "own samples: the gradients are summed on one rank (reduce). Use all_reduce.",
+        )
     if not depends_on_samples:
         text = "The value does not depend on the samples, and yet each rank has its own"
     else:
@@ -124,3 +130,17 @@ def by_drawing(case: Case) -> Cause | None:
         "added later, or updated on one rank only. Draw it from the same seed, or broadcast it "
         "from rank 0.",
     )
+
+
+def has_own_samples(case: Case) -> bool:
+    """Whether ranks with a wrong value have that of their own samples, or a multiple of it."""
+    values = list(enumerate(case.values()))
+    wrong = [pair for pair in values if not case.equal(case.reference, pair[1])]
+    for parts in case.evidence.parts.values():
+        if len(parts) == len(values) and all(
+            case.name in parts[rank].tensors
+            and case.factor(parts[rank].tensors[case.name], value) is not None
+            for rank, value in wrong
+        ):
+            return True
+    return False

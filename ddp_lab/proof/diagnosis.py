@@ -138,7 +138,8 @@ def where(case: Case) -> str:
         if case.name in tensors and not case.equal(case.reference, tensors[case.name])
     ]
     if len(differ) < len(values):
-        parts.append(f"on rank {', '.join(differ)} only")
+        noun = "rank" if len(differ) == 1 else "ranks"
+        parts.append(f"on {noun} {', '.join(differ)} only")
     elif len(values) > 1 and not all_same_shape(values):
         parts.append("in different shapes")
     elif len(values) > 1 and not case.agree:

@@ -11,7 +11,7 @@ from ddp_lab.proof.alone import Alone, rows_needed
 from ddp_lab.proof.batches import select, size_of
 from ddp_lab.proof.diagnosis import diagnose
 from ddp_lab.proof.evidence import Evidence, Tensors, merge
-from ddp_lab.proof.foreign_server import Server, StepError
+from ddp_lab.proof.foreign_server import Server, StepError, pickled_batches
 from ddp_lab.proof.names import with_names_of
 from ddp_lab.proof.report import Report, Row
 
@@ -56,6 +56,7 @@ def verify(
     """
     sizes = checked_sizes(nproc)
     check_numbers(tolerance, timeout)
+    pickled_batches([batch])  # refused before a process starts
     with Server(step) as server:
         return compare(server, batch, sizes, tolerance, timeout)
 

@@ -25,6 +25,7 @@ from ddp_lab.config.causes import is_secondary
 from ddp_lab.config.errors import ConfigError, describe_error, place_of
 
 HOST = "127.0.0.1"
+MARGIN = 60.0  # seconds
 # Set by a launcher; a step with one rank must not see them.
 OF_LAUNCHERS = (
     "RANK",
@@ -47,7 +48,7 @@ class Place:
     Attributes:
         rank, world_size: of this process.
         port: of the store of the ranks.
-        timeout: seconds after which a collective fails.
+        timeout: seconds for all calls of the step.
     """
 
     rank: int
@@ -138,7 +139,9 @@ def prepare(place: Place) -> None:
 def join_group(place: Place) -> None:
     """Open the process group of several ranks."""
     if place.world_size > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=place.timeout))
+        # The parent ends the ranks before, and asks where they wait.
+        timeout = timedelta(seconds=place.timeout + MARGIN)
+        dist.init_process_group("gloo", timeout=timeout)
 
 
 def call(step: Any, place: Place, batch: Any) -> Answer:
@@ -175,6 +178,8 @@ def checked(returned: Any) -> dict[str, Tensor]:
             tensor = tensor.full_tensor()
         if tensor.is_sparse:
             tensor = tensor.to_dense()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
         tensors[name] = tensor.cpu().contiguous().clone()
     return tensors
 

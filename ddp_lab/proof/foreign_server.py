@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -129,6 +130,7 @@ def serve(payload: bytes, pipe: Connection) -> None:
     For each request a list of the answers of all ranks is sent, one for each batch; the last may
     be a failure.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends all
     torch.set_num_threads(1)
     # DDP and optimizers import it when they are first used: seconds, on each of the ranks
     importlib.import_module("torch._dynamo")

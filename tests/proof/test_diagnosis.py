@@ -164,9 +164,16 @@ def test_value_of_one_rank_is_drawn_or_was_not_broadcast():
     expected = tensors()
     drawn = diagnosed(expected, [expected, tensors(5), tensors(6)])
     assert "it is drawn on each rank" in drawn.cause
-    assert "on rank 1, 2 only" in drawn.where
+    assert "on ranks 1, 2 only" in drawn.where
     loaded = diagnosed(expected, [expected, tensors(5), tensors(5)])
     assert "it is loaded or updated on one rank only" in loaded.cause
+
+
+def test_sum_on_one_rank_only_is_a_reduce():
+    rows, expected = samples()
+    own = total([1 / 8] * 4, rows[4:])
+    cause = diagnosed(expected, [expected, own], rows).cause
+    assert "Rank 0 has the expected value, and the other ranks those of their own samples" in cause
 
 
 def test_shards_in_another_order_and_missing_ones():
