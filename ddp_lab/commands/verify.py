@@ -27,7 +27,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab verify", __doc__)
     parser.add_overrides("Hydra overrides of train.py, for example model=vit strategy=fsdp")
     parser.add_argument(
-        "--nproc", type=int, default=4, metavar="N", help="the most ranks, 2 to 4 (default: 4)"
+        "--nproc", type=int, default=4, metavar="N", help="the most ranks: 2 or 4 (default: 4)"
     )
     parser.add_argument(
         "--only",

@@ -395,7 +395,7 @@ class Lab:
             loss, accumulate, max_grad_norm, targets, collate_fn: as for `trainer`.
             dataset: map-style dataset, as for `Trainer.batches`.
             optimizer: as for `trainer`; None: SGD with momentum.
-            nproc: the most ranks, 2 to 4.
+            nproc: the most ranks, 2 or 4.
             only: names of the strategies to compare, besides that of the Lab; empty: all.
 
         Returns:

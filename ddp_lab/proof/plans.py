@@ -7,7 +7,6 @@ from typing import Any
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.arguments import find_strategy
 
-MOST_RANKS = 4
 # By the number of ranks: strategies with their options. The most ranks come first, because ranks
 # that have worked together can go on as fewer (workers.py).
 CHOICES: Mapping[int, tuple[tuple[str, dict[str, Any]], ...]] = {
@@ -143,10 +142,11 @@ def check_ranks(ranks: int, key: str) -> None:
     Raises:
         ConfigError: it is not allowed.
     """
-    if not 2 <= ranks <= MOST_RANKS:
+    allowed = [number for number in sorted(CHOICES) if number > 1]
+    if ranks not in allowed:
         raise ConfigError(
-            f"{key}{ranks}: must be a number from 2 to {MOST_RANKS}, the most ranks on the CPU "
-            "that a comparison starts"
+            f"{key}{ranks}: must be {' or '.join(map(str, allowed))}, the ranks on the CPU that a "
+            "comparison starts"
         )
 
 
@@ -168,9 +168,14 @@ def check_names(names: Sequence[str], key: str) -> None:
             )
 
 
-def batch_size_for(accumulate: int) -> int:
-    """Return a global batch that every plan can divide: each micro-batch has a sample or more."""
-    return max(16, 2 * MICRO_BATCHES * accumulate)
+def batch_size_for(accumulate: int, micro_batches: int = MICRO_BATCHES) -> int:
+    """Return a global batch that every plan can divide: each micro-batch has a sample or more.
+
+    Args:
+        accumulate: number of gradient-accumulation steps.
+        micro_batches: of the strategy of the run; those of a plan are MICRO_BATCHES.
+    """
+    return max(16, 2 * max(micro_batches, MICRO_BATCHES) * accumulate)
 
 
 def samples_for(batch_size: int) -> int:

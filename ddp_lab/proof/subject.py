@@ -82,7 +82,7 @@ class ConfigRun:
             ConfigError: the data cannot be loaded, or are too few.
         """
         accumulate = 1 if cfg.accumulate == "auto" else cfg.accumulate
-        batch_size = batch_size_for(accumulate)
+        batch_size = batch_size_for(accumulate, cfg.strategy.get("num_microbatches", 1))
         sizes = {"batch_size": batch_size, "accumulate": accumulate}
         plain = {key: value for key, value in PLAIN.items() if key in cfg}
         cfg = changed(cfg, plain | OF_GROUPS | sizes)

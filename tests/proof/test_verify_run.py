@@ -2,18 +2,17 @@
 
 import json
 import os
-
 import time
 
 import proof_models
 import pytest
-import torch
 import wrong_strategies
 from launches import call_in_process
 from own_strategies import Mine
 from worlds import once
 
 from ddp_lab.config.check import check
+from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.arguments import find_strategy
 from ddp_lab.launchers.command_line import compose_config
@@ -22,7 +21,7 @@ from ddp_lab.proof.compare import RunFacts, compare
 from ddp_lab.proof.plans import CHOICES, Plan, batch_size_for, make_plans, samples_for, single
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.verify_run import verify_run
-from ddp_lab.proof.workers import Answer, Workers
+from ddp_lab.proof.workers import Workers
 from ddp_lab.run.build import prepare
 from ddp_lab.world.runtime import Runtime
 
@@ -63,10 +62,10 @@ def plan_of(strategy: type, ranks: int) -> Plan:
 def plant() -> None:
     """Print the report of all wrong strategies, and of a right one after one that has died."""
     run = run_of(*OWN, "model._target_=proof_models.Images", "accumulate=3", "max_grad_norm=9")
-    plans = [
-        plan_of(getattr(wrong_strategies, name), ranks) for name, (ranks, *_) in WRONG.items()
-    ]
+    plans = [plan_of(getattr(wrong_strategies, name), ranks) for name, (ranks, *_) in WRONG.items()]
+    sharded = find_strategy("fsdp", {})
     plans += [plan_of(wrong_strategies.Dies, 2), plan_of(Mine, 2)]
+    plans += [Plan("sharded on 2", 2, sharded), Plan("sharded on 3", 3, sharded)]
     with Workers(run, 4) as workers:
         report = compare(workers, single(), plans, RunFacts(9.0, 3))
     print(json.dumps(report.as_json()))
@@ -105,6 +104,12 @@ def test_right_strategy_is_equal_after_a_rank_has_died():
     assert "rank 1 exited with 3" in row_of("Dies")["reason"]
     assert row_of("Mine") == {"name": "Mine", "outcome": "equal", "reason": "", "difference": None}
     assert not planted()["ok"]
+
+
+def test_more_ranks_follow_fewer_with_another_history():
+    """Ranks number the sharded models that they have made."""
+    assert row_of("sharded on 2")["outcome"] == "equal"
+    assert row_of("sharded on 3")["outcome"] == "equal"
 
 
 def test_clipping_that_would_do_nothing_is_made_to_clip():
@@ -225,11 +230,17 @@ def test_batch_is_divided_by_every_plan_and_its_last_one_is_uneven():
         assert last % 2
 
 
+def test_batch_has_a_sample_for_each_micro_batch_of_the_run():
+    run = run_of(*TINY, "strategy=ddp_pipeline", "strategy.num_microbatches=8", "accumulate=1")
+    assert run.cfg.batch_size == 2 * 8
+    larger = run_of(*TINY, "strategy=ddp_pipeline", "strategy.num_microbatches=12")
+    assert larger.cfg.batch_size == 2 * 12
+
+
 def test_plans_have_all_strategies_and_the_options_of_the_run():
     plans = make_plans(None, {"find_unused_parameters": True}, 4, 1, False)
     names = {plan.name.split()[0] for plan in plans}
-    strategies = "scratch ddp fsdp pipeline ddp_pipeline tp mesh split dp".split()
-    assert names == {*strategies}
+    assert names == {path.stem for path in (CONF / "strategy").glob("*.yaml")} - {"single"}
     ddp = [plan for plan in plans if plan.name == "ddp on 2"]
     assert ddp[0].strategy["find_unused_parameters"] is True
     ranks = [plan.ranks for plan in plans]
@@ -243,5 +254,3 @@ def test_plans_of_two_ranks_start_no_more():
 
 def test_accumulation_is_compared_with_none():
     assert make_plans(None, {}, 2, 3, False)[0].accumulate == 1
-
-
