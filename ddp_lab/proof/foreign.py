@@ -16,6 +16,8 @@ from ddp_lab.proof.names import with_names_of
 from ddp_lab.proof.report import Report, Row
 
 Step = Callable[[int, int, Any], Mapping[str, Tensor]]
+# of all results for parts of the batch together, at most 2 GB in float64
+MOST_ELEMENTS = 2**28
 
 
 def verify(
@@ -85,7 +87,9 @@ def compare(
         rows[size] = judge(expected, results[size], tolerance, Evidence(ranks=results[size]))
     different = [size for size, row in rows.items() if row.outcome == "different"]
     if different:
-        alone = results_alone(server, batch, different, timeout)
+        elements = sum(tensor.numel() for tensor in expected.values())
+        most = MOST_ELEMENTS // max(1, elements)
+        alone = results_alone(server, batch, different, most, timeout)
         rows |= explain(expected, results, different, tolerance, alone)
     return Report(list(rows.values()))
 
@@ -129,12 +133,22 @@ def judge(
     return Row(name_of(len(ranks)), "equal", unexpected(expected, ranks))
 
 
-def results_alone(server: Server, batch: Any, sizes: Sequence[int], timeout: float) -> Alone:
-    """Return what one rank computes for parts of the batch, as far as it can and time allows."""
+def results_alone(
+    server: Server, batch: Any, sizes: Sequence[int], most: int, timeout: float
+) -> Alone:
+    """Return what one rank computes for parts of the batch, as far as it can and time allows.
+
+    Args:
+        server: with the step.
+        batch: the global one.
+        sizes: numbers of ranks, whose parts of the batch are computed.
+        most: number of results that memory allows; the parts of few ranks come first.
+        timeout: seconds for all.
+    """
     size = size_of(batch)
     if not size:
         return Alone()
-    needed = rows_needed(size, sizes)
+    needed = rows_needed(size, sizes)[:most]
     answers = server.answers(1, [select(batch, rows) for rows in needed], timeout)
     results = {
         rows: answer.tensors

@@ -171,8 +171,8 @@ def test_value_of_one_rank_is_drawn_or_was_not_broadcast():
 
 def test_sum_on_one_rank_only_is_a_reduce():
     rows, expected = samples()
-    own = total([1 / 8] * 4, rows[4:])
-    cause = diagnosed(expected, [expected, own], rows).cause
+    second = total([1 / 8] * 4, rows[4:])
+    cause = diagnosed(expected, [expected, second], rows).cause
     assert "Rank 0 has the expected value, and the other ranks those of their own samples" in cause
 
 

@@ -63,6 +63,20 @@ def rows(tmp_path_factory):
     return reports(programs, SIZES)
 
 
+@pytest.fixture(scope="module")
+def rows_of_float32(tmp_path_factory):
+    """Return the rows of the reports of the wrong programs that compute in float32."""
+    folder = tmp_path_factory.mktemp("float32")
+    programs = {}
+    for name in MENDS:
+        programs[name] = folder / f"{name}.py"
+        source = source_of(name)
+        assert "torch.float64" in source or ".double()" in source
+        source = source.replace("torch.float64", "torch.float32").replace(".double()", ".float()")
+        programs[name].write_text(source)
+    return reports(programs, SIZES)
+
+
 def test_museum_has_a_cause_and_a_mend_for_every_program():
     names = {path.stem for path in MUSEUM.glob("[a-z]*.py")}
     assert len(names) == 16
@@ -76,16 +90,27 @@ def test_museum_has_a_cause_and_a_mend_for_every_program():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CAUSES)
 def test_wrong_program_is_reported_with_its_factor_and_cause(name, size, rows):
+    require_cause(name, size, rows[name][size], 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CAUSES)
+def test_wrong_program_in_float32_is_reported_with_the_same_cause(name, size, rows_of_float32):
+    require_cause(name, size, rows_of_float32[name][size], 1e-4)
+
+
+def require_cause(name, size, row, tolerance):
+    """Check the factor, within a relative tolerance, and the cause that a row reports."""
     *factors, first, words = CAUSES[name]
     factor = factors[SIZES.index(size)]
-    row = rows[name][size]
     assert row.outcome == "different", row
     assert row.difference.name == first
     assert not [word for word in words if word not in row.difference.cause], row.difference.cause
     if factor is None:
         assert row.difference.factor is None
     else:
-        assert row.difference.factor == pytest.approx(factor, rel=1e-6)
+        assert row.difference.factor == pytest.approx(factor, rel=tolerance)
     details = DETAILS.get(name, [""] * len(SIZES))
     assert details[SIZES.index(size)] in row.difference.cause
 

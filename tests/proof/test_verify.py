@@ -21,7 +21,11 @@ from ddp_lab.proof.report import Row
 @pytest.fixture(scope="module")
 def rows_of():
     """Return a function that compares a step and returns the rows; all share one server."""
-    with Server(foreign_steps.dispatch) as server:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as in a rank of torchrun
+            patch.setenv(name, "0")
+        server = Server(foreign_steps.dispatch)
+    with server:
 
         def rows_of(step, sizes=(2,), timeout=60.0) -> dict[str, Row]:
             named = (step.__name__, foreign_steps.batch_of())
