@@ -392,9 +392,13 @@ class Lab:
 
         Args:
             model: on the CPU; it stays as it is.
-            loss, accumulate, max_grad_norm, targets, collate_fn: as for `trainer`.
+            loss: as for `trainer`.
             dataset: map-style dataset, as for `Trainer.batches`.
             optimizer: as for `trainer`; None: SGD with momentum.
+            accumulate: number of gradient-accumulation steps.
+            max_grad_norm: largest L2 norm of the complete model's gradient; None: no clipping.
+            targets: which part of a sample is the target, as for `trainer`.
+            collate_fn: makes a batch of a list of samples, as for `trainer`.
             nproc: the most ranks, 2 or 4.
             only: names of the strategies to compare, besides that of the Lab; empty: all.
 
