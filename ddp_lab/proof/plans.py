@@ -93,7 +93,9 @@ def make_plans(
             of_model = {key: options[key] for key in OF_MODEL if key in options and key in node}
             if "num_microbatches" in node:
                 of_model["num_microbatches"] = MICRO_BATCHES
-            plans.append(Plan(name_of(name, chosen, ranks), ranks, node | of_model))
+            plan = Plan(name_of(name, chosen, ranks), ranks, node | of_model)
+            if run is None or plan.name != run.name:
+                plans.append(plan)
     if has_batch_norm:
         plans = [with_same_statistics(plan) for plan in plans]
     return plans

@@ -148,7 +148,7 @@ def of_models() -> dict:
 )
 def test_model_is_equal_with_a_note_about_what_is_compared(model, note):
     report = of_models()[model]
-    assert [row["outcome"] for row in report["rows"]] == ["equal", "equal"]
+    assert [(row["name"], row["outcome"]) for row in report["rows"]] == [("ddp on 2", "equal")]
     assert report["ok"]
     (line,) = [line for line in report["notes"] if line.startswith(note)]
     assert len(line) < 400
@@ -246,6 +246,13 @@ def test_plans_have_all_strategies_and_the_options_of_the_run():
     ranks = [plan.ranks for plan in plans]
     assert ranks == sorted(ranks, reverse=True), "ranks go on as fewer, and not as more"
     assert len(plans) == sum(map(len, CHOICES.values()))
+
+
+def test_strategy_of_the_run_is_compared_once_and_first():
+    run = Plan("ddp on 4", 4, find_strategy("ddp", {"bucket_cap_mb": 1}))
+    plans = make_plans(run, {}, 4, 1, False)
+    assert [plan.name for plan in plans].count("ddp on 4") == 1
+    assert plans[0].strategy["bucket_cap_mb"] == 1
 
 
 def test_plans_of_two_ranks_start_no_more():
