@@ -35,8 +35,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
     missing = [name for name in MENDS if name not in answers]
     if missing:
         raise Wrong(
-            f"{len(answers)} of {len(MENDS)} lines are right; {missing[0]} is missing. There "
-            f"{MENDS[missing[0]].symptom}."
+            f"{len(answers)} of {len(MENDS)} lines are right; {missing[0]} is missing. In this "
+            f"program {MENDS[missing[0]].symptom}."
         )
 
 
