@@ -1,6 +1,6 @@
 """Train one model with any distribution strategy, with the same result.
 
-The library is six names; everything else may change:
+The library is seven names; everything else may change:
 
 Lab         the ranks that torchrun or `launch` has started, and trainers of models on them
 launch      starts ranks from a script or a notebook
@@ -8,6 +8,7 @@ gather      the outputs of the global batch, for a loss that compares its sample
 own_rows    which of them are those of this rank
 Hook        what a training calls between its steps, the base class of callbacks
 tasks       what a model can be trained for, with its loss and its metrics
+verify      whether a step of your own computes on several ranks what it computes on one
 
 The subpackages from the lowest layer up; each imports only from those before it
 (tests/test_layout.py):
@@ -28,6 +29,7 @@ launchers   the start of a run: command line, preflight checks, sweeps, Slurm
 run         construction of the parts of a run, and its execution
 advise      what a run would need, from real steps on fake tensors, and what to use in place of it
 eject       a run as one file of plain PyTorch, from templates
+proof       the comparison of any number of ranks with one, and the cause of a difference
 exercises   the mechanisms as exercises, which check themselves
 commands    the commands of `ddp-lab`, one file each; `__main__.py` chooses the command
 """
@@ -39,10 +41,11 @@ if TYPE_CHECKING:
     from ddp_lab import tasks
     from ddp_lab.lab.lab import Lab
     from ddp_lab.lab.launch import launch
+    from ddp_lab.proof.foreign import verify
     from ddp_lab.strategies.gathering import gather, own_rows
     from ddp_lab.training.hooks import Hook
 
-__all__ = ["Hook", "Lab", "gather", "launch", "own_rows", "tasks"]
+__all__ = ["Hook", "Lab", "gather", "launch", "own_rows", "tasks", "verify"]
 
 MODULES = {
     "Hook": "ddp_lab.training.hooks",
@@ -50,6 +53,7 @@ MODULES = {
     "gather": "ddp_lab.strategies.gathering",
     "launch": "ddp_lab.lab.launch",
     "own_rows": "ddp_lab.strategies.gathering",
+    "verify": "ddp_lab.proof.foreign",
 }
 
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "export": "write the model of a trained run as .safetensors, .onnx or .pt2",
     "eject": "write a run as one file of plain PyTorch, without ddp_lab",
     "merge": "make one file of a sharded checkpoint",
+    "verify": "verify that every strategy computes what one device computes, for your model",
     "advise": "plan each strategy's memory and communication, or measure it (--measure)",
     "shards": "write shards of tokens for data=tokens from text files",
     "doctor": "check machines and config before a launch",

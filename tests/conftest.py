@@ -24,6 +24,8 @@ FIRST = [
     "equivalence",
     "trackers",
     "exercises",
+    "museum",
+    "verify",
     "launch",
     "traced",
     "by_strategy",

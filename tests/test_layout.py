@@ -85,6 +85,31 @@ def test_config_is_read_in_one_place():
     assert others == BUILDS_RUN, "all others get values and callables, and no part of the config"
 
 
+# The subpackages that others do without, with the commands that are theirs.
+OPTIONAL = {
+    "exercises": {"commands.exercise"},
+    "proof": {"commands.verify", "exercises"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_nothing_else_imports_an_optional_subpackage(name):
+    """Without it and its commands all others work."""
+    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
+    importers = {
+        module
+        for module, path in modules.items()
+        if any(imported.partition(".")[0] == name for imported in imports_of(path))
+    }
+    theirs = OPTIONAL[name]
+    others = {
+        module for module in importers if not {module, module.partition(".")[0]} & {name, *theirs}
+    }
+    assert not others
+    scripts = [path for path in (ROOT / "scripts").glob("*.py") if name in imports_of(path)]
+    assert not scripts
+
+
 def test_models_are_known_to_nobody_above_them():
     """What a strategy or an option needs of a layer, the layer says by an attribute or its type."""
     configs = "".join(path.read_text() for path in (ROOT / "conf/model").glob("*.yaml"))

@@ -78,7 +78,8 @@ def test_page_of_the_api_names_every_public_name():
     made = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     public = [f"ddp_lab.{name}" for name in ddp_lab.__all__ if name != "tasks"]
     public += [f"ddp_lab.tasks.{name}" for name in tasks.__all__]
-    assert sorted(made) == sorted([*public, TRAINER])
+    reports = [f"ddp_lab.proof.report.{name}" for name in ("Report", "Row", "Difference")]
+    assert sorted(made) == sorted([*public, *reports, TRAINER])
     assert "`tasks`" in page
 
 

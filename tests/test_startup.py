@@ -105,7 +105,7 @@ def test_default_run_loads_few_files_and_no_large_package_and_warns_of_nothing(t
     others = set(files.split()) - of_trackers - {"data/trees.py"}  # for their pictures
     assert len(others) <= MOST_LOADED, sorted(others)
     folders = {name.partition("/")[0] for name in others}
-    assert not folders & {"advise", "lab", "speed", "exercises"}
+    assert not folders & {"advise", "lab", "speed", "exercises", "proof"}
     assert "arning" not in ended.stderr + ended.stdout.rpartition("\n\n")[0], ended.stderr
     assert "ddp_lab.training.loop" in modules
     assert not {"torchvision", "torchmetrics", "sklearn", "scipy"} & set(modules)

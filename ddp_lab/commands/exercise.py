@@ -98,6 +98,11 @@ def start(exercise: "Exercise", file: Path) -> None:
         raise ConfigError(f"{file}: already exists; continue there, or remove it to start again")
     file.parent.mkdir(exist_ok=True)
     check_folder(file, "--folder")
+    for name, text in getattr(exercise.check, "FILES", {}).items():
+        further = file.parent / name
+        if not further.exists():
+            further.parent.mkdir(exist_ok=True)
+            further.write_text(text)
     file.write_text(exercise.template())
     print(
         f"{file}: write {' and '.join(exercise.check.WRITE)}, then `{COMMAND} check "

@@ -29,6 +29,7 @@ TITLES = {
     "one_f_one_b_schedule": "the 1F1B schedule, which keeps fewer activations",
     "resume_epoch": "resume in the middle of an epoch, on another number of ranks",
     "weighted_mean": "a weighted mean whose elements are spread over the ranks unequally",
+    "spot_the_bug": "the line of the error in sixteen programs that train wrongly on several ranks",
 }
 
 
@@ -39,6 +40,7 @@ class Check(Protocol):
         WRITE: names of the functions, or Class.method, whose bodies the learner writes.
         RANKS: the numbers of processes on which the solution is checked.
         HINTS: from a nudge to almost the solution.
+        FILES: optional; texts of further files by their paths beside the learner's file.
     """
 
     WRITE: tuple[str, ...]

@@ -1,5 +1,6 @@
 """The ranks of a script or a notebook, and trainers of models on them."""
 
+import importlib
 import itertools
 import math
 import weakref
@@ -159,6 +160,16 @@ class Lab:
         if self._runtime is None:
             raise ConfigError("Lab: is not open; use it as `with Lab(...) as lab:`")
         return self._runtime
+
+    @classmethod
+    def forget_open(cls) -> None:
+        """Forget the Lab that is open in the process from which this one was forked."""
+        cls._open = None
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The class of the strategy, under the key `_target_`, and its options."""
+        return dict(self._strategy)
 
     @property
     def rank(self) -> int:
@@ -360,6 +371,59 @@ class Lab:
             trainer = Trainer(strategy, model, task, recipe, options)
         self._trainers.add(trainer)
         return trainer
+
+    def verify(
+        self,
+        model: nn.Module,
+        loss: LossFunction | Task,
+        dataset: Any,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        *,
+        targets: str | int | None = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        nproc: int = 4,
+        only: Sequence[str] = (),
+    ) -> Any:
+        """Compare what the strategies compute with what one device computes, as `ddp-lab verify`.
+
+        It starts ranks on the CPU, which train a copy of the model for three steps, the last one on
+        a partial batch. Call it in a script of one process, before `trainer`.
+
+        Args:
+            model: on the CPU; it stays as it is.
+            loss: as for `trainer`.
+            dataset: map-style dataset, as for `Trainer.batches`.
+            optimizer: as for `trainer`; None: SGD with momentum.
+            accumulate: number of gradient-accumulation steps.
+            max_grad_norm: largest L2 norm of the complete model's gradient; None: no clipping.
+            targets: which part of a sample is the target, as for `trainer`.
+            collate_fn: makes a batch of a list of samples, as for `trainer`.
+            nproc: the most ranks, 2 or 4.
+            only: names of the strategies to compare, besides that of the Lab; empty: all.
+
+        Returns:
+            A report: `print(report)` shows a row for each strategy, `report.ok` is whether nothing
+                differs, and `report.rows` are the rows.
+
+        Raises:
+            ConfigError: an argument is not allowed; the ranks cannot be started here; or the
+                training is not the same twice on one device.
+        """
+        # by name, because the library is below the subpackage of proofs
+        proof: Any = importlib.import_module("ddp_lab.proof.verify_lab")
+        run = proof.LabRun(
+            model,
+            loss,
+            proof.few_samples(dataset, accumulate),
+            optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+            accumulate,
+            targets,
+            collate_fn,
+            self.seed,
+        )
+        return proof.verify_lab(self, run, max_grad_norm, nproc, tuple(only))
 
 
 def call_all(*functions: Callable[[], object]) -> Exception | None:

@@ -70,7 +70,9 @@ OF_ANY_LENGTH = (
 )
 
 
-def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job:
+def prepare(
+    cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = (), dataset: Dataset | None = None
+) -> Job:
     """Construct a run and check everything that can be checked before its directory is created.
 
     Collective.
@@ -79,6 +81,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
         cfg: the config, in which no value is left to be chosen by memory.
         runtime: the ranks.
         notes: lines for the log about what was chosen.
+        dataset: as for `build`.
 
     Raises:
         ConfigError: the config cannot be used, or a machine cannot take part in the run.
@@ -89,7 +92,7 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
 
         findings = check_network(runtime)
     source = find_resumed(cfg, runtime)
-    job = build(cfg, runtime, with_weights=source is None)
+    job = build(cfg, runtime, with_weights=source is None, dataset=dataset)
     job.notes[:0] = [*notes, *left_out(cfg)]
     by_metric = job.shape.metric if isinstance(job.shape, ShapeByMetric) else None
     check_selection(cfg, job, by_metric)
@@ -102,7 +105,9 @@ def prepare(cfg: DictConfig, runtime: Runtime, notes: Sequence[str] = ()) -> Job
     return replace(job, settings=settings, callbacks=make_callbacks(cfg))
 
 
-def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
+def build(
+    cfg: DictConfig, runtime: Runtime, with_weights: bool = True, dataset: Dataset | None = None
+) -> Job:
     """Construct a run.
 
     Collective. It does not open the process group and writes nothing but missing downloads.
@@ -112,13 +117,14 @@ def build(cfg: DictConfig, runtime: Runtime, with_weights: bool = True) -> Job:
         runtime: the ranks.
         with_weights: whether to load the file `model.weights`, which a run that resumes from a
             checkpoint does not need.
+        dataset: what to train on, the same on all ranks; None: what the config names.
 
     Raises:
         ConfigError: a value of the config is not allowed with this model, dataset, strategy, device
             or number of ranks.
     """
     strategy = construct("strategy", cfg.strategy, runtime)
-    dataset = load_dataset(cfg, runtime)
+    dataset = dataset or load_dataset(cfg, runtime)
     sizes = make_sizes(cfg, strategy, dataset)
     task = make_task(cfg, dataset)
     spec = model_spec(cfg.model, dataset.model_shape())

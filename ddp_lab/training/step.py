@@ -214,8 +214,7 @@ class Step:
         if skip or scale is not None:
             buffers = [buffer.clone() for buffer in self.strategy.module.buffers()]
         if batch is not None:
-            accumulate = self.options.accumulate
-            self.sums = self.strategy.forward_backward(*self.mixed(batch), accumulate)
+            self.sums = self.backward(batch)
         if self.running_sums.norm is not None:
             norm = self.strategy.gradient_norm()
             self.running_sums.norm.copy_(norm)
@@ -237,6 +236,10 @@ class Step:
         if batch is not None:
             self.running_sums.add(self.sums)
         self.zero_grad()
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Compute the gradients of the GLOBAL batch, before they are clipped; return the sums."""
+        return self.strategy.forward_backward(*self.mixed(batch), self.options.accumulate)
 
     def zero_grad(self) -> None:
         """Remove the gradients of all parameters, also of those that the optimizer leaves out.

@@ -57,6 +57,14 @@ def test_exercise_from_the_list_to_the_right_solution(exercise_command, tmp_path
     assert "still raises" in check(tmp_path, "split_batch --folder mine")[1]
 
 
+def test_exercise_about_programs_comes_with_them(exercise_command, tmp_path):
+    code, text, _ = exercise_command("start spot_the_bug")
+    assert (code, "write wrong_lines" in text) == (0, True)
+    programs = list((tmp_path / "exercises/museum").glob("*.py"))
+    assert len(programs) == 16
+    assert all("verify(step, make_batch())" in path.read_text() for path in programs)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
