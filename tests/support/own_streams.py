@@ -229,6 +229,6 @@ def hugging_face(split: str, size: int = SIZE, shards: int = 4, buffer: int = 0)
         return [dict(zip(("image", "label"), Evaluated()[index], strict=True)) for index in range(9)]
     rows = {"label": [number % 10 for number in range(size)], "number": [*range(size)]}
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=shards)
-    stream = stream.map(lambda row: {"image": sample(row["number"])[0], "label": row["label"]})
+    stream = stream.map(lambda row: {"image": sample(row["number"])[0].numpy(), "label": row["label"]})
     stream = stream.remove_columns("number").with_format("torch")
     return stream.shuffle(seed=3, buffer_size=buffer) if buffer else stream
