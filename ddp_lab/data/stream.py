@@ -38,6 +38,7 @@ from ddp_lab.data.seeds import seeded
 from ddp_lab.data.sources import Reading, parts_of
 from ddp_lab.data.trees import Tree, leaves, rows, stack
 
+STATE_SECONDS = 1.0  # between two states that a reader keeps: a resume reads less than this again
 LISTED = 1_000_000  # the most samples of a stream that evaluates, which is kept in memory
 
 
@@ -72,7 +73,7 @@ class Stream(Samples):
     make: Callable[[], Any]
     reading: Reading
     readers: int = 1
-    state_seconds: float = 1.0
+    state_seconds: float = field(default_factory=lambda: STATE_SECONDS)
     _first_items: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
 
     @property

@@ -221,6 +221,17 @@ class Ending(Images):
         yield from (Evaluated()[index] for index in range(31))
 
 
+class OfImage(torch.nn.Module):
+    """A model of samples that are dicts."""
+
+    def __init__(self, num_classes: int = 10):
+        super().__init__()
+        self.layer = torch.nn.Linear(28 * 28, num_classes)
+
+    def forward(self, image):
+        return self.layer(image.flatten(1) / 255)
+
+
 def hugging_face(split: str, size: int = SIZE, shards: int = 4, buffer: int = 0):
     """Return an IterableDataset of the package datasets, whose samples are dicts."""
     import datasets
