@@ -270,9 +270,7 @@ class Reader:
                 sample = self.stream.convert(item, number) if convert else None
         except ConfigError as error:
             raise SampleError(str(error)) from None
-        self.position = self.position._replace(
-            number=number + 1, in_pass=self.position.in_pass + 1
-        )
+        self.position = self.position._replace(number=number + 1, in_pass=self.position.in_pass + 1)
         return sample
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The loader of a stream: one rank's local batches of it, which processes of the rank read ahead."""
+"""The loader of a stream: the local batches of a rank, which its processes read ahead."""
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from multiprocessing import RawValue
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.config.errors import count as count_of
 from ddp_lab.data.batch import Batch, LoaderOptions
+from ddp_lab.data.dataset import Samples
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.data.loader import Loader, Trees
 from ddp_lab.data.stream import Position, Reader, Stream
@@ -121,7 +122,8 @@ class Chunks(IterableDataset[Chunk]):
         return sample
 
 
-def as_it_is(chunk: Chunk) -> Chunk:
+def as_it_is(chunk: Any) -> Chunk:
+    """Return a chunk, of which torch would else convert the parts."""
     return chunk
 
 
@@ -172,9 +174,8 @@ class StreamLoader(Loader):
         ConfigError: the options change samples by their numbers, or as `Loader`.
     """
 
-    data: Stream
-
-    def __init__(self, data: Stream, options: LoaderOptions):
+    def __init__(self, data: Samples, options: LoaderOptions):
+        assert isinstance(data, Stream), "other samples have loaders of their own"
         if options.crop_padding or options.flip:
             raise ConfigError(
                 f"data.crop_padding={options.crop_padding}, data.flip="
@@ -182,6 +183,7 @@ class StreamLoader(Loader):
                 "stream has no number. Use 0 and false, and augment in the dataset"
             )
         super().__init__(data, options)
+        self._stream = data
         self.positions: dict[int, Position] = {}
         replicas = options.dp_size
         self._readers = data.readers // math.gcd(data.readers, replicas)  # of this rank
@@ -235,7 +237,7 @@ class StreamLoader(Loader):
     def stream_position(self, ranks: Ranks) -> dict[str, Any]:
         states = {str(reader): [*position] for reader, position in self.positions.items()}
         merged = ranks.gather_and_decide("readers", states, merge)
-        return {"readers": self.data.readers, "states": merged}
+        return {"readers": self.data.readers, "states": dict(merged)}
 
     def begin_at(self, stream: Mapping[str, Any]) -> None:
         states = stream.get("states", {})
@@ -260,7 +262,7 @@ class StreamLoader(Loader):
         rank = self.options.dp_rank
         ranks = self.options.dp_size
         return Chunks(
-            self.data,
+            self._stream,
             rank + ranks * first,
             ranks * step,
             size,
@@ -301,7 +303,7 @@ class StreamLoader(Loader):
         if problem and not self._problem:
             self._problem = problem
             log.info(
-                f"{self.data.reading.name}: a resume reads the samples before again, and skips "
+                f"{self._stream.reading.name}: a resume reads the samples before again, and skips "
                 f"them: {problem}"
             )
 

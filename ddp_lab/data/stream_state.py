@@ -39,7 +39,9 @@ class StateKeeper:
         self._expected: list[str] = []
         self._first: Position | None = None
         self._kept_at = time.monotonic()
-        methods = (getattr(reader.dataset, name, None) for name in ("state_dict", "load_state_dict"))
+        methods = (
+            getattr(reader.dataset, name, None) for name in ("state_dict", "load_state_dict")
+        )
         if not all(map(callable, methods)):
             self.problem = "it has no state_dict and load_state_dict"
 
@@ -127,8 +129,8 @@ def decode(text: str) -> Any:
     return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
 
 
-def merge(states_by_rank: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Return for each reader the state after most samples.
+def merge(states_by_rank: list[dict[str, list[Any]]]) -> list[Any]:
+    """Return for each reader its number and the position with a state after most samples.
 
     Args:
         states_by_rank: of each rank the positions of its readers, by their numbers.
@@ -138,4 +140,4 @@ def merge(states_by_rank: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
         for reader, position in states.items():
             if reader not in merged or position[0] > merged[reader][0]:
                 merged[reader] = position
-    return merged
+    return [*merged.items()]

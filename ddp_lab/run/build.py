@@ -351,10 +351,7 @@ def make_fit_settings(
 
 def excluded_by(dataset: Dataset) -> dict[str, str]:
     """Return why the form of a dataset's batches excludes performance options, by their names."""
-    if dataset.train.is_endless:
-        by_stream = {"cuda_graph": OF_STREAM}
-    else:
-        by_stream = dict[str, str]()
+    by_stream = {"cuda_graph": OF_STREAM} if dataset.train.is_endless else dict[str, str]()
     if dataset.train.is_tree:
         return by_stream | dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     if not dataset.train.has_fixed_shapes:

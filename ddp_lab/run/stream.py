@@ -6,7 +6,6 @@ from typing import Any
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
-from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import by_epoch
 
 NO_EPOCHS = "a stream has no epochs: it begins again at its end, and the run is one epoch"
@@ -82,30 +81,3 @@ def check_sets(dataset: Dataset, fraction: float | None) -> None:
             "the dataset: is a stream, of which no samples can be held out, and there is no other "
             f"set to evaluate with. {ways}"
         )
-
-
-def check_resumed(progress: Progress, readers: int) -> None:
-    """Check that a run may continue a position with its data.
-
-    Args:
-        progress: of a checkpoint.
-        readers: of this launch; 0: its dataset is map-style.
-
-    Raises:
-        ConfigError: it may not.
-    """
-    before = progress.stream.get("readers", 0)
-    if not progress.step or before == readers:
-        return
-    other = "Use another name, and model.weights=CHECKPOINT to begin from its weights"
-    if not before or not readers:
-        kinds = ("a map-style dataset", "a stream")
-        raise ConfigError(
-            f"resume: the checkpoint is of a run on {kinds[bool(before)]}, and this one is on "
-            f"{kinds[bool(readers)]}, in which its position means nothing. {other}"
-        )
-    raise ConfigError(
-        f"data.readers={readers}: the checkpoint is of a run with data.readers={before}, which has "
-        f"another order of samples; some would be trained on twice and others never. Use "
-        f"data.readers={before}. {other}"
-    )

@@ -161,7 +161,7 @@ def train_guarded(
     progress = checkpoints.resume(settings.source, resume_schedules)
     readers = job.dataset.train.readers
     if readers or progress.stream:
-        from ddp_lab.run.stream import check_resumed
+        from ddp_lab.training.stream_position import check_resumed
 
         check_resumed(progress, readers)
     if runtime.is_main:

@@ -175,7 +175,8 @@ def test_stream_of_datasets_is_divided_by_its_shards_and_resumes_from_its_state(
     stream = stream_of(partial(own_streams.hugging_face, "train"), readers, targets="label")
     per_reader = own_streams.SIZE // readers
     numbers = [
-        number % readers * per_reader + number // readers % per_reader for number in range(5 * BATCH)
+        number % readers * per_reader + number // readers % per_reader
+        for number in range(5 * BATCH)
     ]
     assert targets_of(stream, 5) == [number % 10 for number in numbers]
     position = positions_after(stream, 4)
@@ -304,7 +305,9 @@ def test_ranks_with_other_samples_are_refused():
 def test_stream_that_evaluates_is_counted_once(monkeypatch):
     reading = Reading("the stream", 5)
     items = read_all(own_streams.Ending(), reading, "val")
-    assert [label for _, label in items] == [own_streams.Evaluated()[index][1] for index in range(31)]
+    assert [label for _, label in items] == [
+        own_streams.Evaluated()[index][1] for index in range(31)
+    ]
     monkeypatch.setattr(streams, "LISTED", 30)
     with pytest.raises(ConfigError, match="the val set is a stream of more than 30 samples"):
         read_all(own_streams.Ending(), reading, "val")

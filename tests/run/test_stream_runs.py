@@ -9,13 +9,20 @@ from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data import stream
-from ddp_lab.run.stream import check_resumed
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.stream_position import check_resumed
 
-SMALL = (
-    "data=own data.mean=[0.5] data.std=[0.2] data.num_workers=0 model=simple_cnn batch_size=12 "
-    "optimizer.lr=0.01 scheduler=constant tracker=none"
-).split()
+SMALL = [
+    "data=own",
+    "data.mean=[0.5]",
+    "data.std=[0.2]",
+    "data.num_workers=0",
+    "model=simple_cnn",
+    "batch_size=12",
+    "optimizer.lr=0.01",
+    "scheduler=constant",
+    "tracker=none",
+]
 
 
 def run(run_dir: Path, dataset: str, *overrides: str, ranks: int = 1) -> dict:
@@ -62,7 +69,13 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
         pytest.param("stateful", 2, "pipeline", (), marks=pytest.mark.slow),
         pytest.param("noisy", 2, "fsdp", ("data.readers=2",), marks=pytest.mark.slow),
         pytest.param("stateful", 3, "scratch", ("data.readers=4",), marks=pytest.mark.slow),
-        pytest.param("hugging_face", 2, "ddp", ("data.targets=label", "data.num_classes=10"), marks=pytest.mark.slow),
+        pytest.param(
+            "hugging_face",
+            2,
+            "ddp",
+            ("data.targets=label", "data.num_classes=10"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_resumed_run_is_bitwise_as_one_without_an_end(dataset, ranks, strategy, more, tmp_path):
@@ -168,7 +181,11 @@ def test_stream_that_divides_itself_by_rank_is_refused():
     ("before", "readers", "message"),
     [
         (2, 4, "data.readers=4: the checkpoint is of a run with data.readers=2, which has another"),
-        (0, 1, "resume: the checkpoint is of a run on a map-style dataset, and this one is on a st"),
+        (
+            0,
+            1,
+            "resume: the checkpoint is of a run on a map-style dataset, and this one is on a st",
+        ),
         (1, 0, "resume: the checkpoint is of a run on a stream, and this one is on a map-style da"),
     ],
 )

@@ -237,9 +237,10 @@ def hugging_face(split: str, size: int = SIZE, shards: int = 4, buffer: int = 0)
     import datasets
 
     if split != "train":
-        return [dict(zip(("image", "label"), Evaluated()[index], strict=True)) for index in range(9)]
+        samples = map(Evaluated().__getitem__, range(9))
+        return [{"image": image, "label": label} for image, label in samples]
     rows = {"label": [number % 10 for number in range(size)], "number": [*range(size)]}
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=shards)
-    stream = stream.map(lambda row: {"image": sample(row["number"])[0].numpy(), "label": row["label"]})
+    stream = stream.map(lambda row: {**row, "image": sample(row["number"])[0].numpy()})
     stream = stream.remove_columns("number").with_format("torch")
     return stream.shuffle(seed=3, buffer_size=buffer) if buffer else stream
