@@ -13,16 +13,10 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.stream_position import check_resumed
 
 SMALL = [
-    "data=own",
-    "data.mean=[0.5]",
-    "data.std=[0.2]",
-    "data.num_workers=0",
-    "model=simple_cnn",
-    "batch_size=12",
-    "optimizer.lr=0.01",
-    "scheduler=constant",
-    "tracker=none",
+    *("data=own", "data.mean=[0.5]", "data.std=[0.2]", "data.num_workers=0", "tracker=none"),
+    *("model=simple_cnn", "batch_size=12", "optimizer.lr=0.01", "scheduler=constant"),
 ]
+OF_ROWS = ("data.targets=label", "data.num_classes=10")
 
 
 def run(run_dir: Path, dataset: str, *overrides: str, ranks: int = 1) -> dict:
@@ -69,13 +63,7 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
         pytest.param("stateful", 2, "pipeline", (), marks=pytest.mark.slow),
         pytest.param("noisy", 2, "fsdp", ("data.readers=2",), marks=pytest.mark.slow),
         pytest.param("stateful", 3, "scratch", ("data.readers=4",), marks=pytest.mark.slow),
-        pytest.param(
-            "hugging_face",
-            2,
-            "ddp",
-            ("data.targets=label", "data.num_classes=10"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("hugging_face", 2, "ddp", OF_ROWS, marks=pytest.mark.slow),
     ],
 )
 def test_resumed_run_is_bitwise_as_one_without_an_end(dataset, ranks, strategy, more, tmp_path):
