@@ -112,6 +112,16 @@ def test_stream_that_evaluates_counts_each_sample_once(tmp_path):
     assert ending["val_accuracy"] * 31 == pytest.approx(round(ending["val_accuracy"] * 31))
 
 
+@pytest.mark.covers("data.readers")
+def test_order_of_the_samples_depends_on_the_readers(tmp_path):
+    one = run(tmp_path / "one", "images", "max_steps=4")
+    three = run(tmp_path / "three", "images", "max_steps=4", "data.readers=3")
+    assert one["model"].keys() == three["model"].keys()
+    assert any(not tensor.equal(three["model"][name]) for name, tensor in one["model"].items())
+    log = log_of(tmp_path / "three")
+    assert "in the order of data.readers=3: sample i is from reader i % 3. A resume needs" in log
+
+
 OF_IMAGES = "data.dataset._target_=own_streams.images"
 
 

@@ -118,9 +118,9 @@ MATRIX = [
     Case("fsdp", settings="files", slow=(4,)),
     # streams
     Case("single", settings="readers accumulate=3 data.num_workers=2", ranks=(1,)),
-    Case("scratch", settings="stream", ranks=(2,), slow=(4,)),
+    Case("scratch", settings="stream", slow=(2, 4)),
     Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), slow=(4,)),
-    Case("fsdp", settings="readers", ranks=(2,), slow=(4,)),
+    Case("fsdp", settings="readers", slow=(2, 4)),
     Case("pipeline", "num_microbatches=5", settings="readers", ranks=(2,), slow=(4,)),
     Case("tp", settings="stream", slow=(2,)),
     Case("ddp_pipeline", settings="readers data.num_workers=0", slow=(4,)),
