@@ -125,9 +125,7 @@ def make(kind: str, images: Images, processes: int) -> Loader:
     reading = Reading("images", 0, IMAGES)
     if kind == "map-style":
         return WorkerLoader(samples_of(images, reading, augment=True), options)
-    return StreamLoader(
-        Stream(lambda: ImageStream(images), reading, max(1, processes)), options
-    )
+    return StreamLoader(Stream(lambda: ImageStream(images), reading, max(1, processes)), options)
 
 
 if __name__ == "__main__":

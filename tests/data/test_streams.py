@@ -17,7 +17,7 @@ from ddp_lab.data.batch import LoaderOptions
 from ddp_lab.data.images import ImageOptions
 from ddp_lab.data.sources import Own, Reading
 from ddp_lab.data.stream import Reader, Stream, copies_of, read_all, require_same_stream
-from ddp_lab.data.stream_loader import StreamLoader
+from ddp_lab.data.stream_loader import StreamLoader, number_of_processes
 from ddp_lab.world.planned import PlannedRuntime
 
 BATCH = 12
@@ -80,6 +80,14 @@ def test_processes_do_not_change_the_order(readers, ranks, processes):
     # the first sample is not one of the first process
     later = read(stream, 2, ranks, processes, start=3 * BATCH)
     assert torch.equal(later, expected[3:])
+
+
+def test_processes_divide_the_readers_and_the_batch():
+    assert [number_of_processes(most, 12) for most in (0, 1, 2, 4, 5, 8, 20)] == [
+        *(0, 1, 2, 4, 4, 6, 12),
+    ]
+    stream = stream_of(own_streams.Images, 9)
+    assert loader(stream, processes=9)._processes == 3  # a batch has 12 samples
 
 
 def test_random_numbers_of_a_sample_depend_on_its_place_alone():

@@ -81,6 +81,17 @@ def test_resumed_run_is_bitwise_as_one_without_an_end(dataset, ranks, strategy, 
     assert row["val_loss"] == expected["val_loss"]
 
 
+def test_resumed_run_begins_with_the_state_of_the_checkpoint(tmp_path, monkeypatch):
+    part = run(tmp_path / "run", "stateful", "max_steps=2")
+    (position,) = part["progress"]["stream"]["states"].values()
+    assert position[:3] == [24, 0, 24]
+    notes = tmp_path / "notes"
+    monkeypatch.setenv("STREAM_NOTES", str(notes))
+    run(tmp_path / "run", "stateful", "max_steps=3")
+    first_of_launch, first_of_training, *_ = notes.read_text().split()
+    assert (first_of_launch, first_of_training) == ("0", "24")
+
+
 def test_resume_in_another_world_continues_the_order(tmp_path):
     line = ("data.readers=2", "max_steps=9")
     whole = run(tmp_path / "whole", "stateful", *line)
