@@ -206,8 +206,9 @@ class StreamLoader(Loader):
                 f"in the order of data.readers={readers}: sample i is from reader i % {readers}. "
                 f"A resume needs data.readers={readers}"
             )
-        processes = count_of(self._processes, "process")
-        where = f"in {processes} of it" if self._processes else "itself"
+        where = "itself"
+        if self._processes:
+            where = f"in {count_of(self._processes, 'process')} of its own"
         line = f"the samples of the stream are trained on {order}. Each rank reads {where}"
         if shared < replicas:
             line += (

@@ -89,7 +89,8 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
     targets = data.get("targets", PAIR)
     collate_fn = build_collate_fn(data.get("collate_fn", {}))
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
-    parameters = inspect.signature(target).parameters
+    # names alone, because a stream is pickled for its processes
+    parameters = [*inspect.signature(target).parameters]
     make = partial(instantiate, node)
     return Own(
         make,

@@ -1,6 +1,7 @@
 """Streams: their order for any readers, ranks and processes, and what a resume reads again."""
 
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ from ddp_lab.data.images import ImageOptions
 from ddp_lab.data.sources import Own, Reading
 from ddp_lab.data.stream import Reader, Stream, copies_of, read_all, require_same_stream
 from ddp_lab.data.stream_loader import StreamLoader, number_of_processes
+from ddp_lab.run.build_data import make_source
 from ddp_lab.world.planned import PlannedRuntime
 
 BATCH = 12
@@ -326,6 +328,21 @@ def test_stream_that_evaluates_is_counted_once(monkeypatch):
 def own(make: Callable[..., Any], readers: int = 1) -> Own:
     splits = {"train": "train", "val": "val", "test": None}
     return Own(make, "mine.stream", ["split"], splits, IMAGES, None, 5, readers=readers)
+
+
+def test_stream_is_pickled_for_its_processes():
+    """They may not be forks: with some versions of Python, and in the real step of a plan."""
+    data = {
+        "dataset": {"_target_": "own_streams.images"},
+        "val_split": "val",
+        "test_split": None,
+        "num_classes": None,
+        "readers": 2,
+        **{name: getattr(IMAGES, name) for name in ImageOptions.__dataclass_fields__},
+    }
+    dataset = make_source(data, seed=5).load()
+    copied = pickle.loads(pickle.dumps(dataset.train))
+    assert torch.equal(read(copied, 2), read(dataset.train, 2))
 
 
 def test_readers_of_a_map_style_dataset_are_refused():
