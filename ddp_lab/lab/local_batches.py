@@ -121,7 +121,7 @@ class LocalBatches:
             require_map_style(dataset, argument)
         entry = self._kept.pop(id(dataset), None)
         if entry is None:
-            entry = Kept(dataset, self._samples_of(dataset, argument), {})
+            entry = Kept(dataset, self._samples_of(dataset, purpose, argument), {})
             self._make_room()
         self._kept[id(dataset)] = entry
         if purpose not in entry.loaders:
@@ -154,9 +154,9 @@ class LocalBatches:
             ):
                 close_all(self._kept.pop(key))
 
-    def _samples_of(self, dataset: Any, argument: str) -> Samples:
+    def _samples_of(self, dataset: Any, purpose: Purpose, argument: str) -> Samples:
         """Return the samples of a dataset. The arguments and errors are those of `loader`."""
-        if isinstance(dataset, IterableDataset):
+        if isinstance(dataset, IterableDataset) and purpose != "evaluation":
             from ddp_lab.data.stream import Stream, copies_of
 
             stream = Stream(copies_of(dataset, argument), self.reading, self.readers)
