@@ -44,6 +44,7 @@ TAKEN = 0.95  # the share that its real step may take
 MULTIPLE = 8  # local batches are multiples of it, where that many samples fit
 # what the first step of a CPU rank loads and starts: gloo, oneDNN, their threads
 LIBRARIES = 0.25 * 2**30
+LARGEST = 2**16  # samples of a batch of a stream, which has no number of samples
 # seconds after which the ranks of a real step give up waiting for one that ran out of memory
 STEP_TIMEOUT = 120.0
 
@@ -208,7 +209,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
     _, memory = memory_of(cfg, runtime)
     strategy = construct("strategy", cfg.strategy, runtime)
     dataset = load_dataset(cfg, runtime)
-    values = values_of(cfg, strategy, dataset.train.size, steps or 1)
+    values = values_of(cfg, strategy, min(dataset.train.size, LARGEST), steps or 1)
     taken = 0
     problem = ""
     spare = LIBRARIES * (runtime.device.type == "cpu")

@@ -69,6 +69,7 @@ class DataConfig(Keys):
     num_classes: Count | None = None
     targets: str | int | None = 1
     collate_fn: Group = {}
+    readers: Count = 1
     val_split: str | None = "val"
     test_split: str | None = None
     dataset: Group

@@ -10,6 +10,8 @@ from pydantic import Field
 
 # the sets of samples of a dataset, in the order in which their metrics are shown
 SETS = ("train", "val", "test")
+# number of samples of a stream, which has no end: more than any run reads
+ENDLESS = 2**62
 # kinds of injected faults
 FAULTS = ("crash", "raise", "exit", "hang", "slow", "nan", "sigterm", "disk_full")
 BatchNorm = Literal["local", "sync"]  # the ranks over which BatchNorm computes its statistics

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.config.types import SETS
+from ddp_lab.config.types import ENDLESS, SETS
 from ddp_lab.data.batch import apply
 from ddp_lab.data.seeds import seeded
 
@@ -29,6 +29,7 @@ class Samples(ABC):
     """
 
     first: "tuple[Tree, Tree]"  # the first sample
+    readers: int = 0  # of a stream
 
     @property
     @abstractmethod
@@ -72,6 +73,11 @@ class Samples(ABC):
     def has_fixed_shapes(self) -> bool:
         """Whether the samples of all batches have the same shapes."""
         return True
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether they are a stream, which has no end."""
+        return self.size == ENDLESS
 
     @property
     def is_tree(self) -> bool:
@@ -259,6 +265,8 @@ class Dataset:
             "val": f"validating on {{:,}}{held_out}",
             "test": "testing on {:,}",
         }
+        if self.train.is_endless:
+            parts["train"] = "training on a stream"
         return ", ".join(parts[name].format(samples.size) for name, samples in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ddp_lab.data.dataset import Samples
 
 if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
+    from ddp_lab.world.ranks import Ranks
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Trees = tuple["Tree", "Tree"]
@@ -97,6 +98,20 @@ class Loader(ABC):
     def shared_bytes(self) -> int:
         """Bytes of the batches that are in shared memory at the same time."""
         return 0
+
+    def notes(self) -> list[str]:
+        """Return lines for the log about how the samples are read; most often there are none."""
+        return []
+
+    def stream_position(self, ranks: "Ranks") -> dict[str, Any]:
+        """Return what a checkpoint has of the readers of a stream, as JSON. Collective.
+
+        Of a map-style dataset, it is empty, and nothing is exchanged.
+        """
+        return {}
+
+    def begin_at(self, stream: Mapping[str, Any]) -> None:  # noqa: B027, of a stream only
+        """Take over what a checkpoint has of the readers of a stream, which saves reading."""
 
     def close(self) -> None:  # noqa: B027, a loader without processes has nothing to end
         """End the processes of the loader. It can be used no more."""

@@ -30,8 +30,32 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How the samples of a map-style dataset are read.
+
+    Attributes:
+        name: begins messages.
+        seed: of the run, which determines what the dataset draws at random.
+        images: how Pillow's images are transformed; None: they are refused.
+        classes: number of classes; 0: targets are not classes.
+        targets: place of the target in a sample, as in `parts.divide`.
+        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
+            stacked.
+        key: name of the argument that is `targets`, for messages.
+    """
+
+    name: str
+    seed: int
+    images: ImageOptions | None = None
+    classes: int = 0
+    targets: TargetKey = PAIR
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    key: str = "targets"
+
+
+@dataclass(frozen=True)
 class Own:
-    """A map-style dataset of the user, of (input, target).
+    """A map-style dataset or a stream, an IterableDataset, of the user, of (input, target).
 
     If its constructor has a parameter `split`, or `train` (true, false), that chooses a set; else
     it is the training set.
@@ -47,6 +71,7 @@ class Own:
         targets: place of the target in a sample, as in `parts.divide`.
         collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
             stacked.
+        readers: number of parts of a stream that are read in turn.
     """
 
     make: Callable[..., Any]
@@ -58,6 +83,7 @@ class Own:
     seed: int
     targets: TargetKey = PAIR
     collate_fn: Callable[[list[Any]], Any] | None = None
+    readers: int = 1
 
     @property
     def name(self) -> str:
@@ -82,13 +108,57 @@ class Own:
             key="data.targets",
         )
         sets = {
-            name: samples_of(dataset, reading, augment=name == "train")
+            name: self._samples(name, dataset, reading, augment=name == "train")
             for name, dataset in loaded.items()
         }
         # to hash all samples would read them
         facts = repr((classes, {name: parts.size for name, parts in sets.items()}))
+        training = sets["train"]
+        if training.is_endless:
+            from ddp_lab.data.stream import fingerprint
+
+            facts += fingerprint(training.first)
         digest = hashlib.sha256(facts.encode()).hexdigest()
-        return Dataset(sets["train"], sets.get("test"), classes, sets.get("val"), digest=digest)
+        return Dataset(training, sets.get("test"), classes, sets.get("val"), digest=digest)
+
+    def _samples(self, name: str, dataset: Any, reading: Reading, augment: bool) -> Samples:
+        """Return the samples of a set, which is a map-style dataset or a stream.
+
+        Args:
+            name: train, val or test.
+            dataset: the set.
+            reading: how it is read.
+            augment: whether images get the random transforms of training.
+
+        Raises:
+            ConfigError: as `samples_of`, or a stream cannot be used as this set.
+        """
+        is_stream = isinstance(dataset, IterableDataset)
+        if name != "train" and is_stream:
+            from ddp_lab.data.stream import read_all
+
+            return samples_of(read_all(dataset, reading, name), reading)
+        if is_stream:
+            from ddp_lab.data.stream import Stream
+
+            stream = Stream(partial(self.construct_set, name), reading, self.readers)
+            stream.check(dataset)
+            return stream
+        if name == "train" and self.readers > 1:
+            raise ConfigError(
+                f"data.readers={self.readers}: is for a stream, an IterableDataset, but "
+                f"{self.target} is a map-style dataset, whose samples data.num_workers processes "
+                "read by their numbers. Leave data.readers out"
+            )
+        return samples_of(dataset, reading, augment)
+
+    def construct_set(self, name: str) -> Any:
+        """Construct a set once more: train, val or test."""
+        if "split" in self.parameters:
+            return self._construct("split", self.splits[name] or "")
+        if "train" in self.parameters:
+            return self._construct("train", name == "train")
+        return self._construct()
 
     def sets(self) -> dict[str, Any]:
         """Construct the training, validation and test set: map-style datasets by name."""
@@ -122,30 +192,6 @@ class Own:
             raise ConfigError(
                 f"{self.name}: cannot be constructed{setting}: {describe_error(error)}{hint}"
             ) from None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the samples of a map-style dataset are read.
-
-    Attributes:
-        name: begins messages.
-        seed: of the run, which determines what the dataset draws at random.
-        images: how Pillow's images are transformed; None: they are refused.
-        classes: number of classes; 0: targets are not classes.
-        targets: place of the target in a sample, as in `parts.divide`.
-        collate_fn: returns the batch of a list of samples; None: samples of equal shapes are
-            stacked.
-        key: name of the argument that is `targets`, for messages.
-    """
-
-    name: str
-    seed: int
-    images: ImageOptions | None = None
-    classes: int = 0
-    targets: TargetKey = PAIR
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    key: str = "targets"
 
 
 def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples:
@@ -227,8 +273,8 @@ def require_map_style(dataset: Any, name: str) -> None:
     elif isinstance(dataset, IterableDataset):
         hint = (
             f", got the IterableDataset {type(dataset).__name__}. A stream has no samples by "
-            "number, of which each rank could read its own ones. Read it into a list, or write a "
-            "class with __getitem__"
+            "number, in which each of them could be counted once. Read it into a list, or write a "
+            "class with __getitem__; only a training set may be a stream"
         )
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset):
         return
@@ -242,20 +288,34 @@ def read(dataset: Any, reading: Reading, number: int) -> tuple[Tree | Image.Imag
     """Return a sample of a map-style dataset. The arguments are as in `samples_of`.
 
     Raises:
-        ConfigError: it cannot be read, does not consist of inputs and a target that are tensors or
-            numbers, or its target is no class.
+        ConfigError: it cannot be read, or as `parts_of`.
     """
-    name = reading.name
-    images = reading.images
-    classes = reading.classes
     try:
         item = dataset[number]
     except MemoryError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name}: sample {number} cannot be read: {describe_error(error)}"
+            f"{reading.name}: sample {number} cannot be read: {describe_error(error)}"
         ) from None
+    return parts_of(item, reading, number)
+
+
+def parts_of(item: Any, reading: Reading, number: int) -> tuple[Tree | Image.Image, Tree]:
+    """Return the inputs and the target of what a dataset returns as a sample.
+
+    Args:
+        item: of the dataset.
+        reading: how it is read.
+        number: of the sample, for messages.
+
+    Raises:
+        ConfigError: it does not consist of inputs and a target that are tensors or numbers, or its
+            target is no class.
+    """
+    name = reading.name
+    images = reading.images
+    classes = reading.classes
     inputs, target = divide(item, reading.targets, f"{name}: sample {number}", reading.key)
     try:
         if not (images and isinstance(inputs, Image.Image)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import RawValue
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker pr
 EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
 CLOSED = "batches: their Lab is closed; read them within its `with` block"
 Sample = tuple[Tree, Tree]
+T = TypeVar("T")
 RawBatch = tuple[Tree, Tree, tuple[int, int]]  # inputs, targets, and the range of the labels
 
 
@@ -152,6 +153,27 @@ def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
 
+def next_batch(batches: Iterator[T]) -> T:
+    """Return the next batch of a DataLoader's iterator.
+
+    Raises:
+        SampleError: a sample cannot be read, or a worker process was lost.
+    """
+    try:
+        return next(batches)
+    # of a worker process, the text is a traceback that ends with the message
+    except SampleError as error:
+        raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
+    except (RuntimeError, OSError, EOFError) as error:
+        from ddp_lab.data.lost_worker import find_ended
+
+        # torch has no public name for them
+        workers: Any = getattr(batches, "_workers", [])
+        if lost := find_ended(error, workers):
+            raise lost from None
+        raise
+
+
 class WorkerLoader(Loader):
     """Loader whose worker processes load and transform samples on the host, by torch's DataLoader.
 
@@ -214,22 +236,7 @@ class WorkerLoader(Loader):
     def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:
         if self._stream is None:
             raise ConfigError(CLOSED)
-        try:
-            inputs, targets, label_range = next(self._stream)
-        # of a worker process, the text is a traceback that ends with the message
-        except SampleError as error:
-            raise SampleError(
-                str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]
-            ) from None
-        except (RuntimeError, OSError, EOFError) as error:
-            from ddp_lab.data.lost_worker import find_ended
-
-            # torch has no public name for them
-            workers: Any = getattr(self._stream, "_workers", [])
-            if lost := find_ended(error, workers):
-                raise lost from None
-            raise
-
+        inputs, targets, label_range = next_batch(self._stream)
         if self.options.labels is not None:
             self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)

@@ -60,6 +60,7 @@ class TrainerKeys(Keys):
     ema: Fraction | None
     ema_warmup: bool
     num_workers: NaturalNumber
+    readers: Count
     loss_over_batch: bool
     checkpoint_activations: Checkpointing
     targets: str | int | None
@@ -68,8 +69,9 @@ class TrainerKeys(Keys):
 class FitKeys(Keys):
     """The plain arguments of `Trainer.fit`."""
 
-    epochs: Count
+    epochs: Count | None
     log_every: LogEvery | None
+    max_steps: Count | None
 
 
 def find_strategy(strategy: str | type[Strategy], wanted: dict[str, Any]) -> dict[str, Any]:

@@ -232,6 +232,7 @@ class Lab:
         checkpoint_activations: Checkpointing = "none",
         metrics: Sequence[Any] | Mapping[str, Any] = (),
         callbacks: Sequence[Hook | type[Hook]] = (),
+        readers: int = 1,
     ) -> Trainer:
         """Place a model on the devices, as the strategy does, and return what trains it.
 
@@ -283,6 +284,8 @@ class Lab:
                 they get (`metric_inputs`): probabilities in classification; here outputs and
                 targets for a function.
             callbacks: instances or classes of `ddp_lab.Hook`, which `fit` calls on all ranks.
+            readers: number of parts of a stream that are read in turn, by its method
+                shard(num, index). The order of the samples depends on it.
 
         Returns:
             The trainer. It is closed when the `with` block of the Lab ends.
@@ -300,6 +303,7 @@ class Lab:
             "loss_over_batch": loss_over_batch,
             "targets": targets,
             "checkpoint_activations": checkpoint_activations,
+            "readers": readers,
         }
         validate(TrainerKeys, {**sizes, **averaging, **others})
         further_metrics = make_further_metrics(metrics)
@@ -361,6 +365,7 @@ class Lab:
             self._log,
             self._calls,
             num_workers,
+            readers,
             parts,
             number,
             pretrained,

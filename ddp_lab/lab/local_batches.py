@@ -3,11 +3,12 @@
 They have no padding, which a step adds again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import IterableDataset
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.batch import Batch, LoaderOptions
@@ -78,15 +79,24 @@ class LocalBatches:
         batch_size: samples in the global batch.
         reading: how the samples of a dataset are read. Its seed is also that of their order.
         num_workers: processes that read a dataset which is not in memory.
+        readers: number of parts of a stream that are read in turn.
 
     Attributes:
         current: the batch that the loop has now; None outside of `iterate`.
     """
 
-    def __init__(self, strategy: Strategy, batch_size: int, reading: Reading, num_workers: int):
+    def __init__(
+        self,
+        strategy: Strategy,
+        batch_size: int,
+        reading: Reading,
+        num_workers: int,
+        readers: int = 1,
+    ):
         self.strategy = strategy
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.readers = readers
         self.reading = reading
         self.seed = reading.seed
         self.current: CurrentBatch | None = None
@@ -95,7 +105,7 @@ class LocalBatches:
         self._iterated: list[Loader] = []  # of the loops that have not ended
 
     def loader(self, dataset: Any, purpose: Purpose, argument: str = "the dataset") -> Loader:
-        """Return the loader of a map-style dataset, the same one for the same dataset and purpose.
+        """Return the loader of a dataset, the same one for the same dataset and purpose.
 
         Args:
             dataset: of the user.
@@ -104,19 +114,26 @@ class LocalBatches:
             argument: of the user, whose value the dataset is, for the message.
 
         Raises:
-            ConfigError: it is not map-style, is empty, or its first sample has not the parts that
-                `reading` names.
+            ConfigError: it is neither map-style nor a stream to train on, is empty, or its first
+                sample has not the parts that `reading` names.
         """
+        if purpose == "evaluation":
+            require_map_style(dataset, argument)
         entry = self._kept.pop(id(dataset), None)
         if entry is None:
-            require_map_style(dataset, argument)
-            entry = Kept(dataset, self._place(samples_of(dataset, self.reading)), {})
+            entry = Kept(dataset, self._samples_of(dataset, purpose, argument), {})
             self._make_room()
         self._kept[id(dataset)] = entry
         if purpose not in entry.loaders:
             samples = entry.samples
             is_here = isinstance(samples, InMemory) and samples.device == self.strategy.device
-            make = DeviceLoader if is_here else WorkerLoader
+            make: Callable[[Any, LoaderOptions], Loader] = WorkerLoader
+            if samples.is_endless:
+                from ddp_lab.data.stream_loader import StreamLoader
+
+                make = StreamLoader
+            elif is_here:
+                make = DeviceLoader
             entry.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
         return entry.loaders[purpose]
 
@@ -136,6 +153,22 @@ class LocalBatches:
                 each in self._iterated for each in entry.loaders.values()
             ):
                 close_all(self._kept.pop(key))
+
+    def _samples_of(self, dataset: Any, purpose: Purpose, argument: str) -> Samples:
+        """Return the samples of a dataset. The arguments and errors are those of `loader`."""
+        if isinstance(dataset, IterableDataset) and purpose != "evaluation":
+            from ddp_lab.data.stream import Stream, copies_of
+
+            stream = Stream(copies_of(dataset, argument), self.reading, self.readers)
+            stream.check(dataset)
+            return stream
+        require_map_style(dataset, argument)
+        if self.readers > 1:
+            raise ConfigError(
+                f"readers={self.readers}: is for a stream, an IterableDataset, but {argument} is a "
+                "map-style dataset, which num_workers processes read by number. Leave readers out"
+            )
+        return self._place(samples_of(dataset, self.reading))
 
     def _place(self, samples: Samples) -> Samples:
         """Return samples in memory on the device, if that has room for them; others as they are."""

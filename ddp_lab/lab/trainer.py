@@ -12,8 +12,9 @@ from torch import nn
 
 from ddp_lab.checkpoints.state import Shapes, State
 from ddp_lab.config.check import validate
-from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.types import Every
+from ddp_lab.data.loader import Loader
 from ddp_lab.data.sources import Reading
 from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
 from ddp_lab.lab.arguments import FitKeys, require_same_form
@@ -35,8 +36,9 @@ from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
-from ddp_lab.training.plan import FitSettings
+from ddp_lab.training.plan import FitSettings, StepLimit
 from ddp_lab.training.progress import Progress
+from ddp_lab.training.stream_position import check_resumed
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Recipe
 
@@ -56,6 +58,7 @@ class LoopOptions:
         calls: of this rank.
         num_workers: processes of each rank that read a dataset which is not a torch TensorDataset;
             0: the rank itself.
+        readers: number of parts of a stream that are read in turn.
         parts: how samples become batches.
         number: of the trainer in its Lab, from 0.
         pretrained: how the library of the model saves it; None: it has no such way.
@@ -68,6 +71,7 @@ class LoopOptions:
     logger: LabLogger
     calls: Calls
     num_workers: int
+    readers: int
     parts: Parts
     number: int
     pretrained: Pretrained | None
@@ -114,7 +118,10 @@ class Trainer(OwnLoop, training.Trainer):
         reading = Reading(
             "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
         )
-        self._batches = LocalBatches(strategy, recipe.batch_size, reading, options.num_workers)
+        self._batches = LocalBatches(
+            strategy, recipe.batch_size, reading, options.num_workers, options.readers
+        )
+        self._stream: Loader | None = None  # of the last loop, if it was on a stream
         self._files = TrainerFiles(self.state, options.pretrained)
         self._metrics = options.metrics
         self._callbacks = options.callbacks
@@ -149,13 +156,14 @@ class Trainer(OwnLoop, training.Trainer):
         for the epoch of the checkpoint begins where it was left.
 
         Args:
-            dataset: map-style dataset of (input, target): tensors of any shape and dtype, without
-                the batch dimension. uint8 images, [channels, height, width], become floats in
-                [0, 1]. Either may be a tuple or dict of tensors. With `targets` or `collate_fn` of
-                the trainer samples have another form.
+            dataset: map-style dataset of (input, target), or a stream, an IterableDataset, whose
+                batches have no end: tensors of any shape and dtype, without the batch dimension.
+                uint8 images, [channels, height, width], become floats in [0, 1]. Either may be a
+                tuple or dict of tensors. With `targets` or `collate_fn` of the trainer samples have
+                another form.
             epoch: number of the epoch, from 0. It determines the order of the samples, and what
-                the dataset draws at random.
-            shuffle: whether every epoch has a random order.
+                the dataset draws at random. A stream has epoch 0 only.
+            shuffle: whether every epoch has a random order. A stream keeps its own.
 
         Yields:
             Inputs and targets of the local batch, [b, ...], where b is batch_size / replicas
@@ -163,21 +171,47 @@ class Trainer(OwnLoop, training.Trainer):
                 `targets=None`.
 
         Raises:
-            ConfigError: the dataset has no length, is empty, or its samples have no such parts.
+            ConfigError: the dataset has no length, is empty, or its samples have no such parts; or
+                a stream has another epoch than 0, or another order than that of the checkpoint.
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
         order = epoch + self._first_order(0)
-        start = self.position.samples if self._resumed and order == self.position.order else 0
-        self._resumed = False
+        resumes = self._resumed and order == self.position.order
+        start = self.position.samples if resumes else 0
         self._training = None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
+        if loader.data.is_endless and epoch:
+            raise ConfigError(
+                f"epoch={epoch}: a stream has no epochs: it begins again at its end. Use epoch=0, "
+                "and end the loop after a number of steps"
+            )
+        self._begin_stream(loader, resumes)
         self._calls.begin(
             "called batches",
             {"epoch": epoch, "shuffle": shuffle, "the length of the dataset": loader.data.size},
         )
+        self._resumed = False
         yield from self._batches.iterate(loader, order, start)
         if self.position.order == order and self.position.samples == loader.data.size:
             self.position = self.position.next_epoch()
+
+    def _begin_stream(self, loader: Loader, resumes: bool) -> None:
+        """Let the readers of a stream begin where a checkpoint was, or at the beginning.
+
+        Raises:
+            ConfigError: the checkpoint is in another order of samples.
+        """
+        if resumes:
+            check_resumed(self.position, loader.data.readers)
+        loader.begin_at(self.position.stream if resumes else {})
+        self._stream = loader if loader.data.is_endless else None
+
+    def _with_stream(self) -> Progress:
+        """Return the position with that of the readers of a stream, if there is one. Collective."""
+        if self._stream is None:
+            return self.position
+        stream = self._stream.stream_position(self.strategy.runtime)
+        return replace(self.position, stream=stream)
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
@@ -248,25 +282,30 @@ class Trainer(OwnLoop, training.Trainer):
         self,
         train: Any,
         validation: Any,
-        epochs: int,
+        epochs: int | None = None,
         task: Task | None = None,
         log_every: int | str | None = None,
+        *,
+        max_steps: int | None = None,
     ) -> dict[str, float]:
-        """Train until `epochs` epochs are done in total, and evaluate after each, if there is a
-        validation set.
+        """Train until `epochs` epochs or `max_steps` steps are done in total, and evaluate after
+        each epoch, if there is a validation set.
 
         Epochs of a loop over `batches`, and those before `resume`, count. The metrics of each epoch
         are logged; the rows count epochs from 1.
 
         Args:
-            train: dataset to train on, as for `batches`.
+            train: dataset to train on, as for `batches`. Of a stream the training is one epoch,
+                which max_steps ends.
             validation: dataset to evaluate on after each epoch, as for `batches`; None: there is
                 none, and no `val_...` metrics.
-            epochs: number of epochs in total.
+            epochs: number of epochs in total; None: max_steps ends the training.
             task: task whose metrics are computed; None: the task that is the trainer's loss, if it
                 is one.
             log_every: when to log the metrics within an epoch, too: every N steps, for example
                 100, or seconds, for example "10s"; None: never.
+            max_steps: number of steps in total, after which the training ends, also within an
+                epoch; None: no such limit.
 
         Returns:
             The metrics of the last epoch by name, `train_...` and `val_...`; none if no epoch was
@@ -279,9 +318,22 @@ class Trainer(OwnLoop, training.Trainer):
             SampleError: a dataset cannot return a sample; on the rank that reads it.
         """
         self._own_step.require_ended("fit")
-        validate(FitKeys, {"epochs": epochs, "log_every": log_every})
-        settings = FitSettings(epochs, log_every=Every.parse(log_every) or Every())
+        limits = {"epochs": epochs, "max_steps": max_steps}
+        validate(FitKeys, {"log_every": log_every, **limits})
+        if epochs is None and max_steps is None:
+            raise ConfigError("fit: the training would have no end. Set epochs or max_steps")
+        settings = FitSettings(
+            epochs,
+            log_every=Every.parse(log_every) or Every(),
+            limits=() if max_steps is None else (StepLimit("max_steps", max_steps, max_steps),),
+        )
         loaders = {"train": self._batches.loader(train, "shuffled", "train")}
+        if loaders["train"].data.is_endless and (epochs is not None or max_steps is None):
+            raise ConfigError(
+                f"epochs={epochs}: a stream has no epochs: it begins again at its end. Use "
+                "max_steps, and leave epochs out"
+            )
+        self._begin_stream(loaders["train"], resumes=self._resumed)
         lengths = {"the length of the training dataset": loaders["train"].data.size}
         if validation is not None:
             loaders["val"] = self._batches.loader(validation, "evaluation", "validation")
@@ -290,7 +342,7 @@ class Trainer(OwnLoop, training.Trainer):
         )
         self._calls.begin(
             "called fit",
-            {"epochs": epochs, "log_every": log_every, **lengths},
+            {"log_every": log_every, **limits, **lengths},
         )
         self._resumed = False
         self._first_order(1)
@@ -445,7 +497,7 @@ class Trainer(OwnLoop, training.Trainer):
         """
         self._own_step.require_ended("checkpoint")
         self._calls.begin("called checkpoint")
-        self._files.save_checkpoint(Path(folder), self.position)
+        self._files.save_checkpoint(Path(folder), self._with_stream())
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
         """Load the newest checkpoint in `folder`.

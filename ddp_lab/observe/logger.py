@@ -65,7 +65,7 @@ class Logger:
             self.close("failed", {})
 
     def bar(
-        self, label: str, done: int, total: int
+        self, label: str, done: int, total: int | None
     ) -> AbstractContextManager[Callable[[], object] | None]:
         """Show a progress bar during the body, on a terminal.
 
@@ -74,7 +74,7 @@ class Logger:
         Args:
             label: text in front of the bar.
             done: number of steps already taken.
-            total: number of steps in all.
+            total: number of steps in all; None: not known.
         """
         return nullcontext()
 
@@ -176,7 +176,9 @@ class FileLogger(Logger):
         return self.trackers is not None and self.trackers.is_used
 
     @contextmanager
-    def bar(self, label: str, done: int, total: int) -> Generator[Callable[[], object] | None]:
+    def bar(
+        self, label: str, done: int, total: int | None
+    ) -> Generator[Callable[[], object] | None]:
         # disable=None shows the bar only on a terminal
         bar = tqdm(
             desc=label, total=total, initial=done, leave=False, disable=None, bar_format=FORMAT

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from ddp_lab.training.groups import ParameterGroups
 
 OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
+OF_STREAM = (
+    "a CUDA graph gathers its batches from a dataset on the device, which a stream does not fill"
+)
 OF_ANY_LENGTH = (
     "data.collate_fn may return another shape in each batch; pad to a fixed length in the dataset, "
     "and leave data.collate_fn out"
@@ -150,7 +153,9 @@ def build(
                 check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
             )
     job = assemble(cfg, strategy, dataset, sizes, built, task)
-    return replace(job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg))
+    job = replace(job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg))
+    job.notes.extend(job.loaders["train"].notes())
+    return job
 
 
 def make_metrics(cfg: DictConfig) -> "GatheredMetrics | None":
@@ -208,6 +213,11 @@ def assemble(
         ConfigError: the model, the batch or the loss is not supported.
     """
     schedule = make_schedule(cfg, sizes, dataset.model_shape().get("context"))
+    notes: list[str] = []
+    if dataset.train.is_endless:
+        from ddp_lab.run.stream import check_keys
+
+        notes = check_keys(plain(cfg), schedule.shape)
     optimizer = partial(build_optimizer(cfg.optimizer), lr=sizes.lr)
     model = built.model
     groups = find_groups(cfg, model, sizes.lr)
@@ -252,7 +262,7 @@ def assemble(
         horizon=schedule.horizon,
         shapes=shapes,
         checkpoint_bytes=size,
-        notes=[*built.notes, *(groups.notes if groups else ()), *options.disabled],
+        notes=[*notes, *built.notes, *(groups.notes if groups else ()), *options.disabled],
     )
 
 
@@ -348,11 +358,12 @@ def make_fit_settings(
 
 def excluded_by(dataset: Dataset) -> dict[str, str]:
     """Return why the form of a dataset's batches excludes performance options, by their names."""
+    by_stream = {"cuda_graph": OF_STREAM} if dataset.train.is_endless else dict[str, str]()
     if dataset.train.is_tree:
-        return dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+        return by_stream | dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
     if not dataset.train.has_fixed_shapes:
-        return dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
-    return {}
+        return by_stream | dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
+    return by_stream
 
 
 def make_mix(

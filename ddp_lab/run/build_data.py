@@ -39,9 +39,18 @@ def load_dataset(cfg: DictConfig, runtime: Runtime) -> Dataset:
     source = make_source(plain(data), cfg.seed)
     with print_if_slow("preparing the data: downloading or reading", runtime.is_main):
         runtime.broadcast_from_rank0("dataset", lambda: loaded.append(source.load()), per_node=True)
-        dataset = hold_out(loaded[0] if loaded else source.load(), data.val_fraction, data.val_seed)
+        dataset = loaded[0] if loaded else source.load()
+        if dataset.train.is_endless:
+            from ddp_lab.run.stream import check_sets
+
+            check_sets(dataset, data.val_fraction)
+        else:
+            dataset = hold_out(dataset, data.val_fraction, data.val_seed)
     sizes = {name: samples.size for name, samples in dataset.sets.items()}
-    runtime.gather_and_decide("same dataset", [dataset.digest, sizes], require_same_data)
+    decide = require_same_data
+    if dataset.train.is_endless:
+        from ddp_lab.data.stream import require_same_stream as decide
+    runtime.gather_and_decide("same dataset", [dataset.digest, sizes], decide)
     return dataset
 
 
@@ -80,7 +89,8 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
     targets = data.get("targets", PAIR)
     collate_fn = build_collate_fn(data.get("collate_fn", {}))
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
-    parameters = inspect.signature(target).parameters
+    # names alone, because a stream is pickled for its processes
+    parameters = [*inspect.signature(target).parameters]
     make = partial(instantiate, node)
     return Own(
         make,
@@ -92,6 +102,7 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
         seed,
         targets,
         collate_fn,
+        data.get("readers", 1),
     )
 
 
@@ -160,7 +171,11 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     evaluated = replace(
         training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
     )
-    return {
-        name: make(samples, training if name == "train" else evaluated)
-        for name, samples in job.dataset.sets.items()
-    }
+    loaders: dict[str, Loader] = {}
+    for name, samples in job.dataset.sets.items():
+        if samples.is_endless:
+            from ddp_lab.data.stream_loader import StreamLoader as make_loader
+        else:
+            make_loader = make
+        loaders[name] = make_loader(samples, training if name == "train" else evaluated)
+    return loaders

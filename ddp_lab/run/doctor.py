@@ -168,7 +168,11 @@ def describe(job: Job) -> list[Finding]:
     dataset = job.dataset
     strategy = job.strategy
     sizes = job.sizes
-    sets = ", ".join(f"{name} {samples.size:,}" for name, samples in dataset.sets.items())
+    sizes_of_sets = {
+        name: "a stream" if samples.is_endless else f"{samples.size:,}"
+        for name, samples in dataset.sets.items()
+    }
+    sets = ", ".join(f"{name} {size}" for name, size in sizes_of_sets.items())
     inputs, _ = dataset.train.first
     shape = "x".join(map(str, dataset.train.shape))
     kind = f"images of {shape}" if isinstance(inputs, torch.Tensor) else "inputs of several parts"

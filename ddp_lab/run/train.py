@@ -159,6 +159,11 @@ def train_guarded(
         return job.sizes.steps_before(progress)
 
     progress = checkpoints.resume(settings.source, resume_schedules)
+    readers = job.dataset.train.readers
+    if readers or progress.stream:
+        from ddp_lab.training.stream_position import check_resumed
+
+        check_resumed(progress, readers)
     if runtime.is_main:
         seed = job.loaders["train"].options.seed
         record_data(run_dir.path, job.dataset, checkpoints.best, seed)

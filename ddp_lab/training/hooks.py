@@ -188,7 +188,7 @@ class Run:
         """Begin with the remaining steps of an epoch, at `position`."""
         self.eager.running_sums.totals.zero_()
         self._begun = self.position
-        self.position = replace(self.position)
+        self.position = replace(self.position, stream=self._stream())
         self.waited = 0.0
         self.sync.begin_epoch(self._begun)
         self._begun_at = time.perf_counter()
@@ -213,7 +213,13 @@ class Run:
         sums = [before + now for before, now in zip(earlier, own_sums, strict=True)]
         self.sync.flush()
         seconds = begun.seconds + time.perf_counter() - self._begun_at
-        return replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
+        position = replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
+        position.stream = self._stream()
+        return position
+
+    def _stream(self) -> dict[str, Any]:
+        """Return where the readers of a stream are; {} without one. Collective with one."""
+        return self.loaders["train"].stream_position(self.strategy.runtime)
 
     def has_trained_long_enough(self) -> bool:
         """Return whether the steps so far took max_minutes, by the clock of rank 0.

@@ -57,6 +57,7 @@ def train_epoch(run: Run) -> None:
     step = run.step
     before_step = overrides(run.hooks, "before_step")
     on_step_end = overrides(run.hooks, "on_step_end")
+    loader.begin_at(run.position.stream)
     loader.set_epoch(run.position.order, run.position.samples)
     run.strategy.train()
     run.begin_epoch()
@@ -67,9 +68,12 @@ def train_epoch(run: Run) -> None:
         evaluate_within_epoch(run)
     steps_done = -(-position.samples // loader.batch_size)
     label = f"epoch {position.epoch}"
+    total = len(loader)
+    if loader.data.is_endless:
+        total = run.settings.last_step
     if run.settings.epochs is not None:
         label += f"/{run.settings.epochs}"
-    with run.logger.bar(label, steps_done, len(loader)) as advance_bar:
+    with run.logger.bar(label, steps_done, total) as advance_bar:
         batches = iter(step.batches(loader))
         asked = time.perf_counter()
         with log_if_slow("loading the first batch"):

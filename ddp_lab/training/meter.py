@@ -47,6 +47,7 @@ class Meter(Hook):
 
     def on_start(self, run: Run) -> None:
         self._size = run.loaders["train"].data.size
+        self._is_endless = run.loaders["train"].data.is_endless
         self._batch_size = run.loaders["train"].batch_size
         self._zeros = [0.0] * len(run.eager.running_sums.totals)
         self._begin(run.position)
@@ -104,6 +105,8 @@ class Meter(Hook):
         row["peak_memory_MiB"] = peak_memory_bytes() / 2**20
         row["eta_epoch"] = left / rate
         row["eta"] = self._seconds_left(exchanged, left, rate)
+        if self._is_endless:  # the run is one epoch
+            row["eta_epoch"] = row["eta"]
         return row
 
     def _seconds_left(self, exchanged: Exchanged, left: int, rate: float) -> float:

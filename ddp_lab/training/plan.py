@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, count, multiples
-from ddp_lab.config.types import Every
+from ddp_lab.config.types import ENDLESS, Every
 from ddp_lab.training.progress import Criterion, Progress
 
 
@@ -132,7 +132,7 @@ class TrainSizes:
         samples_at_once: samples of a full local batch, or of one micro-batch with gradient
             accumulation.
         lr: learning rate after scaling.
-        train_size: number of training samples.
+        train_size: number of training samples; ENDLESS of a stream, of which the run is one epoch.
     """
 
     world_size: int
@@ -186,6 +186,11 @@ class TrainSizes:
             train_size,
         )
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether the training set is a stream."""
+        return self.train_size == ENDLESS
+
     def steps_before(self, progress: Progress) -> int:
         """Return the number of learning-rate schedule steps before `progress`.
 
@@ -198,6 +203,8 @@ class TrainSizes:
 
     def steps_for(self, samples: int) -> int:
         """Return how many steps train on at least so many samples, with epochs' partial batches."""
+        if self.is_endless:
+            return -(-samples // self.global_batch_size)
         epochs, rest = divmod(samples, self.train_size)
         return epochs * self.steps_per_epoch + math.ceil(rest / self.global_batch_size)
 
@@ -218,5 +225,5 @@ class TrainSizes:
             f"global batch {self.global_batch_size} = {self.replicas} x "
             f"{self.global_batch_size // self.replicas}"
         )
-        steps = count(self.steps_per_epoch, "step")
-        return f"{ranks}, {batch}, {steps} an epoch, lr {self.lr:g}"
+        steps = "a stream" if self.is_endless else f"{count(self.steps_per_epoch, 'step')} an epoch"
+        return f"{ranks}, {batch}, {steps}, lr {self.lr:g}"

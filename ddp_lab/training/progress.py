@@ -38,6 +38,8 @@ class Progress:
         horizon_minutes: the value of max_minutes for which it was computed.
         plateau: state of scheduler=plateau, by name: its factor, and that of torch's
             ReduceLROnPlateau; empty before the first evaluation, and with other schedules.
+        stream: of a run on a stream the number of its "readers", and their positions in "states",
+            which save reading: `samples` says where the run is. Empty on a map-style dataset.
         first_order: number of the order of the first epoch, as `Loader.set_epoch` takes it: 0 in a
             run that a loop in a Lab began, else 1. None: a checkpoint of an older version, which
             does not say who began the run.
@@ -60,6 +62,7 @@ class Progress:
     horizon: int = 0
     horizon_minutes: float = 0.0
     plateau: dict[str, float] = field(default_factory=dict[str, float])
+    stream: dict[str, Any] = field(default_factory=dict[str, Any])
     first_order: int | None = 1
 
     @property

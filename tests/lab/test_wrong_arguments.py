@@ -58,8 +58,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda lab: make(lab).fit(DATA, LOADER, 1),
         f"validation: {OF_LOADER}",
     ),
-    "a stream": (lambda lab: [*make(lab).batches(Stream(), 0)], f"the dataset: {OF_STREAM}"),
-    "a stream as train": (lambda lab: make(lab).fit(Stream(), None, 1), f"train: {OF_STREAM}"),
+    "a stream": (lambda lab: make(lab).evaluate(Stream()), f"the dataset: {OF_STREAM}"),
+    "a stream as train": (
+        lambda lab: make(lab).fit(Stream(), None, 1),
+        "epochs=1: a stream has no epochs: it begins again at its end. Use max_steps",
+    ),
     "no training set": (
         lambda lab: make(lab).fit(None, DATA, 1),
         "train: must be a map-style dataset, with",

@@ -87,6 +87,10 @@ PRESETS = {
     "model._target_=own_models.segmenter",
     "tokens": "task=tokens data=own data.dataset._target_=own_datasets.Tokens data.num_classes=11 "
     "data.dataset.ignored=true model=gpt model.depth=2 model.width=16",
+    # 5 batches of 24 are three passes; each reader has another buffer and draws other noise
+    "stream": "data=own data.loader=auto data.dataset._target_=own_streams.noisy data.mean=[0.5] "
+    "data.std=[0.2] data.num_workers=1 epochs=null max_steps=5 warmup_epochs=0 warmup_steps=2",
+    "readers": "stream data.readers=2",
     "pairs": "model=own model._target_=planned_models.Pairs float64",
     "planned": "model=own model._target_=planned_models.Planned float64",
     # 11 tokens: shards of the weight of embedding and head are uneven

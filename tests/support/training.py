@@ -176,7 +176,8 @@ def run_job(runtime: Runtime, cfg: DictConfig, job: Job) -> Outcome:
     ]
     source = None if cfg.resume == "auto" else Path(cfg.resume)
     position = Checkpoints(Path(folder or ""), state).resume(source, lambda progress: progress.step)
-    steps_left = cfg.epochs * job.sizes.steps_per_epoch
+    before = job.sizes.steps_before(position)
+    steps_left = job.fit_settings.steps_left(position, before, job.sizes.steps_per_epoch)
     step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], steps_left)
     recorder = Recorder(checkpoints, cfg.checkpoint.at_steps)
     eager = trainer.eager_step
