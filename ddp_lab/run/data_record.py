@@ -51,7 +51,8 @@ class DataRecord:
         criterion: the metric of the validation set by which the best checkpoint is chosen; None:
             the last one is the result.
         samples: the number of samples of each set, with a hash of some where they are in memory.
-        order: hash of the order in which the first epoch trains on them, over all ranks.
+        order: hash of the order in which the first epoch trains on them, over all ranks; "" of a
+            stream.
     """
 
     shape: dict[str, Any]
@@ -73,7 +74,9 @@ def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None, see
         criterion: as in `DataRecord`.
         seed: of the order of the samples.
     """
-    order = local_order(dataset.train.size, 0, 1, seed, 1)
+    order = ""
+    if not dataset.train.is_endless:  # a stream yields its samples in an order of its own
+        order = hash_of(local_order(dataset.train.size, 0, 1, seed, 1))
     record = DataRecord(
         dataset.model_shape(),
         dataset.classes,
@@ -82,13 +85,15 @@ def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None, see
         criterion,
         {**dataset.files},
         {name: describe_samples(samples) for name, samples in dataset.sets.items()},
-        hash_of(order),
+        order,
     )
     write_json(folder / DATA, asdict(record))
 
 
 def describe_samples(samples: Samples) -> str:
     """Return the number of samples, and a hash of some of them if they are tensors in memory."""
+    if samples.is_endless:
+        return "a stream"
     text = f"{samples.size:,} samples"
     if not isinstance(samples, InMemory):
         return text
