@@ -278,3 +278,9 @@ def test_documents_that_code_refers_to_exist():
     }
     assert len(named) > 10
     assert not [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()]
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports a test file by its name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -79,6 +79,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data.randaugment": (None,),
     "data.erasing": (0,),
     "data.targets": (1,),
+    "data.readers": (1,),
     "model.weights": (None,),
     "model.weights_except": ([],),
     "model.drop_path": (0,),

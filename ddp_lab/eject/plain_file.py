@@ -269,10 +269,16 @@ def own_sets(data: Mapping[str, Any], job: Job) -> tuple[str, str]:
     """Return the line that imports the user's dataset, and the dict of its sets.
 
     Raises:
-        ConfigError: its samples are no tensors, or not the same ones in every epoch.
+        ConfigError: it is a stream, or its samples are no tensors, or not the same ones in every
+            epoch.
     """
     node = data["dataset"]
     key = f"data.dataset._target_={node['_target_']}"
+    if job.dataset.train.is_endless:
+        raise ConfigError(
+            f"ddp-lab eject: there is no template for {key}, which is a stream. Use a dataset "
+            "with a length and an index"
+        )
     for index in range(min(3, job.dataset.train.size)):
         first, second = (job.dataset.train.sample(epoch, index) for epoch in (1, 2))
         parts = zip(first, second, strict=True)

@@ -175,12 +175,14 @@ def train(cfg: Config, dataset: Dataset, reverses: bool, runtime: Runtime) -> Re
 
 
 def few_samples(dataset: Dataset, number: int) -> Dataset:
-    """Return the dataset with some of its training samples.
+    """Return the dataset with some of its training samples; of a stream with the first ones.
 
     Raises:
         ConfigError: it has fewer.
     """
     size = dataset.train.size
+    if dataset.train.is_endless:
+        return replace(dataset, train=InMemory(*dataset.train.batch(0, range(number))))
     if size < number:
         raise ConfigError(
             f"data: the training set has {size:,} samples, but three steps with a partial last "

@@ -123,6 +123,14 @@ def test_dataset_that_draws_its_samples_is_refused(tmp_path, command):
     assert "plain_nets.Points: sample 0 differs between epochs" in " ".join(errors.split())
 
 
+def test_stream_is_refused(tmp_path, command):
+    line = "data=own data.dataset._target_=own_streams.ending max_steps=3 data.num_classes=10"
+    line += " data.num_workers=0 data.mean=[0.5] data.std=[0.2] model=simple_cnn"
+    code, _, errors = command(eject.main, *line.split(), "-o", tmp_path / "plain.py")
+    assert code == 2
+    assert "own_streams.ending, which is a stream. Use a data" in " ".join(errors.split())
+
+
 def test_model_that_no_plain_file_can_hold_is_refused(tmp_path, command):
     line = "model=own data=synthetic data.dataset.image_size=8 data.dataset.channels=1"
     for target, reason in {

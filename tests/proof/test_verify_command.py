@@ -34,6 +34,14 @@ def test_equal_run_exits_with_0_and_writes_json(tmp_path):
     assert [*tmp_path.iterdir()] == [file], "no run directory"
 
 
+def test_first_samples_of_a_stream_are_compared(tmp_path):
+    line = "data=own data.dataset._target_=own_streams.ending data.num_classes=10 max_steps=3"
+    line += " data.mean=[0.5] data.std=[0.2] model=simple_cnn --nproc 2 --only ddp"
+    code, output = launch("ddp-lab verify", *line.split())
+    assert code == 0, output
+    assert "ddp on 2  equal" in output
+
+
 def test_wrong_strategy_of_the_run_exits_with_1(tmp_path):
     file = tmp_path / "verify.json"
     strategy = (
