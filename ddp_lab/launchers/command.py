@@ -244,5 +244,5 @@ def report(error: Exception) -> None:
 def explain(error: Exception) -> str:
     """Return a one-line message for an error of Hydra that `check_overrides` does not foresee."""
     text = " ".join(str(error).split())
-    without_link = text.partition(" See https")[0]
+    without_link = text.partition(" See https")[0].rstrip(".")
     return f"{without_link}. {HELP}"
