@@ -214,9 +214,10 @@ class TrainSizes:
 
     def __str__(self) -> str:
         ranks = count(self.world_size, "rank")
-        batch = (
-            f"global batch {self.global_batch_size} = {self.replicas} x "
-            f"{self.global_batch_size // self.replicas}"
-        )
+        local = self.global_batch_size // self.replicas
+        parts, rest = divmod(local, self.samples_at_once)
+        at_once = f"{parts} x {self.samples_at_once}" if parts > 1 else str(self.samples_at_once)
+        local_text = f"({at_once} + {rest})" if rest else at_once
+        batch = f"global batch {self.global_batch_size} = {self.replicas} x {local_text}"
         steps = count(self.steps_per_epoch, "step")
         return f"{ranks}, {batch}, {steps} an epoch, lr {self.lr:g}"
