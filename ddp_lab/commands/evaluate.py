@@ -13,7 +13,7 @@ It prints one line, and writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
-from ddp_lab.launchers.arguments import Parser, check_folder
+from ddp_lab.launchers.arguments import Parser, check_folder, write_errors
 from ddp_lab.world.process import env_int
 
 
@@ -59,4 +59,5 @@ def main(arguments: list[str]) -> None:
             f"{where}"
         )
         if namespace.json:
-            write_json(namespace.json, without_nan(metrics))
+            with write_errors(namespace.json, "--json"):
+                write_json(namespace.json, without_nan(metrics))

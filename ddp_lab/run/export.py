@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -81,9 +82,11 @@ def write_pt2(run: TrainedRun, path: Path) -> None:
     """Write the model as a program of torch.export."""
     require_fixed_inputs(run, path)
     with exporting(path):
-        torch.export.save(
-            torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path
-        )
+        program = torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH)
+        # Given a path, torch (2.15) ends the process if the disk is full.
+        content = BytesIO()
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
 
 
 @contextmanager
