@@ -249,8 +249,8 @@ def explain_excluded(key: str) -> str:
     group = key.rpartition(".")[0].replace(".", "/")
     return (
         f"{key}: is set, but the chosen {group} has no such key. Remove one of the two; "
-        "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with "
-        "a seed"
+        "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a "
+        "sampler with a seed"
     )
 
 

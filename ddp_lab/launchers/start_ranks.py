@@ -58,7 +58,7 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     unknown = [each for each in others if each.startswith("--") and each not in flags]
     if flags or "RANK" in os.environ:
         if unknown:
-            sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
+            sweep = "ddp-lab train -m hydra.launcher.nproc_per_node=N ..."
             other = flags[0] if flags else "torchrun, which started this process"
             raise ConfigError(
                 f"{unknown[0]}: cannot be combined with {other}. The ranks of a sweep are started "

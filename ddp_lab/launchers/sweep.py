@@ -200,21 +200,14 @@ def job_return(job: Job, failed: bool = False) -> JobReturn:
 
 
 def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
-    """Write results.csv and results.png: the metric `optimize` of each job.
+    """Write results.csv, the metric `optimize` of each job, and results.png.
 
-    Return a line about the best job.
+    Return a line about the best job, or about the file.
 
-    Nothing is written or returned before a job has a result on the validation set: the test set
-    chooses nothing.
+    The picture and the best job are those of the validation set: the test set chooses nothing.
     """
     results = [(job, *job.result()) for job in jobs]
-    scores = {
-        n: (metric, value)
-        for n, (_, metric, value) in enumerate(results, 1)
-        if metric.startswith("val_")
-    }
-    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
-    if not points:
+    if all(value is None for *_, value in results):
         return []
 
     with (folder / "results.csv").open("w", newline="") as file:
@@ -223,6 +216,15 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
             for job, *cells in results
         )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
+
+    scores = {
+        n: (metric, value)
+        for n, (_, metric, value) in enumerate(results, 1)
+        if metric.startswith("val_")
+    }
+    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
+    if not points:
+        return [f"results: {folder / 'results.csv'}"]
 
     metric = next(iter(scores.values()))[0]
     choose = min if jobs[0].lower_is_better or metric == "val_loss" else max

@@ -10,8 +10,8 @@ from ddp_lab.config.overrides import check_overrides
 
 PLAIN = ["model=own", "model._target_=own_models.Plain"]
 SEARCH = (
-    "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a "
-    "seed"
+    "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a sampler "
+    "with a seed"
 )
 REFUSED = {
     "an option that does not exist": (
@@ -73,7 +73,7 @@ REFUSED = {
         "eppochs=3: there is no such key; did you",
     ),
     "a key of another option of Hydra": (
-        ["hydra.launcher.nproc_per_node=2"],
+        ["hydra/launcher=basic", "hydra.launcher.nproc_per_node=2"],
         "hydra.launcher.nproc_per_node=2: hydra/launcher=basic has no such key; "
         "hydra/launcher=torchrun has more",
     ),

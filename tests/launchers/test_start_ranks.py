@@ -50,7 +50,7 @@ TWO = "python -m ddp_lab train --nproc 2"
         ),
         (
             "--nproc 2 -m seed=1,2",
-            "`ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`",
+            "`ddp-lab train -m hydra.launcher.nproc_per_node=N ...`",
         ),
         ("--nproc 2 --info", "--nproc: cannot be combined with --info"),
         ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),

@@ -1,5 +1,6 @@
 """Sweeps as users start them: every job is a launch of its own."""
 
+import csv
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
 from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
 from ddp_lab.resilience.run_directory import write_status
 
-SWEEP = "python train.py -m hydra/launcher=torchrun"
+SWEEP = "python train.py -m"
 
 
 def sweep_overrides(tmp_path, *more: str) -> list[str]:
@@ -51,7 +52,14 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
         for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
     }
     assert sizes == {"scratch": 2, "single": 1}, "a one-process strategy must get one rank"
-    summary = output.strip().splitlines()[-4:]
+    *summary, results = output.strip().splitlines()[-5:]
+    assert results == f"results: {tmp_path}/sweep/results.csv"
+    with (tmp_path / "sweep" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["status"], row["metric"], bool(row["value"])) for row in rows] == [
+        ("finished", "test_accuracy", True),
+        ("", "test_accuracy", False),
+    ] * 2
     assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], (
         output
     )
@@ -70,7 +78,7 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nwarmup_epochs: 0.5\n"
     )
-    sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir own experiment=mine"
+    sweep = "python -m ddp_lab -m --config-dir own experiment=mine"
     line = sweep_overrides(
         tmp_path,
         "hydra.launcher.nproc_per_node=3",
