@@ -124,6 +124,21 @@ def test_run_of_several_ranks_is_evaluated_in_one_process(trained, command, tmp_
     assert "strategy.pp=2: cannot lay 1 rank" in errors
 
 
+def test_commands_take_the_name_of_a_run_and_its_directory(trained, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(trained)
+    line = ["--output", "m.safetensors", "--force"]
+    results = [command(export.main, run, *line) for run in ("mine", "runs/mine", trained)]
+    assert [(code, errors) for code, _, errors in results] == [(0, "")] * 3
+    code, _, errors = command(export.main, "mime", *line)
+    assert code == 2
+    assert errors == (
+        "error: mime: there is no such run: it is neither the directory of a run nor the name of "
+        "one in runs. Did you mean mine? `ddp-lab runs` lists the names\n"
+    )
+
+
 IS_A_CHECKPOINT = (
     ": is a checkpoint, and the directory of a run is needed. Use {run} --checkpoint "
     "{run}/checkpoints/step_00000010.pt"
@@ -136,12 +151,13 @@ IS_A_CHECKPOINT = (
         (
             evaluate.main,
             ["{tmp}/no"],
-            "{tmp}/no: is not the directory of a run: there is no {tmp}/no/config.yaml",
+            "{tmp}/no: there is no such run: it is neither the directory of a run nor the name of "
+            "one in runs. `ddp-lab runs` lists the names",
         ),
         (
             merge.main,
-            ["{tmp}/no"],
-            "{tmp}/no: is not the directory of a run: there is no {tmp}/no/config.yaml",
+            ["{tmp}"],
+            "{tmp}: is not the directory of a run: there is no {tmp}/config.yaml. Use a name that",
         ),
         (evaluate.main, ["{run}/checkpoints/step_00000010.pt"], IS_A_CHECKPOINT),
         (

@@ -3,7 +3,7 @@
 An empty run has neither a finished epoch nor a checkpoint.
 
 ddp-lab runs                                  a table, the run that changed last at the end
-ddp-lab runs show mine                        the curves of one run
+ddp-lab runs mine                             the curves of one run: its name, or its directory
 ddp-lab runs --runs-dir /shared/runs --clean  names what can be deleted, and asks
 
 The runs of sweeps in the directory are listed, too. `best` is the metric of the validation set that
@@ -13,7 +13,6 @@ launch was on another machine less than a day ago. It follows no symbolic link.
 """
 
 import argparse
-import difflib
 import math
 import shutil
 import time
@@ -24,6 +23,7 @@ import numpy as np
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.arguments import Parser, confirm
+from ddp_lab.launchers.run_names import is_run, refuse_unknown, run_directory
 from ddp_lab.observe.metrics_file import kinds_of
 from ddp_lab.resilience.run_directory import read_json
 from ddp_lab.run.runs import Run, find_runs
@@ -38,9 +38,11 @@ LABEL = 10  # characters of a number beside it
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab runs", __doc__)
     parser.add_argument(
-        "action", nargs="?", choices=["show"], help="show: the curves of the run NAME"
+        "names",
+        nargs="*",
+        metavar="[show] NAME",
+        help="the curves of a run: its name, as in the table, or its directory",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="name of a run, as in the table")
     parser.add_argument(
         "--runs-dir",
         type=Path,
@@ -56,39 +58,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
     namespace = parser.parse_args(arguments)
+    names = namespace.names[1:] if namespace.names[:1] == ["show"] else namespace.names
     if (
-        (namespace.action is None) != (namespace.name is None)
-        or (namespace.clean and namespace.action)
+        len(names) > 1
+        or (namespace.names and not names)
+        or (namespace.clean and names)
         or (namespace.yes and not namespace.clean)
     ):
         raise ConfigError(
-            "ddp-lab runs: needs nothing, show NAME, or --clean with or without --yes; see ddp-lab "
-            "runs --help"
+            "ddp-lab runs: needs nothing, [show] NAME, or --clean with or without --yes; see "
+            "ddp-lab runs --help"
         )
+    namespace.name = names[0] if names else None
     return namespace
 
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
     root = namespace.runs_dir
-    runs = {run.name: run for run in find_runs(namespace.runs_dir)}
+    if namespace.name is not None:
+        path = run_directory(namespace.name, root)
+        if not is_run(path):
+            raise refuse_unknown(namespace.name, root)
+        listed_in = root if path.is_relative_to(root) else path.parent
+        return print(show(Run(listed_in, path)))
+
+    runs = find_runs(root)
     if namespace.clean:
-        clean(root, [run for run in runs.values() if run.is_removable()], namespace.yes)
-    elif not namespace.action:
-        if runs:
-            print(table(list(runs.values())))
-        else:
-            print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
-    elif run := runs.get(namespace.name):
-        print(show(run))
+        clean(root, [run for run in runs if run.is_removable()], namespace.yes)
+    elif runs:
+        print(table(runs))
     else:
-        close = "".join(
-            f" Did you mean {name}?" for name in difflib.get_close_matches(namespace.name, runs, 1)
-        )
-        raise ConfigError(
-            f"show {namespace.name}: there is no such run in {root}.{close} `ddp-lab runs` lists "
-            "the names"
-        )
+        print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
 
 
 def clean(root: Path, runs: list[Run], yes: bool) -> None:

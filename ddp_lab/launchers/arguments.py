@@ -31,7 +31,10 @@ class Parser(argparse.ArgumentParser):
 
     def add_run(self, default: str = "auto") -> None:
         """Add the run directory and the checkpoint, with its default."""
-        self.add_argument("run", type=Path, help="the run directory, runs/NAME")
+        from ddp_lab.launchers.run_names import run_directory
+
+        text = "the run: its directory, or its name in runs"
+        self.add_argument("run", type=run_directory, help=text)
         self.add_argument(
             "--checkpoint",
             default=default,

@@ -178,7 +178,8 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
             "--multirun: is not supported by several ranks, where all jobs would share one process "
-            "group. Use `ddp-lab train -m hydra.launcher.nproc_per_node=N ...`, which starts torchrun once for each job"
+            "group. Use `ddp-lab train -m hydra.launcher.nproc_per_node=N ...`, which starts the "
+            "ranks of each job"
         )
 
     # makes Hydra raise exceptions; by default it prints them on every rank

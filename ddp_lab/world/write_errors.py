@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ddp_lab.world.device import size
 
-
 # errors that another directory mends
 PLACES = (
     errno.EACCES,

@@ -10,8 +10,8 @@ from ddp_lab.config.overrides import check_overrides
 
 PLAIN = ["model=own", "model._target_=own_models.Plain"]
 SEARCH = (
-    "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a sampler "
-    "with a seed"
+    "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a "
+    "sampler with a seed"
 )
 REFUSED = {
     "an option that does not exist": (
