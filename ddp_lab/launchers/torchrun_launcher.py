@@ -2,8 +2,8 @@
 
 ddp-lab train -m hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
 
-It is the default of conf/. Hydra's own launcher, hydra/launcher=basic, runs all jobs sequentially in
-one process, so memory, statistics and process groups leak from job to job. Under torchrun, all
+It is the default of conf/. Hydra's own launcher, hydra/launcher=basic, runs all jobs sequentially
+in one process, so memory, statistics and process groups leak from job to job. Under torchrun, all
 ranks would run the sweep in lock-step. With this launcher, every job has its own processes.
 
 `register` lets Hydra find it.
