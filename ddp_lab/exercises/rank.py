@@ -35,7 +35,8 @@ class Outcome(NamedTuple):
         kind: passed; or, the most telling first: missing (not written yet), raised, wrong, lost
             (another rank ended), exited, waits.
         text: the explanation.
-        call: for `waits`, the call in which the rank waits; without a name if it is busy.
+        call: for `waits`, the call in which the rank waits, or the isend or irecv for which it
+            does; without a name if it is busy.
         result: for `passed`, what the work returned.
     """
 
@@ -194,8 +195,17 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     else:
         state = "is still busy"
 
+    awaited = started_alone(calls) if name == "wait" else name
     return Outcome(
         "waits",
         f"{state} at line {line}: `{linecache.getline(str(file), line).strip()}`",
-        Call(name, line),
+        Call(awaited, line),
     )
+
+
+def started_alone(calls: list[Call]) -> str:
+    """Return the isend or irecv for which the last call waits; "wait" if there may be others."""
+    *before, started = [Call("", 0), *calls[:-1]][-2:]
+    if started.name in ("isend", "irecv") and before and before[0].line != started.line:
+        return started.name
+    return "wait"
