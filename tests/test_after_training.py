@@ -339,8 +339,7 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
     assert code == 2
     weights = f"weights: {trained}/checkpoints/step_00000010.pt\n"
     assert errors.startswith(
-        f"{weights}error: 1 of 4 images are left out: {tmp_path}/more/broken.png: cannot be "
-        "decoded ("
+        f"{weights}error: 1 of 4 images left out: {tmp_path}/more/broken.png: cannot be decoded ("
     )
     assert errors.count("\n") == 2
     _, *rows = csv.reader(output.splitlines())
@@ -350,7 +349,7 @@ def test_images_of_other_sizes_and_modes_are_converted_and_corrupt_ones_are_left
         predict.main, trained, tmp_path / "more" / "broken.png", "--output", tmp_path / "p.csv"
     )
     assert (code, output) == (2, "")
-    assert errors.startswith(f"{weights}error: 1 of 1 images are left out: ")
+    assert errors.startswith(f"{weights}error: 1 of 1 image left out: ")
     assert not (tmp_path / "p.csv").exists()
 
 

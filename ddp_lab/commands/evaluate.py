@@ -13,6 +13,7 @@ It prints one line, and writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
+from ddp_lab.config.errors import count
 from ddp_lab.launchers.arguments import Parser, check_folder, write_errors
 from ddp_lab.world.process import env_int
 
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> None:
         )
 
     if runtime.is_main:
-        where = f"on {metrics['samples']:,} samples ({metrics['where']})"
+        where = f"on {count(metrics['samples'], 'sample')} ({metrics['where']})"
         print(
             f"{metrics['checkpoint']}, epoch {metrics['epoch']}: {describe_metrics(metrics)} "
             f"{where}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import Batch, LoaderOptions, apply, local_order
 from ddp_lab.data.dataset import Samples
 
@@ -116,7 +116,7 @@ class Loader(ABC):
         replicas = self.options.dp_size
         if samples % replicas and samples < self.data.size:
             raise ConfigError(
-                f"resume: the checkpoint is {samples} samples into an epoch, which is not "
+                f"resume: the checkpoint is {count(samples, 'sample')} into an epoch, which is not "
                 f"divisible by {replicas} replicas; use the batch_size of the run that wrote it"
             )
         self.epoch = epoch

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
 
 GROUP_TIMEOUT = timedelta(minutes=1)  # the parent ends its ranks long before
@@ -185,7 +186,9 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
             name = frame.f_code.co_name
         frame = frame.f_back
     if frame is None:
-        return Outcome("waits", f"has returned, after {len(calls)} calls of torch.distributed")
+        return Outcome(
+            "waits", f"has returned, after {count(len(calls), 'call')} of torch.distributed"
+        )
 
     line = frame.f_lineno
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame

@@ -31,7 +31,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from ddp_lab.config.compose import quote
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import LIMITS
 from ddp_lab.launchers.command import ENDS_WITH_STDIN
 from ddp_lab.launchers.short_run import command_of
@@ -218,7 +218,8 @@ class TorchrunLauncher(Launcher):
         if wanted > gpus:
             raise ConfigError(
                 f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of "
-                f"{self.nproc_per_node} ranks need {wanted} GPUs, but {gpus} are visible; lower "
+                f"{count(self.nproc_per_node, 'rank')} need {count(wanted, 'GPU')}, but this "
+                f"machine shows {gpus}; lower "
                 "max_parallel or nproc_per_node, or set device=cpu"
             )
 

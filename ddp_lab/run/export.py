@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.weights import write_weights
 from ddp_lab.run.data_record import DataRecord, input_shape_of
 from ddp_lab.run.trained import TrainedRun
@@ -47,7 +47,7 @@ def describe_input(run: TrainedRun) -> str:
     shape = f"input {['batch', *example(run.data).shape[1:]]}".replace("'", "")
     if "image_size" not in run.data.shape:
         return shape
-    classes = f"; {len(run.data.classes)} classes" if run.data.classes else ""
+    classes = f"; {count(len(run.data.classes), 'class')}" if run.data.classes else ""
     mean = run.inputs.mean
     std = run.inputs.std
     return f"{shape}, (pixels / 255 - {mean}) / {std}{classes}"

@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError, divisors
+from ddp_lab.config.errors import ConfigError, count, divisors
 from ddp_lab.config.types import BlockName, Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
@@ -134,7 +134,8 @@ class Mesh(FullyShard):
         shard = keys["shard"] or dp
         if dp % shard:
             raise ConfigError(
-                f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, "
+                f"strategy.shard={shard}: must divide the {count(dp, 'rank')} along dp; use "
+                f"{divisors(dp)}, "
                 "or null for all of them"
             )
 
@@ -345,9 +346,11 @@ class Mesh(FullyShard):
             blocks = " and ".join(
                 first if first == last else f"{first} .. {last}" for first, last in ends
             )
-            lines.append(
-                f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}"
-            )
+            first_rank = stage * each
+            ranks = f"ranks {first_rank} to {first_rank + each - 1}"
+            if each == 1:
+                ranks = f"rank {first_rank}"
+            lines.append(f"  pp {stage}  {ranks}  {blocks}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(

@@ -172,6 +172,7 @@ def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: i
 
     if number > samples:
         raise ConfigError(
-            f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a "
+            f"strategy.num_microbatches={number}: must not exceed the {count(samples, 'sample')} "
+            "that a "
             f"pipeline gets at once (local batch size / accumulate); use at most {samples}"
         )

@@ -158,8 +158,8 @@ def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
     with pytest.raises(ConfigError) as error:
         slots(2, 3)
     assert str(error.value) == (
-        "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but 4 are visible; "
-        "lower max_parallel or nproc_per_node, or set device=cpu"
+        "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but this machine "
+        "shows 4; lower max_parallel or nproc_per_node, or set device=cpu"
     )
     assert slots(2, 3, device="cpu") == [None, None, None]
 
