@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError, count, divisors
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BatchNorm, Checkpointing
+from ddp_lab.config.worlds import require_division, require_one_process
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
 from ddp_lab.tasks.base import Task, measure
@@ -165,13 +166,8 @@ class Strategy(ABC):
         mesh_axes: Mapping[str, int] | None = None,
         batch_norm: BatchNorm = "local",
     ):
-        if self.one_process and runtime.world_size > 1:
-            raise ConfigError(
-                f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were "
-                f"started. Start `ddp-lab train strategy={self.name}`, or use a strategy for "
-                "several processes, for example ddp"
-            )
-
+        if self.one_process:
+            require_one_process(self.name, runtime.world_size)
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
                 f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
@@ -654,26 +650,3 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
     """
     own_sums = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
     return strategy.runtime.all_reduce(own_sums if strategy.is_metric_rank else own_sums.zero_())
-
-
-def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
-    """Check that the axes within a replica divide the ranks.
-
-    Args:
-        ranks: number of ranks.
-        mesh_axes: sizes of the axes by name.
-
-    Raises:
-        ConfigError: the number of ranks is not divisible by the product of the sizes.
-    """
-    size = math.prod(mesh_axes.values())
-    if ranks % size:
-        options = " ".join(
-            f"strategy.{axis}={length}" for axis, length in mesh_axes.items() if length > 1
-        )
-        product = "sizes whose product is " if len(mesh_axes) > 1 else ""
-        raise ConfigError(
-            f"{options}: cannot lay {count(ranks, 'rank')} on a mesh of dp x "
-            f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
-            f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
-        )

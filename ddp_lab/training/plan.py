@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ddp_lab.config.errors import ConfigError, count, multiples
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import Every
+from ddp_lab.config.worlds import require_replicas
 from ddp_lab.training.progress import Criterion, Progress
 
 
@@ -166,13 +167,7 @@ class TrainSizes:
         scaling = keys["scaling"]
         if scaling == "weak":
             batch_size *= replicas
-        if batch_size % replicas:
-            raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must be divisible by the "
-                f"{replicas} replicas that share it; use {multiples(batch_size, replicas)}, or "
-                f"scaling=weak to give every replica {batch_size}"
-            )
-
+        require_replicas(batch_size, replicas)
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])
