@@ -20,6 +20,7 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.worlds import check_world
 from ddp_lab.launchers import schedulers
 from ddp_lab.launchers.arguments import Parser, confirm
 from ddp_lab.launchers.command import quote_faults
@@ -107,6 +108,7 @@ def main(arguments: list[str]) -> None:
             f"--nodes {namespace.nodes}: this strategy drives all devices from one process; use "
             "--nodes 1"
         )
+    check_world(cfg, 1 if one_process else namespace.gpus or 1, namespace.nodes)
 
     overrides = [
         *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),

@@ -81,7 +81,7 @@ def is_free_or_store(host: str, port: int) -> bool:
 
 def connect(host: str, port: int) -> None:
     """Connect to a store, and end this process with exit code 0 if there is one."""
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # torch's log

@@ -204,6 +204,10 @@ def test_rejection_by_the_scheduler_is_the_exit_code(kubectl, command, monkeypat
             "--namespace=team: is not an option of ddp-lab submit. Options of kubectl follow --: "
             "`ddp-lab submit kubernetes --nodes 2 name=a -- --namespace=team`",
         ),
+        (
+            "slurm --nodes 2 --gpus 4 strategy=ddp batch_size=4",
+            "batch_size=4: is the global batch and must be divisible by the 8 replicas",
+        ),
         ("slurm --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
     ],
 )
