@@ -397,6 +397,9 @@ def test_exported_files_have_the_models_names_and_logits(trained, command, tmp_p
     assert weights.keys() == state.keys()
     assert all(torch.equal(weights[name], state[name]) for name in state)
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    described = session.get_modelmeta().custom_metadata_map
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert described == {key: file.metadata()[key] for key in ("classes", "mean", "std")}
     program = torch.export.load(tmp_path / "m.pt2").module()
     for batch in (inputs[:1], inputs[:7]):
         expected = model(batch)

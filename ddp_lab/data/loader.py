@@ -166,14 +166,21 @@ class Loader(ABC):
         size = -(-global_size // self.options.dp_size)
         return Batch(*self._compute(size), global_size)
 
-    def first(self, number: int) -> Batch:
+    def first(self, number: int, spread: bool = False) -> Batch:
         """Return the first samples of this rank, at most `number`, as a batch without augmentation.
 
         Nothing else is read.
 
         Unlike an iteration it needs no worker processes, and has no larger batch on the device.
+
+        Args:
+            number: of samples.
+            spread: whether they are those at equal distances in the set, in place of the first.
         """
-        indices = self.order(self.epoch)[:number].tolist()
+        indices = self.order(self.epoch).tolist()
+        if spread and len(indices) > number:
+            indices = [indices[place * len(indices) // number] for place in range(number)]
+        indices = indices[:number]
         from ddp_lab.data.trees import stack, to
 
         inputs, targets = to(

@@ -55,20 +55,22 @@ def describe_input(run: TrainedRun) -> str:
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
     """Write parameters and buffers by name; the metadata have classes and normalisation as JSON."""
+    write_weights(path, run.model.state_dict(), metadata(run))
+
+
+def metadata(run: TrainedRun) -> dict[str, str]:
+    """Return what a file says about its model, as JSON: classes, and mean and std of the pixels."""
     values = {"classes": run.data.classes, "mean": run.inputs.mean, "std": run.inputs.std}
-    write_weights(
-        path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()}
-    )
+    return {key: json.dumps(value) for key, value in values.items()}
 
 
 def write_onnx(run: TrainedRun, path: Path) -> None:
-    """Write the model as ONNX, in one file."""
+    """Write the model as ONNX, in one file; the metadata are those of `write_safetensors`."""
     require_fixed_inputs(run, path)
     with exporting(path):
-        torch.onnx.export(
+        program = torch.onnx.export(
             run.model,
             (example(run.data),),
-            path,
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -76,6 +78,9 @@ def write_onnx(run: TrainedRun, path: Path) -> None:
             output_names=[OUTPUT],
             dynamic_shapes=BATCH,
         )
+        assert program is not None  # with dynamo=True
+        program.model.metadata_props.update(metadata(run))
+        program.save(path, external_data=False)
 
 
 def write_pt2(run: TrainedRun, path: Path) -> None:

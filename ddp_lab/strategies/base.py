@@ -24,7 +24,6 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BatchNorm, Checkpointing
-from ddp_lab.config.worlds import require_division, require_one_process
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
 from ddp_lab.tasks.base import Task, measure
@@ -166,7 +165,9 @@ class Strategy(ABC):
         mesh_axes: Mapping[str, int] | None = None,
         batch_norm: BatchNorm = "local",
     ):
-        if self.one_process:
+        if self.one_process and runtime.world_size > 1:
+            from ddp_lab.config.worlds import require_one_process
+
             require_one_process(self.name, runtime.world_size)
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
@@ -179,8 +180,11 @@ class Strategy(ABC):
         self.num_devices = runtime.world_size
 
         mesh_axes = mesh_axes or {}
-        require_division(runtime.world_size, mesh_axes)
         ranks_per_replica = math.prod(mesh_axes.values())
+        if runtime.world_size % ranks_per_replica:
+            from ddp_lab.config.worlds import require_division
+
+            require_division(runtime.world_size, mesh_axes)
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = runtime.world_size // ranks_per_replica
         self.replicas = self.dp_size

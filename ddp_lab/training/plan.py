@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import Every
-from ddp_lab.config.worlds import require_replicas
 from ddp_lab.training.progress import Criterion, Progress
 
 
@@ -167,7 +166,10 @@ class TrainSizes:
         scaling = keys["scaling"]
         if scaling == "weak":
             batch_size *= replicas
-        require_replicas(batch_size, replicas)
+        if batch_size % replicas:
+            from ddp_lab.config.worlds import require_replicas
+
+            require_replicas(batch_size, replicas)
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
+from ddp_lab.launchers.sweep import LONGEST, Job, by_swept, directory_name, is_finished
 from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
+from ddp_lab.observe.plot import figure
 from ddp_lab.resilience.run_directory import write_status
 
 SWEEP = "python train.py -m"
@@ -147,6 +148,41 @@ def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[
     launcher = TorchrunLauncher(nproc_per_node, max_parallel)
     launcher.config = OmegaConf.create({"device": device})
     return list(launcher._slots().queue)
+
+
+@pytest.mark.parametrize(
+    ("values", "label", "scale", "points"),
+    [
+        (
+            {"optimizer.lr=1.0": 0.5, "optimizer.lr=0.01": 0.2},
+            "optimizer.lr",
+            ("log", "linear"),
+            [[0.01, 0.2], [1.0, 0.5]],
+        ),
+        (
+            {"epochs=3": 20.0, "epochs=2": 1.0},
+            "epochs",
+            ("linear", "log"),
+            [[2.0, 1.0], [3.0, 20.0]],
+        ),
+        (
+            {"strategy=ddp,optimizer.lr=0.1": 0.5, "strategy=fsdp,optimizer.lr=0.2": 0.2},
+            "val accuracy",
+            ("linear", "linear"),
+            [[0.5, 0.0], [0.2, 1.0]],
+        ),
+    ],
+)
+def test_picture_of_a_sweep_is_labelled_by_what_was_swept(values, label, scale, points):
+    drawn = figure([by_swept("sweep", "val accuracy", values)])
+    drawn.draw_without_rendering()
+    (axes,) = drawn.subfigs[0].axes
+    assert axes.get_xlabel() == label
+    assert (axes.get_xscale(), axes.get_yscale()) == scale
+    assert axes.lines[0].get_xydata().tolist() == points
+    if len(next(iter(values)).split(",")) > 1:
+        names = [text.get_text() for text in axes.get_yticklabels()]
+        assert names == ["strategy=ddp, lr=0.1", "strategy=fsdp, lr=0.2"]
 
 
 def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
