@@ -103,7 +103,7 @@ def check_early(arguments: list[str], config_dir: str | None) -> None:
     """
     parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False)
     for option in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
-        parser.add_argument(option, dest="nproc")
+        parser.add_argument(option, dest="nproc", nargs="?")  # `parse` reports a missing value
     parser.add_argument("--nnodes", default="1")
     for option in ("--rdzv-endpoint", "--max-restarts", "--rdzv-id"):
         parser.add_argument(option, f"--{option[2:].replace('-', '_')}")

@@ -41,7 +41,7 @@ TWO = "python -m ddp_lab train --nproc 2"
         ),
         ("--nprocs=2", "unrecognized arguments: --nprocs=2; see ddp-lab train --help"),
         (
-            "--nnodes 2 --nproc 2",
+            "--nnodes 2 --nproc 2 strategy=ddp",
             "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine",
         ),
         (
@@ -53,7 +53,7 @@ TWO = "python -m ddp_lab train --nproc 2"
             "`ddp-lab train -m hydra.launcher.nproc_per_node=N ...`",
         ),
         ("--nproc 2 --info", "--nproc: cannot be combined with --info"),
-        ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
+        ("--nproc 2 strategy=ddp epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
 )
 def test_wrong_options_are_refused_before_ranks_are_started(line, message):
