@@ -65,7 +65,7 @@ def test_wrong_options_are_refused_before_ranks_are_started(line, message):
     ("line", "gpus", "ranks"),
     [
         ("strategy=ddp", 8, "8"),
-        ("strategy=ddp --nproc 3", 8, "3"),
+        ("strategy=ddp --nproc 3 batch_size=66", 8, "3"),
         ("strategy=ddp --standalone --nproc_per_node 2", 8, "2"),
         ("strategy=single", 8, None),
         ("strategy=ddp device=cpu", 8, None),
