@@ -28,6 +28,10 @@ from ddp_lab.exercises.speed import PROJECT, Prepare, by_size, report
 from ddp_lab.strategies.contiguous import flatten
 from ddp_lab.world.runtime import Runtime
 
+NO_FIT = (
+    "The model is left out: the library's largest sum took no longer than its smallest one, so no "
+    "bandwidth follows from them. Raise --largest or --repeat, or use an idle machine"
+)
 LIBRARY: dict[str, Prepare] = {
     "library": lambda tensors: partial(dist.all_reduce, flatten(tensors))
 }
@@ -50,6 +54,11 @@ def model(library: list[tuple[float, float]], ranks: int) -> list[tuple[float, f
     per_byte = max(0.0, slow - fast) / (moved * (large - small))
     latency = max(0.0, fast - moved * small * per_byte)
     return [(size, latency + moved * size * per_byte) for size, _ in library]
+
+
+def has_slope(predicted: list[tuple[float, float]]) -> bool:
+    """Return whether the model's time grows with the size: else no bandwidth could be derived."""
+    return predicted[-1][1] > predicted[0][1]
 
 
 def main() -> None:
@@ -76,11 +85,12 @@ def main() -> None:
         if runtime.rank == 0:
             picture = Path(arguments.out).with_suffix(".png")
             picture.parent.mkdir(parents=True, exist_ok=True)
-            report(
-                seconds | {"model": model(seconds["library"], runtime.world_size)},
-                runtime.world_size,
-                picture,
-            )
+            predicted = model(seconds["library"], runtime.world_size)
+            fits = has_slope(predicted)
+            columns = seconds | ({"model": predicted} if fits else {})
+            report(columns, runtime.world_size, picture)
+            if not fits:
+                print(NO_FIT)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     file, search = json.loads(proof.stdout)
     assert file.startswith(str(environment.programs.parent))
     assert str(ROOT) not in search
-    sweep = "ddp-lab -m hydra/launcher=torchrun --config-dir conf experiment=digits"
+    sweep = "ddp-lab -m --config-dir conf experiment=digits"
     done = environment.run(f"{sweep} strategy=single epochs=1 hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy=single,epochs=1: finished, val loss" in done.stdout

@@ -22,7 +22,7 @@ from ddp_lab.advise.tp_prediction import predict_here
 from ddp_lab.checkpoints.find import run_of
 from ddp_lab.config.build import Config, construct, find_target
 from ddp_lab.config.change import as_config, changed, read_config, with_references
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, count, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.preflight import check_network
 from ddp_lab.run.build import build as build_job
@@ -105,7 +105,7 @@ def alternatives(advisor: "Advisor", runtime: Runtime) -> str:
     devices = replace(advisor.devices, per_node=max(runtime.local_world_size, len(runtime.devices)))
     advisor = replace(advisor, devices=devices).advise()
     if not advisor.ranked:
-        return f"With activations, on all {devices.number} devices: {advisor.conclusion}"
+        return f"With activations, on {count(devices.number, 'device')}: {advisor.conclusion}"
     launches = [f"`{row.launch}` ({size(round(row.fullest.total))})" for row in advisor.ranked]
     return (
         f"Use {' or '.join(launches[:2])}, the simplest of {len(launches)} that fit on "

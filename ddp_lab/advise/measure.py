@@ -43,7 +43,7 @@ def measure(advisor: Advisor, minutes: float) -> None:
             if row.name not in runs_by_name or is_stable(runs_by_name[row.name]):
                 continue
             if (left := end - time.monotonic()) <= 0:
-                advisor.notes.append(f"stopped after {minutes:g} minutes; --minutes allows more")
+                advisor.notes.append(f"stopped after {minutes:g} min; --minutes allows more")
                 break
 
             name = f"{''.join(filter(str.isalnum, row.name))}-{number}"

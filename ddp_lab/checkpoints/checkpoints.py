@@ -10,7 +10,6 @@ There are two formats, and a run can resume from both. One file contains the ful
 (sharded.py).
 """
 
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -241,12 +240,14 @@ class Checkpoints:
                 if progress.is_best(self.best):
                     link_best(path)
         except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
-            free = shutil.disk_usage(self.folder).free / 2**20 if self.folder.exists() else 0
+            from ddp_lab.world.write_errors import explain_write
+
+            reason, remedy = explain_write(error, self.folder)
             valid = [str(file) for file in steps_in(self.folder) if file != path]
+            fewer = f", or lower checkpoint.keep ({self.keep})" if "disk space" in remedy else ""
             self.problem = (
-                f"{path} could not be written ({str(error).splitlines()[0]}; {free:,.0f} MiB are "
-                f"free there); the last valid checkpoint is {valid[-1] if valid else 'none'}. Free "
-                f"disk space, or lower checkpoint.keep ({self.keep})"
+                f"{path} could not be written ({reason}); the last valid checkpoint is "
+                f"{valid[-1] if valid else 'none'}. {remedy}{fewer}"
             )
             if not self.folder.parent.exists():
                 self.problem = (

@@ -154,8 +154,13 @@ class ShardWriter:
                 if parts:
                     publish(temporary, path, parts)
             except CheckpointException as error:
+                from ddp_lab.world.write_errors import system_error
+
                 rank, (cause, _) = next(iter(error.failures.items()))
-                raise OSError(f"rank {rank}: {cause}") from None
+                of_system = system_error(cause)
+                if of_system is None:
+                    raise OSError(f"rank {rank}: {cause}") from None
+                raise OSError(of_system.errno, f"rank {rank}: {of_system.strerror}") from None
             finally:
                 if self.rank == 0:
                     shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,7 @@ import math
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.arguments import Parser, check_folder
+from ddp_lab.launchers.arguments import Parser, check_folder, write_errors
 from ddp_lab.world.process import env_int
 
 
@@ -110,8 +110,11 @@ def main(arguments: list[str]) -> None:
 
     print(report.table(advisor))
     if namespace.json:
-        write_json(namespace.json, report.as_json(advisor))
+        with write_errors(namespace.json, "--json"):
+            write_json(namespace.json, report.as_json(advisor))
     if namespace.picture:
-        beside([report.memory_plot(advisor)], namespace.picture)
+        with write_errors(namespace.picture, "--picture"):
+            beside([report.memory_plot(advisor)], namespace.picture)
     if namespace.html:
-        namespace.html.write_text(report.page(advisor))
+        with write_errors(namespace.html, "--html"):
+            namespace.html.write_text(report.page(advisor))

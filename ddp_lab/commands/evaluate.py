@@ -13,7 +13,8 @@ It prints one line, and writes nothing but the file of --json.
 import argparse
 from pathlib import Path
 
-from ddp_lab.launchers.arguments import Parser, check_folder
+from ddp_lab.config.errors import count
+from ddp_lab.launchers.arguments import Parser, check_folder, write_errors
 from ddp_lab.world.process import env_int
 
 
@@ -53,10 +54,11 @@ def main(arguments: list[str]) -> None:
         )
 
     if runtime.is_main:
-        where = f"on {metrics['samples']:,} samples ({metrics['where']})"
+        where = f"on {count(metrics['samples'], 'sample')} ({metrics['where']})"
         print(
             f"{metrics['checkpoint']}, epoch {metrics['epoch']}: {describe_metrics(metrics)} "
             f"{where}"
         )
         if namespace.json:
-            write_json(namespace.json, without_nan(metrics))
+            with write_errors(namespace.json, "--json"):
+                write_json(namespace.json, without_nan(metrics))

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.arguments import Parser, check_output
+from ddp_lab.launchers.arguments import Parser, check_output, write_errors
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -42,12 +42,8 @@ def main(arguments: list[str]) -> None:
     output: Path = namespace.output or namespace.run / f"{checkpoint.resolve().stem}.pt"
     check_output(output, namespace.force)
     state = open_checkpoint(checkpoint, key="--checkpoint ").content()
-    try:
+    with write_errors(output):
         write_file(output, state)
-    except (OSError, RuntimeError) as error:  # torch may raise a RuntimeError for a full disk
-        raise ConfigError(
-            f"--output {output}: cannot be written ({str(error).splitlines()[0]})"
-        ) from None
 
     progress = state["progress"]
     print(

@@ -14,7 +14,7 @@ and the exit code is 2.
 import argparse
 import sys
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.launchers.arguments import Parser, check_output, replacing
 from ddp_lab.world.process import env_int
 
@@ -135,5 +135,5 @@ def main(arguments: list[str]) -> None:
 
     if corrupt:
         raise ConfigError(
-            f"{len(corrupt)} of {len(images)} images are left out: {'; '.join(corrupt)}"
+            f"{len(corrupt)} of {count(len(images), 'image')} left out: {'; '.join(corrupt)}"
         )

@@ -3,7 +3,7 @@
 An empty run has neither a finished epoch nor a checkpoint.
 
 ddp-lab runs                                  a table, the run that changed last at the end
-ddp-lab runs show mine                        the curves of one run
+ddp-lab runs mine                             the curves of one run: its name, or its directory
 ddp-lab runs diff mine other                  why two runs differ
 ddp-lab runs --runs-dir /shared/runs --clean  names what can be deleted, and asks
 
@@ -17,21 +17,18 @@ launch was on another machine less than a day ago. It follows no symbolic link.
 """
 
 import argparse
-import difflib
 import math
 import shutil
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.arguments import Parser, confirm
-from ddp_lab.launchers.recorded_config import CONFIG
+from ddp_lab.launchers.run_names import is_run, refuse_unknown, run_directory
 from ddp_lab.observe.metrics_file import kinds_of
 from ddp_lab.resilience.run_directory import read_json
 from ddp_lab.run.diff import compare_runs, describe
@@ -47,16 +44,11 @@ LABEL = 10  # characters of a number beside it
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab runs", __doc__)
     parser.add_argument(
-        "action",
-        nargs="?",
-        choices=["show", "diff"],
-        help="show: the curves of the run NAME; diff: why the runs NAME and NAME differ",
-    )
-    parser.add_argument(
         "names",
         nargs="*",
-        metavar="NAME",
-        help="name of a run, as in the table; for diff also the path of its directory",
+        metavar="[show | diff] NAME",
+        help="the curves of a run: its name, as in the table, or its directory; with diff and two "
+        "of them, why the runs differ",
     )
     parser.add_argument(
         "--runs-dir",
@@ -73,16 +65,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--yes", action="store_true", help="delete without asking")
 
     namespace = parser.parse_args(arguments)
-    expected = {None: 0, "show": 1, "diff": 2}[namespace.action]
+    action, names = action_of(namespace.names)
+    expected = {"": 0, "show": 1, "diff": 2}[action]
     if (
-        len(namespace.names) != expected
-        or (namespace.clean and namespace.action)
+        len(names) != expected
+        or (namespace.clean and action)
         or (namespace.yes and not namespace.clean)
     ):
         raise ConfigError(
-            "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean with or without "
+            "ddp-lab runs: needs nothing, [show] NAME, diff NAME NAME, or --clean with or without "
             "--yes; see ddp-lab runs --help"
         )
+    namespace.action = action
+    namespace.names = names
     return namespace
 
 
@@ -91,25 +86,42 @@ def main(arguments: list[str]) -> None:
     root = namespace.runs_dir
     if namespace.action == "diff":
         sys.exit(show_difference(root, *namespace.names))
-    runs = {run.name: run for run in find_runs(namespace.runs_dir)}
-    if namespace.clean:
-        clean(root, [run for run in runs.values() if run.is_removable()], namespace.yes)
-    elif not namespace.action:
-        if runs:
-            print(table(list(runs.values())))
-        else:
-            print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
-    else:
+    if namespace.action == "show":
         (name,) = namespace.names
-        print(show(runs.get(name) or no_run("show", name, root, runs)))
+        path = existing(name, root)
+        listed_in = root if path.is_relative_to(root) else path.parent
+        return print(show(Run(listed_in, path)))
+
+    runs = find_runs(root)
+    if namespace.clean:
+        clean(root, [run for run in runs if run.is_removable()], namespace.yes)
+    elif runs:
+        print(table(runs))
+    else:
+        print(f"no runs in {root}; --runs-dir DIR is the runs_dir of your runs")
 
 
-def no_run(action: str, name: str, root: Path, names: Iterable[str]) -> NoReturn:
-    """Raise a ConfigError about a run that is not there, with the name most like its own."""
-    close = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, names, 1))
-    raise ConfigError(
-        f"{action} {name}: there is no such run in {root}.{close} `ddp-lab runs` lists the names"
-    )
+def action_of(names: list[str]) -> tuple[str, list[str]]:
+    """Return what the positional arguments ask for, "", "show" or "diff", and the runs."""
+    if names[:1] in (["show"], ["diff"]):
+        return names[0], names[1:]
+    return ("show", names) if names else ("", [])
+
+
+def existing(name: str, root: Path) -> Path:
+    """Return the directory of a run.
+
+    Args:
+        name: of a run in `root`, or the path of its directory.
+        root: the config's `runs_dir`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = run_directory(name, root)
+    if not is_run(path):
+        raise refuse_unknown(name, root)
+    return path
 
 
 def show_difference(root: Path, one: str, other: str) -> int:
@@ -119,12 +131,7 @@ def show_difference(root: Path, one: str, other: str) -> int:
         root: the config's `runs_dir`.
         one, other: names of runs in it, or paths of run directories.
     """
-    folders: list[Path] = []
-    for name in (one, other):
-        places = [folder for folder in (root / name, Path(name)) if (folder / CONFIG).is_file()]
-        if not places:
-            no_run("diff", name, root, [run.name for run in find_runs(root)])
-        folders.append(places[0])
+    folders = [existing(name, root) for name in (one, other)]
     comparison = compare_runs(*folders)
     print(f"{folders[0]} -> {folders[1]}")
     print(describe(comparison))

@@ -20,11 +20,14 @@ from hydra.utils import get_object
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.worlds import check_world
 from ddp_lab.launchers import schedulers
 from ddp_lab.launchers.arguments import Parser, confirm
 from ddp_lab.launchers.command import quote_faults
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
+
+PROGRAMS = {"slurm": "sbatch", "kubernetes": "kubectl"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -50,8 +53,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--yes", action="store_true", help="submit without asking")
 
-    namespace = parser.parse_intermixed_args(arguments[:end])
+    namespace, unknown = parser.parse_known_intermixed_args(arguments[:end])
     namespace.options = arguments[end + 1 :]
+    if unknown:
+        refuse_options(namespace.scheduler, unknown, arguments, end)
 
     for option, least in {"nodes": 1, "gpus": 0}.items():
         if getattr(namespace, option) < least:
@@ -59,6 +64,34 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                 f"--{option} {getattr(namespace, option)}: must be an integer of at least {least}"
             )
     return namespace
+
+
+def refuse_options(scheduler: str, unknown: list[str], arguments: list[str], end: int) -> None:
+    """Refuse options that are not ours, with the line that passes them to the scheduler.
+
+    Args:
+        scheduler: of the launch.
+        unknown: the arguments that the parser does not know.
+        arguments: of the command.
+        end: the index of `--` in them, or their number.
+
+    Raises:
+        ConfigError: always.
+    """
+    rest = list[str]()
+    moved = list[str]()
+    follows_moved = False
+    for argument in arguments[:end]:
+        # argparse counts every override after an unknown option as unknown
+        is_option = argument.startswith("-")
+        is_value = not is_option and "=" not in argument
+        follows_moved = (is_option and argument in unknown) or (follows_moved and is_value)
+        (moved if follows_moved else rest).append(argument)
+    line = shlex.join(["ddp-lab", "submit", *rest, "--", *moved, *arguments[end + 1 :]])
+    program = PROGRAMS[scheduler]
+    raise ConfigError(
+        f"{moved[0]}: is not an option of ddp-lab submit. Options of {program} follow --: `{line}`"
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -75,6 +108,7 @@ def main(arguments: list[str]) -> None:
             f"--nodes {namespace.nodes}: this strategy drives all devices from one process; use "
             "--nodes 1"
         )
+    check_world(cfg, 1 if one_process else namespace.gpus or 1, namespace.nodes)
 
     overrides = [
         *(["--config-dir", namespace.config_dir] if namespace.config_dir else []),
@@ -125,7 +159,7 @@ def submit(command: list[str], sent: str | None) -> None:
         ConfigError: the command is not installed on this machine.
         SystemExit: the scheduler rejected the job, which the command has reported.
     """
-    name = next(word for word in command if word in ("sbatch", "kubectl"))
+    name = next(word for word in command if word in PROGRAMS.values())
     if shutil.which(name) is None:
         raise ConfigError(
             f"{name}: is not installed on this machine; submit where it is, with what is printed "

@@ -276,7 +276,9 @@ def explain(
     return f"{key}={shown}: must be {allowed}{advice and f'. {advice}'}"
 
 
-def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
+def unknown_key(
+    key: str, value: Any, prefix: str, names: list[str], config_dir: str | None = None
+) -> str:
     """Return the message for a key that does not exist.
 
     Args:
@@ -284,9 +286,11 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
         value: Its value.
         prefix: Dotted key of the group, including the last dot.
         names: The keys that exist in the group.
+        config_dir: The directory of the user's own yaml, if there is one.
     """
     from ddp_lab.config.moved import MOVED
     from ddp_lab.config.other_names import explain_name
+    from ddp_lab.config.other_options import explain_elsewhere
 
     if key in MOVED:
         return f"{key}={value}: is now a key of every strategy. Use {MOVED[key]}={value}"
@@ -294,6 +298,9 @@ def unknown_key(key: str, value: Any, prefix: str, names: list[str]) -> str:
         return f"{key}={value}: there is no such key. {advice}; ddp-lab train --help lists all keys"
     close = difflib.get_close_matches(key.removeprefix(prefix).split(".")[0], names, n=1)
     advice = "".join(f"did you mean {prefix}{name}? " for name in close)
+    elsewhere = explain_elsewhere(key, config_dir)
+    if elsewhere and (prefix or not close):
+        advice = elsewhere
     allowed = ", ".join(f"{prefix}{name}" for name in names)
     return f"{key}={value}: there is no such key; {advice}allowed: {allowed or 'none'}"
 

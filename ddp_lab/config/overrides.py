@@ -205,11 +205,15 @@ def check_keys(
     }
 
     added: set[str] = set()
+    changed_before: set[str] = set()
     for override in sets_keys:
         key = override.key_or_group
         if key.partition(".")[0] in swept:
             continue
         exists = has_key(values, key)
+        if override.is_delete() and exists and key not in changed_before:
+            refuse_empty(override, values)
+        changed_before.add(key)
         if override.is_add():
             if exists and not is_table(values, key):
                 changed = str(override.input_line).removeprefix("+")
@@ -218,7 +222,7 @@ def check_keys(
                 )
             added.add(key)
         elif not exists and not any(key.startswith(f"{each}.") or key == each for each in added):
-            raise ConfigError(explain_key(override, values, chosen, targets))
+            raise ConfigError(explain_key(override, values, chosen, targets, config_dir))
 
 
 def compose_choices(
@@ -245,8 +249,8 @@ def explain_excluded(key: str) -> str:
     group = key.rpartition(".")[0].replace(".", "/")
     return (
         f"{key}: is set, but the chosen {group} has no such key. Remove one of the two; "
-        "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with "
-        "a seed"
+        "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a "
+        "sampler with a seed"
     )
 
 
@@ -270,11 +274,30 @@ def is_table(values: Mapping[str, Any], key: str) -> bool:
     return isinstance(node, dict)
 
 
+def refuse_empty(override: Override, values: Mapping[str, Any]) -> None:
+    """Check that an override does not remove a key without a value, which Hydra cannot do.
+
+    Raises:
+        ConfigError: It does.
+    """
+    key = override.key_or_group
+    node: Any = values
+    for name in key.split("."):
+        node = node[name] if isinstance(node, dict) else ...  # Hydra reads elements of lists
+    if node is None or node == "???":
+        value = "null" if node is None else "not set"
+        raise ConfigError(
+            f"{override.input_line}: cannot be removed, because {key} has no value: it is {value}. "
+            f"Leave this override out, or set a value with {key}=VALUE"
+        )
+
+
 def explain_key(
     override: Override,
     values: Mapping[str, Any],
     chosen: Mapping[str, str],
     targets: Mapping[str, Any],
+    config_dir: str | None,
 ) -> str:
     """Return the message for a key that does not exist.
 
@@ -283,6 +306,7 @@ def explain_key(
         values: The config of the chosen options.
         chosen: The option of each group.
         targets: The class or function of a group, where an override sets it.
+        config_dir: The directory of the user's own yaml, if there is one.
     """
     key = override.key_or_group
     if override.is_delete():
@@ -306,7 +330,7 @@ def explain_key(
     if path[0] in parameters(group, target):
         return f"{key}={value}: the config does not set this option of {target}; use +{key}={value}"
     allowed = [name for name in node if not name.startswith("_") and name != "hydra"]
-    return unknown_key(key, value, prefix, allowed)
+    return unknown_key(key, value, prefix, allowed, config_dir)
 
 
 def parameters(group: str, target: Any) -> Collection[str]:

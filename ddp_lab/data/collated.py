@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.config.errors import ConfigError, SampleError, count, describe_error
 from ddp_lab.data.dataset import Samples
 from ddp_lab.data.parts import TargetKey, as_tree, divide
 from ddp_lab.data.seeds import seeded
@@ -105,7 +105,8 @@ def collate(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{name}: collate_fn failed for {len(samples)} samples: {describe_error(error)}"
+            f"{name}: collate_fn failed for {count(len(samples), 'sample')}: "
+            f"{describe_error(error)}"
         ) from None
     inputs, expected = divide(user_batch, targets, f"{name}: the batch from collate_fn", key)
     try:
@@ -119,7 +120,8 @@ def collate(
     size = require_one_size(f"{name}: the batch from collate_fn", inputs=batch[0], targets=batch[1])
     if size != len(samples):
         raise ConfigError(
-            f"{name}: collate_fn must return a batch of the {len(samples)} samples that it got, "
+            f"{name}: collate_fn must return a batch of the {count(len(samples), 'sample')} that "
+            "it got, "
             f"got {size}"
         )
     return batch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from PIL import Image
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import ENDLESS, SETS
 from ddp_lab.data.batch import apply
 from ddp_lab.data.seeds import seeded
@@ -356,7 +356,8 @@ def require_same_data(values: list[tuple[str, dict[str, int]]]) -> None:
             first = first_sizes.get(name, 0)
             if own_size != first:
                 raise ConfigError(
-                    f"the dataset: the {name} set has {own_size:,} samples on rank {rank}, but "
+                    f"the dataset: the {name} set has {count(own_size, 'sample')} on rank {rank}, "
+                    "but "
                     f"{first:,} on rank 0. Load the complete set on every rank, from the same "
                     "files: each rank reads its own part of it by itself"
                 )
@@ -364,7 +365,8 @@ def require_same_data(values: list[tuple[str, dict[str, int]]]) -> None:
     digests = [digest for digest, _ in values]
     if different := [rank for rank, digest in enumerate(digests) if digest != first_digest]:
         raise ConfigError(
-            f"the dataset: rank {different[0]} has other files than rank 0 ({len(different)} ranks "
-            "in all); every machine must have the same files, of which the same can be decoded, "
+            f"the dataset: rank {different[0]} has other files than rank 0 "
+            f"({count(len(different), 'rank')} in all); every machine must have the same files, of "
+            "which the same can be decoded, "
             "and so the same classes and samples"
         )

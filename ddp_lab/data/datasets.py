@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, count
 from ddp_lab.config.types import Count
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.world.process import default_timeout
@@ -218,7 +218,8 @@ def cut(tokens: torch.Tensor, context: int, name: str) -> tuple[torch.Tensor, to
     number = (len(tokens) - 1) // context
     if number < 2:
         raise ConfigError(
-            f"data.context={context}: {name} has {len(tokens):,} bytes, and two samples or more "
+            f"data.context={context}: {name} has {count(len(tokens), 'byte')}, and two samples or "
+            "more "
             f"need {2 * context + 1:,}. Use a smaller context or more text"
         )
     end = number * context

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import SampleError
+from ddp_lab.config.errors import SampleError, count
 
 # torch has no minimum of the others
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -97,9 +97,10 @@ class LabelRange:
         if low < 0:
             raise SampleError(f"the targets contain the label {low}; {allowed}. Correct them")
         raise SampleError(
-            f"the targets contain the label {high}, but the outputs of the model have {classes} "
-            f"classes, so that {allowed}. Correct the labels, or give the model's last layer "
-            f"{high + 1} outputs"
+            f"the targets contain the label {high}, but the outputs of the model have "
+            f"{count(classes, 'class')}, so that {allowed}. Correct the labels, or give the "
+            "model's last layer "
+            f"{count(high + 1, 'output')}"
         )
 
 

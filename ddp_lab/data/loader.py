@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import Batch, LoaderOptions, apply, local_order
 from ddp_lab.data.dataset import Samples
 
@@ -131,7 +131,7 @@ class Loader(ABC):
         replicas = self.options.dp_size
         if samples % replicas and samples < self.data.size:
             raise ConfigError(
-                f"resume: the checkpoint is {samples} samples into an epoch, which is not "
+                f"resume: the checkpoint is {count(samples, 'sample')} into an epoch, which is not "
                 f"divisible by {replicas} replicas; use the batch_size of the run that wrote it"
             )
         self.epoch = epoch
@@ -181,14 +181,21 @@ class Loader(ABC):
         size = -(-global_size // self.options.dp_size)
         return Batch(*self._compute(size), global_size)
 
-    def first(self, number: int) -> Batch:
+    def first(self, number: int, spread: bool = False) -> Batch:
         """Return the first samples of this rank, at most `number`, as a batch without augmentation.
 
         Nothing else is read.
 
         Unlike an iteration it needs no worker processes, and has no larger batch on the device.
+
+        Args:
+            number: of samples.
+            spread: whether they are those at equal distances in the set, in place of the first.
         """
-        indices = self.order(self.epoch)[:number].tolist()
+        indices = self.order(self.epoch).tolist()
+        if spread and len(indices) > number:
+            indices = [indices[place * len(indices) // number] for place in range(number)]
+        indices = indices[:number]
         from ddp_lab.data.trees import stack, to
 
         inputs, targets = to(

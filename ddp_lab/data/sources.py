@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, count, describe_error
 from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
 from ddp_lab.data.images import ImageOptions
@@ -362,7 +362,8 @@ def require_class(target: torch.Tensor, name: str, number: int, classes: int) ->
     """
     if not 0 <= int(target) < classes:
         raise ConfigError(
-            f"{name}: the target of sample {number} is {int(target)}; with {classes} classes it "
+            f"{name}: the target of sample {number} is {int(target)}; with "
+            f"{count(classes, 'class')} it "
             f"must be 0 to {classes - 1} (attribute classes, or data.num_classes)"
         )
 

@@ -73,6 +73,16 @@ def plain(value: Any) -> Any:
     return [plain(each) for each in value] if isinstance(value, (list, tuple, Iterator)) else value
 
 
+def named(noun: str, values: Sequence[object]) -> str:
+    """Return numbered things for a text: "no sample", "sample 3" or "samples 3, 5 and 7"."""
+    if not values:
+        return f"no {noun}"
+    *others, last = map(str, values)
+    if not others:
+        return f"{noun} {last}"
+    return f"{noun}s {', '.join(others)} and {last}"
+
+
 def expect_only(calls: Sequence[Call], allowed: Sequence[str], instead: str) -> None:
     """Check which functions of torch.distributed the learner has called.
 

@@ -22,6 +22,8 @@ from ddp_lab.exercises.rank import Outcome, Work, run_rank
 
 LIMIT = 6.0  # seconds for all numbers of processes; a solution takes a fraction of a second
 GRACE = 1.0  # seconds for the other ranks' outcomes after the first failure
+SENDS = {"send", "isend"}  # also the wait for an isend
+RECEIVES = {"recv", "irecv"}
 ORDER = ["missing", "raised", "wrong", "exited", "waits", "lost"]
 
 
@@ -156,4 +158,20 @@ def explain_waiting(exercise: Exercise, outcomes: list[Outcome], limit: float) -
         f"  rank {rank} {outcome.text if outcome.kind != 'passed' else 'is done'}"
         for rank, outcome in enumerate(outcomes)
     ]
-    return "\n".join([why or "the ranks do not make the same calls, so some wait forever.", *lines])
+    return "\n".join([why or explain_calls(waiting), *lines])
+
+
+def explain_calls(waiting: Mapping[int, Call | None]) -> str:
+    """Return why ranks wait for each other, as their calls show it."""
+    names = {call.name if call else "" for call in waiting.values()}
+    if names <= SENDS:
+        return (
+            "every rank sends and none receives: a send ends when the other rank receives. Let "
+            "some ranks receive first, or start the send with isend and wait for it after the recv."
+        )
+    if names <= RECEIVES:
+        return (
+            "every rank receives and none sends: a recv ends when the other rank sends. Let some "
+            "ranks send first, or start the send with isend before the recv."
+        )
+    return "the ranks do not make the same calls, so some wait forever."

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
 
 GROUP_TIMEOUT = timedelta(minutes=1)  # the parent ends its ranks long before
@@ -35,7 +36,8 @@ class Outcome(NamedTuple):
         kind: passed; or, the most telling first: missing (not written yet), raised, wrong, lost
             (another rank ended), exited, waits.
         text: the explanation.
-        call: for `waits`, the call in which the rank waits; without a name if it is busy.
+        call: for `waits`, the call in which the rank waits, or the isend or irecv for which it
+            does; without a name if it is busy.
         result: for `passed`, what the work returned.
     """
 
@@ -184,7 +186,9 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
             name = frame.f_code.co_name
         frame = frame.f_back
     if frame is None:
-        return Outcome("waits", f"has returned, after {len(calls)} calls of torch.distributed")
+        return Outcome(
+            "waits", f"has returned, after {count(len(calls), 'call')} of torch.distributed"
+        )
 
     line = frame.f_lineno
     if calls and calls[-1][:2] == ("wait", line):  # a function in C++, which has no frame
@@ -194,8 +198,17 @@ def place(frame: FrameType | None, file: Path, calls: list[Call]) -> Outcome:
     else:
         state = "is still busy"
 
+    awaited = started_alone(calls) if name == "wait" else name
     return Outcome(
         "waits",
         f"{state} at line {line}: `{linecache.getline(str(file), line).strip()}`",
-        Call(name, line),
+        Call(awaited, line),
     )
+
+
+def started_alone(calls: list[Call]) -> str:
+    """Return the isend or irecv for which the last call waits; "wait" if there may be others."""
+    *before, started = [Call("", 0), *calls[:-1]][-2:]
+    if started.name in ("isend", "irecv") and before and before[0].line != started.line:
+        return started.name
+    return "wait"

@@ -128,7 +128,7 @@ def report(times: Times, ranks: int, picture: Path) -> None:
     for row, (size, _) in enumerate(times["flat"]):
         print(f"{size:>12,}" + "".join(f"{points[row][1]:>12.3f}" for points in times.values()))
     lines = [Curve(name, points, dashed=name == "model") for name, points in times.items()]
-    beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log=True)], picture)
+    beside([curves(f"All-reduce over {ranks} ranks", "bytes", "ms", lines, log="xy")], picture)
     print(f"\n{picture}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import Batch, LoaderOptions
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
@@ -251,7 +251,8 @@ class LocalBatches:
             else:
                 expected = full
             raise ConfigError(
-                f"step: got {samples} samples on rank {self.strategy.runtime.rank}, expected "
+                f"step: got {count(samples, 'sample')} on rank {self.strategy.runtime.rank}, "
+                "expected "
                 f"{expected}: batch_size={self.batch_size} is that of all ranks, and is divided "
                 f"among {self.strategy.dp_size} replicas"
             )
@@ -266,7 +267,8 @@ class LocalBatches:
         if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
             if len(inputs) != len(targets):
                 raise ConfigError(
-                    f"step: got {len(inputs)} inputs and {len(targets)} targets; a sample has one "
+                    f"step: got {count(len(inputs), 'input')} and {count(len(targets), 'target')}; "
+                    "a sample has one "
                     "of each"
                 )
             return len(inputs)

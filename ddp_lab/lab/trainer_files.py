@@ -11,6 +11,7 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.models.weights import write_weights
 from ddp_lab.training.progress import Progress
+from ddp_lab.world.write_errors import explain_write
 
 
 class TrainerFiles:
@@ -102,8 +103,7 @@ class TrainerFiles:
             try:
                 write()
             except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})"
-                ) from None
+                reason, remedy = explain_write(error, path.absolute().parent)
+                raise ConfigError(f"{path}: cannot be written ({reason}). {remedy}") from None
 
         self.runtime.broadcast_from_rank0("write", attempt)

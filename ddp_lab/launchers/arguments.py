@@ -31,7 +31,10 @@ class Parser(argparse.ArgumentParser):
 
     def add_run(self, default: str = "auto") -> None:
         """Add the run directory and the checkpoint, with its default."""
-        self.add_argument("run", type=Path, help="the run directory, runs/NAME")
+        from ddp_lab.launchers.run_names import run_directory
+
+        text = "the run: its directory, or its name in runs"
+        self.add_argument("run", type=run_directory, help=text)
         self.add_argument(
             "--checkpoint",
             default=default,
@@ -120,14 +123,36 @@ def replacing(path: Path) -> Generator[Path]:
     """
     # it keeps the suffix, by which some libraries choose the format
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    with write_errors(path):
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_errors(path: Path, option: str = "--output") -> Generator[None]:
+    """Report what keeps the body from writing a file as a ConfigError.
+
+    Args:
+        path: The file. What the body has written of it must be removed when it raises an error.
+        option: What the user has set to the path.
+
+    Raises:
+        ConfigError: The operating system refuses to write it; the error may be one of torch or of
+            safetensors that this caused.
+    """
     try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {path}: cannot be written ({error.strerror or error})"
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        from ddp_lab.world.write_errors import explain_write, system_error
+
+        if system_error(error) is None:
+            raise
+        reason, remedy = explain_write(error, path.absolute().parent)
+        raise ConfigError(f"{option} {path}: cannot be written ({reason}). {remedy}") from None

@@ -178,8 +178,8 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
     if env_int("WORLD_SIZE", 1) > 1 and {"-m", "--multirun"} & set(arguments):
         raise ConfigError(
             "--multirun: is not supported by several ranks, where all jobs would share one process "
-            "group. Use `ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N "
-            "...`, which starts torchrun once for each job"
+            "group. Use `ddp-lab train -m hydra.launcher.nproc_per_node=N ...`, which starts the "
+            "ranks of each job"
         )
 
     # makes Hydra raise exceptions; by default it prints them on every rank
@@ -244,5 +244,5 @@ def report(error: Exception) -> None:
 def explain(error: Exception) -> str:
     """Return a one-line message for an error of Hydra that `check_overrides` does not foresee."""
     text = " ".join(str(error).split())
-    without_link = text.partition(" See https")[0]
+    without_link = text.partition(" See https")[0].rstrip(".")
     return f"{without_link}. {HELP}"

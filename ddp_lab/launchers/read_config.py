@@ -17,6 +17,7 @@ from ddp_lab.config.moved import move_keys
 from ddp_lab.config.schema import RunConfig
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.launchers.recorded_config import CONFIG
+from ddp_lab.launchers.run_names import refuse_unknown
 from ddp_lab.world.process import env_int
 
 # Keys of a launch that trains, with their values afterwards.
@@ -109,9 +110,11 @@ def require_run(folder: Path) -> Path:
             f"{folder}: is a checkpoint, and the directory of a run is needed. Use {run} "
             f"--checkpoint {folder}"
         )
+    if not folder.is_dir():
+        raise refuse_unknown(str(folder))
     if not path.is_file():
         raise ConfigError(
-            f"{folder}: is not the directory of a run: there is no {path}. Use a directory in "
-            "runs_dir, runs/NAME"
+            f"{folder}: is not the directory of a run: there is no {path}. Use a name that "
+            "`ddp-lab runs` lists, or the directory of a run in another runs_dir"
         )
     return path

@@ -13,13 +13,16 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from hydra._internal.utils import get_args_parser as hydra_parser  # pyright: ignore[reportPrivateUsage]
 from hydra.utils import get_object
+from omegaconf import DictConfig
 
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.worlds import check_world
 from ddp_lab.launchers.arguments import Parser
 from ddp_lab.launchers.command import PREEMPTED, REFUSED, quote_faults
 from ddp_lab.launchers.command_line import compose_config, split_config_dir
@@ -37,6 +40,9 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"
 # of other signals 128 + number, as in a shell
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
+C10D_PORT = 29400  # of torch, where --rdzv-endpoint has none
+STATIC_PORT = 29500  # the same without --master-port
+IN_USE = "the port is in use; choose another one, the same on every machine"
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
 # What starts several processes: the number of tasks, the program, and which task this is.
 # SLURM_NTASKS is set in the shells of sbatch and salloc, too.
@@ -58,7 +64,7 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     unknown = [each for each in others if each.startswith("--") and each not in flags]
     if flags or "RANK" in os.environ:
         if unknown:
-            sweep = "ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ..."
+            sweep = "ddp-lab train -m hydra.launcher.nproc_per_node=N ..."
             other = flags[0] if flags else "torchrun, which started this process"
             raise ConfigError(
                 f"{unknown[0]}: cannot be combined with {other}. The ranks of a sweep are started "
@@ -66,6 +72,8 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
             )
         return None, arguments
 
+    if unknown:
+        check_early(others, config_dir)
     options, overrides = parse(others) if unknown else (None, others)
     if options:
         choose_rendezvous(options)
@@ -77,7 +85,44 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
 
     if options:
         options.nproc_per_node = options.nproc_per_node or str(ranks)
+        check_numbers(cfg, options.nproc_per_node, options.nnodes)
     return options, overrides if config_dir is None else ["--config-dir", config_dir, *overrides]
+
+
+def check_early(arguments: list[str], config_dir: str | None) -> None:
+    """Check that a launch fits the config before torch is imported, if its options are simple.
+
+    `read_options` checks every launch, but parsing all options of torchrun imports torch.
+
+    Args:
+        arguments: Overrides and options, without --config-dir.
+        config_dir: The directory of the user's own yaml, if there is one.
+
+    Raises:
+        ConfigError: The config has a mistake, or the number of ranks does not fit it.
+    """
+    parser = Parser("ddp-lab train", None, add_help=False, allow_abbrev=False)
+    for option in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
+        parser.add_argument(option, dest="nproc", nargs="?")  # `parse` reports a missing value
+    parser.add_argument("--nnodes", default="1")
+    for option in ("--rdzv-endpoint", "--max-restarts", "--rdzv-id"):
+        parser.add_argument(option, f"--{option[2:].replace('-', '_')}")
+    parser.add_argument("--standalone", action="store_true")
+    simple, overrides = parser.parse_known_args(arguments)
+    if simple.nproc and not any(each.startswith("-") for each in overrides):
+        check_numbers(
+            compose_config(quote_faults(overrides), config_dir), simple.nproc, simple.nnodes
+        )
+
+
+def check_numbers(cfg: DictConfig, nproc: str, nnodes: str) -> None:
+    """Check that the options --nproc and --nnodes fit the config, if they are numbers.
+
+    Raises:
+        ConfigError: As of `check_world`.
+    """
+    if nproc.isdecimal() and nnodes.isdecimal() and int(nproc) and int(nnodes):
+        check_world(cfg, int(nproc), int(nnodes))
 
 
 def launch_parser() -> Parser:
@@ -145,6 +190,16 @@ def choose_rendezvous(options: Namespace) -> None:
         ) from None
 
 
+def meeting_point(options: Namespace) -> tuple[str, int]:
+    """Return host and port of a launch on several machines, by default with torch's ports."""
+    if not options.rdzv_endpoint:
+        return options.master_addr, int(options.master_port or STATIC_PORT)
+    text = options.rdzv_endpoint
+    port = re.search(r":(\d+)$", text)
+    host = re.sub(r"\]?:\d+$|^\[|\]$", "", text)
+    return host, int(port[1]) if port else C10D_PORT
+
+
 def is_large(options: Namespace) -> bool:
     """Return whether a launch is to have several machines: --nnodes is N or MIN:MAX."""
     return options.nnodes.rpartition(":")[2] != "1"
@@ -183,8 +238,19 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
     os.environ.setdefault(OWN_STORE, "1")
     if "LOGLEVEL" not in os.environ:  # torch's variable
         logging.disable()  # torch logs what is reported below, with a time and the source file
+    waits = nullcontext()
+    if is_large(options):
+        from ddp_lab.launchers.waiting import announced, is_free_or_store
+
+        host, port = meeting_point(options)
+        address = f"{host}:{port}"
+        if not is_free_or_store(host, port):
+            print(f"error: the ranks were not started: {address}: {IN_USE}", file=sys.stderr)
+            return 1
+        waits = announced(options.nnodes, address)
     try:
-        run(launch_parser().parse_args([*ENTRY, *arguments], options))
+        with waits:
+            run(launch_parser().parse_args([*ENTRY, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
     except SignalException as error:
@@ -203,7 +269,7 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         in_use = "EADDRINUSE" in str(error)  # torch has no class for it
         advice = ""
         if in_use:
-            advice = "the port is in use; choose another one, the same on every machine. "
+            advice = f"{IN_USE}. "
         print(
             f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr
         )

@@ -16,7 +16,7 @@ from ddp_lab.config.build import leaves, plain
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import LIMITS
 from ddp_lab.observe.metrics_file import objective, read_epochs, row_of
-from ddp_lab.observe.plot import Curve, beside, curves
+from ddp_lab.observe.plot import Curve, Plot, beside, curves, dots
 from ddp_lab.resilience.run_directory import read_json
 
 LONGEST = 120  # maximum number of characters of a job's name, without the hash
@@ -200,21 +200,14 @@ def job_return(job: Job, failed: bool = False) -> JobReturn:
 
 
 def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
-    """Write results.csv and results.png: the metric `optimize` of each job.
+    """Write results.csv, the metric `optimize` of each job, and results.png.
 
-    Return a line about the best job.
+    Return a line about the best job, or about the file.
 
-    Nothing is written or returned before a job has a result on the validation set: the test set
-    chooses nothing.
+    The picture and the best job are those of the validation set: the test set chooses nothing.
     """
     results = [(job, *job.result()) for job in jobs]
-    scores = {
-        n: (metric, value)
-        for n, (_, metric, value) in enumerate(results, 1)
-        if metric.startswith("val_")
-    }
-    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
-    if not points:
+    if all(value is None for *_, value in results):
         return []
 
     with (folder / "results.csv").open("w", newline="") as file:
@@ -223,6 +216,15 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
             for job, *cells in results
         )
         csv.writer(file).writerows([("job", "status", "metric", "value"), *rows])
+
+    scores = {
+        n: (metric, value)
+        for n, (_, metric, value) in enumerate(results, 1)
+        if metric.startswith("val_")
+    }
+    points = [(float(number), value) for number, (_, value) in scores.items() if value is not None]
+    if not points:
+        return [f"results: {folder / 'results.csv'}"]
 
     metric = next(iter(scores.values()))[0]
     choose = min if jobs[0].lower_is_better or metric == "val_loss" else max
@@ -233,8 +235,67 @@ def write_results(folder: Path, jobs: Sequence[Job]) -> list[str]:
     name = next(job.name for job, _, value in results if value == best[-1][1])
     label = metric.replace("_", " ")
     lines = [Curve("best so far", best), Curve("job", points)]
-    beside([curves(folder.name, "job", label, lines)], folder / "results.png")
+    scored = {
+        job.name: value
+        for job, metric, value in results
+        if value is not None and metric.startswith("val_")
+    }
+    wide = "y" if spans_decades([value for _, value in points]) else ""
+    in_order = curves("in order", "job", label, lines, log=wide)
+    plots = [by_swept(folder.name, label, scored), in_order]
+    beside(plots, folder / "results.png")
     return [f"best of {len(jobs)}: {name}, {label} {best[-1][1]:.4f} ({folder / 'results.csv'})"]
+
+
+def by_swept(title: str, label: str, values: Mapping[str, float]) -> Plot:
+    """Return a plot of a metric by what a sweep has chosen.
+
+    It is a curve over the values of one key that are numbers, on a logarithmic axis if they span a
+    decade or more; else each job is a row.
+
+    Args:
+        title: Of the plot.
+        label: Name of the metric.
+        values: The metric of each job, by the name of its directory, such as optimizer.lr=0.1.
+    """
+    chosen = [name.split(",") for name in values]
+    key = chosen[0][0].partition("=")[0]
+    numbers = [number_of(parts[0].partition("=")[2]) for parts in chosen]
+    is_one_key = all(len(parts) == 1 and parts[0].startswith(f"{key}=") for parts in chosen)
+    xs = [number for number in numbers if number is not None]
+    if is_one_key and len(xs) == len(numbers) > 1:
+        points = sorted(zip(xs, values.values(), strict=True))
+        log_x = spans_decades(xs)
+        log_y = spans_decades(list(values.values()))
+        log = {(1, 1): "xy", (1, 0): "x", (0, 1): "y"}.get((log_x, log_y), "")
+        return curves(title, key, label, [Curve("job", points)], log=cast("Any", log))
+
+    shortened = {
+        ", ".join(map(_short, parts)): value
+        for parts, value in zip(chosen, values.values(), strict=True)
+    }
+    if len(shortened) < len(values):
+        shortened = dict(values)
+    return dots(title, label, shortened)
+
+
+def _short(part: str) -> str:
+    """Return key=value without the groups of the key: lr=0.1 of optimizer.lr=0.1."""
+    key, _, value = part.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Return whether values are above 0 and differ by a factor of 10 or more."""
+    return min(values) > 0 and max(values) >= 10 * min(values)
+
+
+def number_of(text: str) -> float | None:
+    """Return a number that a text is, or None."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def describe(job: Job, code: int | None) -> str:

@@ -1,11 +1,10 @@
 """The Hydra launcher of sweeps, hydra/launcher=torchrun: every job is a launch of its own.
 
-ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp
-optimizer.lr=0.1,0.2
+ddp-lab train -m hydra.launcher.nproc_per_node=2 strategy=scratch,ddp,fsdp optimizer.lr=0.1,0.2
 
-Hydra's own launcher runs all jobs sequentially in one process, so memory, statistics and process
-groups leak from job to job. Under torchrun, all ranks would run the sweep in lock-step. With this
-launcher, every job has its own processes.
+It is the default of conf/. Hydra's own launcher, hydra/launcher=basic, runs all jobs sequentially
+in one process, so memory, statistics and process groups leak from job to job. Under torchrun, all
+ranks would run the sweep in lock-step. With this launcher, every job has its own processes.
 
 `register` lets Hydra find it.
 """
@@ -32,7 +31,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from ddp_lab.config.compose import quote
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import LIMITS
 from ddp_lab.launchers.command import ENDS_WITH_STDIN
 from ddp_lab.launchers.short_run import command_of
@@ -219,7 +218,8 @@ class TorchrunLauncher(Launcher):
         if wanted > gpus:
             raise ConfigError(
                 f"hydra.launcher.max_parallel={self.max_parallel}: concurrent jobs of "
-                f"{self.nproc_per_node} ranks need {wanted} GPUs, but {gpus} are visible; lower "
+                f"{count(self.nproc_per_node, 'rank')} need {count(wanted, 'GPU')}, but this "
+                f"machine shows {gpus}; lower "
                 "max_parallel or nproc_per_node, or set device=cpu"
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.real_view import real_view
 
 
@@ -45,7 +45,8 @@ def require_samples(shape: tuple[int, ...], samples: int) -> None:
     """
     if shape[:1] != (samples,):
         raise ConfigError(
-            f"the model: it must return a tensor [{samples}, ...] for {samples} samples, got "
+            f"the model: it must return a tensor [{samples}, ...] for {count(samples, 'sample')}, "
+            "got "
             f"{list(shape)}. Correct its forward: a mean over the samples belongs into the loss"
         )
 

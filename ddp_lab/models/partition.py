@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import require_tensor
@@ -43,9 +43,10 @@ class Partition:
         self.names = [name for name, _ in chain.named_children()]
         if stages > len(self.names):
             raise ConfigError(
-                f"the model cannot be cut into {stages} stages: it has {len(self.names)} blocks "
+                f"the model cannot be cut into {stages} stages: it has "
+                f"{count(len(self.names), 'block')} "
                 f"({', '.join(self.names)}) and a stage needs at least one. Use at most "
-                f"{len(self.names)} ranks, strategy.devices or names in strategy.cut"
+                f"{count(len(self.names), 'rank')}, strategy.devices or names in strategy.cut"
             )
         self.flops, self.shapes = trace(chain)
         self.parts = cut(self.flops, cut_at) if isinstance(cut_at, int) else self._cut_at(cut_at)

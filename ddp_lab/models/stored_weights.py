@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.initial_weights import Weights, tensors_of
 from ddp_lab.models.trial import LARGE
@@ -111,7 +111,7 @@ def open_directory(path: Path) -> dict[str, StoredTensor]:
         ) from None
     if places is not None and (missing := sorted(places.keys() - stored.keys())):
         raise ConfigError(
-            f"{key}: {INDEX} names {len(missing)} tensors that its files do not have: "
+            f"{key}: {INDEX} names {count(len(missing), 'tensor')} missing in its files: "
             f"{', '.join(missing[:3])}. Copy all files of the directory again"
         )
     return stored

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.packages import import_package
 
 
@@ -49,5 +49,5 @@ def timm_model(
         described = "".join(f", {key}={value}" for key, value in options.items())
         raise ConfigError(
             f"model.name={name}: does not accept {image_size}x{image_size} pixels of "
-            f"{in_channels} channels{described}: {' '.join(str(error).split())}"
+            f"{count(in_channels, 'channel')}{described}: {' '.join(str(error).split())}"
         ) from None

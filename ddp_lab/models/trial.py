@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.config.errors import ConfigError, SampleError, count, describe_error
 from ddp_lab.data.trees import Tree, apply, leaves, size, to
 from ddp_lab.models.calls import call, describe_arguments, describe_shapes
 from ddp_lab.models.chain import Chain
@@ -258,7 +258,7 @@ def require_batch(outputs: Any, size: int, when: str) -> None:
     if isinstance(outputs, torch.Tensor) and outputs.shape[:1] != (size,):
         shape = list(outputs.shape)
         raise TypeError(
-            f"{when}it must return a tensor [{size}, ...] for {size} samples, got {shape}"
+            f"{when}it must return a tensor [{size}, ...] for {count(size, 'sample')}, got {shape}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, count
 from ddp_lab.models.trial import some
 
 # where checkpoints of other programs, and of ddp_lab, hold the weights
@@ -64,7 +64,7 @@ def match_weights(
     heads = other_heads(expected, weights, num_classes)
     if heads:
         notes.append(
-            f"{some(heads)}: initialised anew, for {num_classes} classes instead of "
+            f"{some(heads)}: initialised anew, for {count(num_classes, 'class')} instead of "
             f"{weights[heads[0]].size(0)}"
         )
         keeps_initial += heads

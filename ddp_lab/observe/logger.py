@@ -113,7 +113,7 @@ class Logger:
             logits: float [n, classes].
         """
 
-    def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
+    def confusion(self, epoch: int, counts: torch.Tensor | None, name: str = "test") -> None:
         """Keep the confusion matrix of an evaluation.
 
         The last one is drawn when the logger is closed.
@@ -122,6 +122,7 @@ class Logger:
             epoch: number of the epoch.
             counts: int64 [classes, classes], a row per true class; None if there are too many
                 classes.
+            name: of the set, val or test.
         """
 
     def text(self, title: str, markdown: str) -> None:
@@ -236,12 +237,15 @@ class FileLogger(Logger):
         )
         self.trackers.log_media("predictions", pixels(grid), self.step, epoch)
 
-    def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
+    def confusion(self, epoch: int, counts: torch.Tensor | None, name: str = "test") -> None:
         if counts is not None:
-            self.pictures["confusion.png"] = partial(self._draw_confusion, epoch, counts.long())
+            draw = partial(self._draw_confusion, epoch, counts.long(), name)
+            self.pictures["confusion.png"] = draw
 
-    def _draw_confusion(self, epoch: int, counts: torch.Tensor, path: Path) -> None:
-        image = write(confusion_figure(counts, self.classes), path)
+    def _draw_confusion(self, epoch: int, counts: torch.Tensor, name: str, path: Path) -> None:
+        set_name = {"val": "validation set", "test": "test set"}[name]
+        title = f"{self.metrics.parent.name}: {set_name}, epoch {epoch}"
+        image = write(confusion_figure(counts, self.classes, title), path)
         if self.trackers is not None:
             self.trackers.log_media("confusion", image, self.step, epoch)
 

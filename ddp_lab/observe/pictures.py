@@ -1,5 +1,6 @@
 """Pictures of what a model predicts: the confusion matrix, and images with their predictions."""
 
+import textwrap
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ def drawable_names(classes: list[str]) -> list[str]:
 
 
 @house_style()
-def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
+def confusion_figure(counts: torch.Tensor, classes: list[str], title: str = "") -> "Figure":
     """Draw a confusion matrix.
 
     The darker a cell, the larger its fraction of the samples of its row.
@@ -32,6 +33,7 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
         counts: int64 [classes, classes], a row per true class and a column per predicted class.
         classes: the names of the classes; a name that the font cannot draw is replaced by its
             number.
+        title: what was evaluated: run, set and epoch.
     """
     from matplotlib.figure import Figure
 
@@ -41,6 +43,8 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
     axes = figure.subplots()
     fractions = counts / counts.sum(1, keepdim=True).clamp(min=1)
     image = axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
+    characters = int(6 * side)  # of a line at the title's size
+    axes.set_title(textwrap.fill(title, characters), loc="left", size=15, weight="bold", pad=12)
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.grid(visible=False)
 
@@ -67,9 +71,9 @@ def confusion_figure(counts: torch.Tensor, classes: list[str]) -> "Figure":
 def prediction_grid(
     inputs: torch.Tensor, targets: list[int], predicted: list[int], classes: list[str]
 ) -> "Figure":
-    """Draw the first images with the prediction below each.
+    """Draw the first images with the true class above and the prediction below each.
 
-    It is green if correct, else red with the true class below.
+    The prediction is green if correct, else red.
 
     Args:
         inputs: float [n, channels, height, width], in any range.
@@ -83,7 +87,9 @@ def prediction_grid(
     names = [clipped(name, 11) for name in drawable_names(classes)]
     # not RGB: the first channel in grey
     inputs = inputs[:SHOWN] if inputs.shape[1] == 3 else inputs[:SHOWN, :1]
-    figure = Figure((SHOWN * 1.6, 2.4), layout="constrained")
+    figure = Figure((SHOWN * 1.6, 2.6), layout="constrained")
+    text = "above: the true class; below: the prediction, in red where it is wrong"
+    figure.suptitle(text, x=0.01, ha="left", size=9, weight="normal")
     for axes, image, target, guess in zip(
         figure.subplots(1, len(inputs), squeeze=False)[0], inputs, targets, predicted, strict=False
     ):
@@ -95,7 +101,7 @@ def prediction_grid(
             vmin=0,
             vmax=1,
         )
-        text = names[guess] if guess == target else f"{names[guess]}\n({names[target]})"
-        axes.set_xlabel(text, size=9, color="darkgreen" if guess == target else "red")
+        axes.set_title(names[target], size=9)
+        axes.set_xlabel(names[guess], size=9, color="darkgreen" if guess == target else "red")
         axes.set(xticks=[], yticks=[])
     return figure

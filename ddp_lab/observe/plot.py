@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ TITLE = 50  # maximum number of characters of a line of a title
 LABEL = 24  # the same of a label
 # of a timeline: start, end, the label that its colour stands for, and the text in it
 Box = tuple[float, float, str, str]
+
+
+# Strategies and all-reduce algorithms have the same look in all pictures: a place in the cycle of
+# house.mplstyle. scratch computes with the algorithms, and no picture has them beside strategies.
+ALGORITHMS = ("star", "per_tensor", "flat", "ring", "bucketed", "library", "yours")
+STRATEGIES = ("scratch", "ddp", "fsdp", "pipeline", "ddp_pipeline", "tp", "single", "dp", "split")
+LOOKS = {name: place for names in (ALGORITHMS, STRATEGIES) for place, name in enumerate(names)}
+LOOKS["mesh"] = len(STRATEGIES)
+OTHER_COLOURS = {"mesh": "#7A5C00"}  # the cycle has nine
 
 
 class Curve(NamedTuple):
@@ -62,6 +71,15 @@ def house_style() -> Generator[None]:
         yield
 
 
+def look_of(name: str) -> dict[str, Any]:
+    """Return colour, marker and line style of a strategy or an algorithm, within the house "
+    "style."""
+    from matplotlib import rcParams
+
+    look = dict(list(rcParams["axes.prop_cycle"])[LOOKS[name]])
+    return look | ({"color": OTHER_COLOURS[name]} if name in OTHER_COLOURS else {})
+
+
 def short(value: float) -> str:
     """Return a number as text with the suffix k, M or G: 1500 as "1.5k"."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -80,7 +98,7 @@ def curves(
     x_label: str,
     y_label: str,
     lines: Sequence[Curve],
-    log: bool = False,
+    log: Literal["", "x", "y", "xy"] = "",
     zero: bool = False,
 ) -> Plot:
     """Return a plot of lines over x. The legend has the order of the lines' last values.
@@ -89,25 +107,43 @@ def curves(
         title: title of the plot.
         x_label, y_label: labels of the axes.
         lines: the curves, each with a point or more.
-        log: whether both axes are logarithmic.
+        log: the logarithmic axes.
         zero: whether the y axis starts at zero.
     """
 
     def draw(axes: "Axes") -> None:
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import LogFormatter, MaxNLocator
+
+        class PlainMinor(LogFormatter):
+            """Plain numbers where a logarithmic axis has labels between those of decades."""
+
+            def __call__(self, x: float, pos: int | None = None) -> str:
+                return short(float(f"{x:.6g}")) if super().__call__(x, pos) else ""
 
         for line in lines:
-            look: dict[str, Any] = {"markevery": max(1, len(line.points) // 10)}
+            # a marker at the end of an axis is drawn completely
+            look: dict[str, Any] = {
+                "markevery": max(1, len(line.points) // 10),
+                "clip_on": False,
+            }
+            if line.label in LOOKS:
+                look |= look_of(line.label)
             if line.dashed:
                 look |= {"color": GREY, "linestyle": "--", "marker": ""}
             axes.plot(*zip(*line.points, strict=True), label=clipped(line.label), **look)
-        if log:
-            axes.set(xscale="log", yscale="log")
-        else:
+        if "x" in log:
+            axes.set_xscale("log")
+        elif all(x == int(x) for line in lines for x, _ in line.points):
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+        if "y" in log:
+            axes.set_yscale("log")
 
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: short(value))
+            # of a logarithmic axis that spans less than a decade, plain numbers, too
+            if isinstance(axis.get_minor_formatter(), LogFormatter):
+                axis.set_minor_formatter(PlainMinor(minor_thresholds=(1.0, 0.4)))
         if zero:
             axes.set_ylim(0, 1.05 * max(y for line in lines for _, y in line.points) or 1)
         axes.set(xlabel=x_label, ylabel=y_label)
@@ -115,6 +151,26 @@ def curves(
         axes.figure.legend(handles=[drawn for drawn, _ in last], loc="outside right center")
 
     return Plot(title, len(lines), draw)
+
+
+def dots(title: str, label: str, values: Mapping[str, float]) -> Plot:
+    """Return a plot with a row for each name and a dot at its value.
+
+    Args:
+        title: title of the plot.
+        label: name or unit of the values.
+        values: the value of each name.
+    """
+
+    def draw(axes: "Axes") -> None:
+        names = [clipped(name, 2 * LABEL) for name in values]
+        axes.plot(list(values.values()), range(len(names)), linestyle="", clip_on=False)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlabel(label)
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
+
+    return Plot(title, len(values), draw)
 
 
 def stacked(

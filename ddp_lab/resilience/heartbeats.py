@@ -147,9 +147,11 @@ class Table:
                 # now, so that no write fails later for lack of memory
                 file.write(bytes(ROW * (len(SHARED) + self.size)))
         except OSError as error:
+            from ddp_lab.world.write_errors import explain_write
+
+            reason, remedy = explain_write(error, Path(folder))
             raise ConfigError(
-                f"{folder}: cannot create the file of the heartbeats there ({error.strerror}); "
-                "free space in it"
+                f"{folder}: cannot create the file of the heartbeats there ({reason}). {remedy}"
             ) from None
         return file.name
 

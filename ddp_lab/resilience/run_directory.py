@@ -78,9 +78,11 @@ class RunDir:
             (path / "failure.json").unlink(missing_ok=True)
             (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
+            from ddp_lab.world.write_errors import explain_write
+
+            reason, remedy = explain_write(error, root)
             raise ConfigError(
-                f"runs_dir={root}: cannot make the run directory there ({error.strerror}). Choose "
-                "a directory that you can write to"
+                f"runs_dir={root}: cannot make the run directory there ({reason}). {remedy}"
             ) from None
         return [name, failure and failure["message"].splitlines()[0]]
 

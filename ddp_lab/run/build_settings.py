@@ -4,9 +4,11 @@ A run is recorded somewhere, resumes from something, chooses its best checkpoint
 may begin or not. What can be refused is refused here, before its directory is created.
 """
 
+import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -75,6 +77,25 @@ def restore_lost(cfg: DictConfig, runtime: Runtime) -> None:
     runtime.broadcast_from_rank0("mirror", restore)
 
 
+def model_label(choice: str, node: Mapping[str, Any]) -> str:
+    """Return what a run calls its model, in a form that a directory can have.
+
+    It is the key model.name, such as convnext_tiny of model=timm; with model=own the name of the
+    class or function; else the option of the group.
+
+    Args:
+        choice: The option of the group model.
+        node: The config group model.
+    """
+    name = node.get("name")
+    if choice == "own":
+        name = node["_target_"].rpartition(".")[2]
+    if not isinstance(name, str):
+        return choice
+    last = name.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^\w.-]", "-", last).strip(".-") or choice
+
+
 def make_settings(
     cfg: DictConfig, job: Job, source: Path | None, findings: "list[Finding]"
 ) -> RunSettings:
@@ -84,11 +105,16 @@ def make_settings(
     else:
         choices = dict.fromkeys(GROUPS, "")
     config = plain(cfg)
-    hparams = {group: choices[group] for group in GROUPS} | {
-        key: cfg[key]
-        for key in ("epochs", *LIMITS, "precision", "seed")
-        if cfg.get(key) is not None
-    }
+    model = model_label(choices["model"], config["model"])
+    hparams = (
+        {group: choices[group] for group in GROUPS}
+        | {"model": model}
+        | {
+            key: cfg[key]
+            for key in ("epochs", *LIMITS, "precision", "seed")
+            if cfg.get(key) is not None
+        }
+    )
     sizes = job.sizes
     hparams |= {
         "lr": sizes.lr,
@@ -104,8 +130,8 @@ def make_settings(
     }
     return RunSettings(
         runs_dir=Path(cfg.runs_dir),
-        label=f"{choices['model']}-{choices['data']}-{choices['strategy']}",
-        title=f"{choices['model']} on {choices['data']}, {cfg.precision}",
+        label=f"{model}-{choices['data']}-{choices['strategy']}",
+        title=f"{model} on {choices['data']}, {cfg.precision}",
         source=source,
         findings=findings,
         checkpoint=CheckpointSettings(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from ddp_lab.checkpoints.mirror import Mirror
-from ddp_lab.config.errors import NodeError
+from ddp_lab.config.errors import NodeError, count
 from ddp_lab.launchers.arguments import installed
 from ddp_lab.launchers.preflight import Finding, check_shared
 from ddp_lab.run.job import Job
@@ -176,7 +176,7 @@ def describe(job: Job) -> list[Finding]:
     inputs, _ = dataset.train.first
     shape = "x".join(map(str, dataset.train.shape))
     kind = f"images of {shape}" if isinstance(inputs, torch.Tensor) else "inputs of several parts"
-    images = f"{kind}, {len(dataset.classes)} classes"
+    images = f"{kind}, {count(len(dataset.classes), 'class')}"
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     axes = " x ".join(f"{axis} {size}" for axis, size in strategy.axes.items())
     warning = sizes.warning()

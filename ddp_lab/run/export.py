@@ -5,11 +5,12 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.weights import write_weights
 from ddp_lab.run.data_record import DataRecord, input_shape_of
 from ddp_lab.run.trained import TrainedRun
@@ -46,7 +47,7 @@ def describe_input(run: TrainedRun) -> str:
     shape = f"input {['batch', *example(run.data).shape[1:]]}".replace("'", "")
     if "image_size" not in run.data.shape:
         return shape
-    classes = f"; {len(run.data.classes)} classes" if run.data.classes else ""
+    classes = f"; {count(len(run.data.classes), 'class')}" if run.data.classes else ""
     mean = run.inputs.mean
     std = run.inputs.std
     return f"{shape}, (pixels / 255 - {mean}) / {std}{classes}"
@@ -54,20 +55,22 @@ def describe_input(run: TrainedRun) -> str:
 
 def write_safetensors(run: TrainedRun, path: Path) -> None:
     """Write parameters and buffers by name; the metadata have classes and normalisation as JSON."""
+    write_weights(path, run.model.state_dict(), metadata(run))
+
+
+def metadata(run: TrainedRun) -> dict[str, str]:
+    """Return what a file says about its model, as JSON: classes, and mean and std of the pixels."""
     values = {"classes": run.data.classes, "mean": run.inputs.mean, "std": run.inputs.std}
-    write_weights(
-        path, run.model.state_dict(), {key: json.dumps(value) for key, value in values.items()}
-    )
+    return {key: json.dumps(value) for key, value in values.items()}
 
 
 def write_onnx(run: TrainedRun, path: Path) -> None:
-    """Write the model as ONNX, in one file."""
+    """Write the model as ONNX, in one file; the metadata are those of `write_safetensors`."""
     require_fixed_inputs(run, path)
     with exporting(path):
-        torch.onnx.export(
+        program = torch.onnx.export(
             run.model,
             (example(run.data),),
-            path,
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -75,15 +78,20 @@ def write_onnx(run: TrainedRun, path: Path) -> None:
             output_names=[OUTPUT],
             dynamic_shapes=BATCH,
         )
+        assert program is not None  # with dynamo=True
+        program.model.metadata_props.update(metadata(run))
+        program.save(path, external_data=False)
 
 
 def write_pt2(run: TrainedRun, path: Path) -> None:
     """Write the model as a program of torch.export."""
     require_fixed_inputs(run, path)
     with exporting(path):
-        torch.export.save(
-            torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH), path
-        )
+        program = torch.export.export(run.model, (example(run.data),), dynamic_shapes=BATCH)
+        # Given a path, torch (2.15) ends the process if the disk is full.
+        content = BytesIO()
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
 
 
 @contextmanager

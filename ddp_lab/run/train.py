@@ -33,6 +33,7 @@ from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.process import keep_freed_memory, note
+from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from ddp_lab.resilience.fault_injection import Fault
@@ -103,6 +104,8 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
     for finding in settings.findings if runtime.local_rank == 0 else ():
         if finding.level == "warning":
             log.warning(finding.text)
+    if runtime.local_rank == 0 and runtime.node > 0:
+        print(where_output_is(runtime, run_dir.path), flush=True)
     log.info(f"{run_dir.path}: {settings.title}")
     log.info(job.sizes)
     if job.dataset.val is not None:
@@ -113,6 +116,16 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         log.info(line)
     if run_dir.failure and runtime.is_main:
         log.warning(f"started again after {run_dir.failure}")
+
+
+def where_output_is(runtime: Runtime, run_dir: Path) -> str:
+    """Return a line for a machine without rank 0, which prints nothing else."""
+    last = runtime.rank + runtime.local_world_size - 1
+    ranks = f"ranks {runtime.rank} to {last} train"
+    if last == runtime.rank:
+        ranks = f"rank {last} trains"
+    host, _ = runtime.master
+    return f"{ranks} here; the output is that of rank 0 on {host}, also in {run_dir}/train.log"
 
 
 @dataclass(frozen=True)

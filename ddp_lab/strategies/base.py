@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError, count, divisors
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
@@ -171,12 +171,9 @@ class Strategy(ABC):
         batch_norm: BatchNorm = "local",
     ):
         if self.one_process and runtime.world_size > 1:
-            raise ConfigError(
-                f"strategy={self.name}: runs in one process, but {runtime.world_size} ranks were "
-                f"started. Start `ddp-lab train strategy={self.name}`, or use a strategy for "
-                "several processes, for example ddp"
-            )
+            from ddp_lab.config.worlds import require_one_process
 
+            require_one_process(self.name, runtime.world_size)
         if runtime.device.type == "mps" and not self.supports_mps:
             raise ConfigError(
                 f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
@@ -194,8 +191,11 @@ class Strategy(ABC):
         self.num_devices = runtime.world_size
 
         mesh_axes = mesh_axes or {}
-        require_division(runtime.world_size, mesh_axes)
         ranks_per_replica = math.prod(mesh_axes.values())
+        if runtime.world_size % ranks_per_replica:
+            from ddp_lab.config.worlds import require_division
+
+            require_division(runtime.world_size, mesh_axes)
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = runtime.world_size // ranks_per_replica
         self.replicas = self.dp_size
@@ -680,26 +680,3 @@ def total(strategy: Strategy, sums: torch.Tensor) -> torch.Tensor:
     """
     own_sums = sums.clone(memory_format=torch.contiguous_format)  # NCCL refuses others
     return strategy.runtime.all_reduce(own_sums if strategy.is_metric_rank else own_sums.zero_())
-
-
-def require_division(ranks: int, mesh_axes: Mapping[str, int]) -> None:
-    """Check that the axes within a replica divide the ranks.
-
-    Args:
-        ranks: number of ranks.
-        mesh_axes: sizes of the axes by name.
-
-    Raises:
-        ConfigError: the number of ranks is not divisible by the product of the sizes.
-    """
-    size = math.prod(mesh_axes.values())
-    if ranks % size:
-        options = " ".join(
-            f"strategy.{axis}={length}" for axis, length in mesh_axes.items() if length > 1
-        )
-        product = "sizes whose product is " if len(mesh_axes) > 1 else ""
-        raise ConfigError(
-            f"{options}: cannot lay {count(ranks, 'rank')} on a mesh of dp x "
-            f"{' x '.join(mesh_axes)}, because {ranks} is not divisible by {size}; use "
-            f"{product}{divisors(ranks)}, or start a multiple of {size} ranks"
-        )

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from ddp_lab.config.errors import TrainingError
+from ddp_lab.config.worlds import has_one_stage
 from ddp_lab.data.trees import Tree, rows, size
-from ddp_lab.strategies.schedules import PipelinePlan, has_one_stage
+from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_shapes import StageShapes
 from ddp_lab.tasks.base import Task, measure, width
 

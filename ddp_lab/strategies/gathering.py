@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import ConfigError, TrainingError, count
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.loss_trial import CALLS
 
@@ -91,7 +91,8 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
     num_valid = strategy.valid_samples(strategy.global_size)
     if num_valid and len(rows) != num_valid:
         raise ConfigError(
-            f"gather: got {len(rows)} rows on rank {strategy.runtime.rank}, expected {num_valid}, "
+            f"gather: got {count(len(rows), 'row')} on rank {strategy.runtime.rank}, expected "
+            f"{num_valid}, "
             "one for each sample of the rank's batch, [b, ...]"
         )
     if strategy.dp_size == 1:
@@ -227,21 +228,22 @@ def require_samples_everywhere(strategy: Strategy) -> None:
     """
     if strategy.global_size < strategy.dp_size:
         raise ConfigError(
-            f"gather: the first batch has {strategy.global_size} samples for {strategy.dp_size} "
-            "ranks, and the ranks without a sample do not call the loss before it has been tried. "
+            f"gather: the first batch has {count(strategy.global_size, 'sample')} for "
+            f"{strategy.dp_size} ranks, and the ranks without a sample do not call the loss before "
+            "it has been tried. "
             "Let it be tried: lab.trainer(..., example=dataset[0]); or use a larger dataset"
         )
 
 
 def require_undivided(strategy: Strategy) -> None:
     """Raise a ConfigError if each rank computes its part of the batch in several micro-batches."""
-    for key, count in (
+    for key, number in (
         ("accumulate", strategy.accumulate),
         ("strategy.num_microbatches", strategy.num_microbatches),
     ):
-        if count > 1:
+        if number > 1:
             raise ConfigError(
-                f"{key}={count}: is not supported by a loss that calls ddp_lab.gather, because "
+                f"{key}={number}: is not supported by a loss that calls ddp_lab.gather, because "
                 f"the outputs of one micro-batch are freed before those of the next one. Use "
                 f"{key}=1, with more ranks if memory is short"
             )

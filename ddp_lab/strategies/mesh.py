@@ -37,8 +37,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ddp_lab.config.errors import ConfigError, divisors
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BlockName, Count, ModulePattern
+from ddp_lab.config.worlds import require_division, require_shards
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain, tie, tied_parameters
@@ -46,7 +47,7 @@ from ddp_lab.models.partition import Partition
 from ddp_lab.models.real_view import real_view
 from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import flat
-from ddp_lab.strategies.base import gradients_of, require_division
+from ddp_lab.strategies.base import gradients_of
 from ddp_lab.strategies.batch_norm import BatchNorm, is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.dtensor import local
@@ -132,11 +133,7 @@ class Mesh(FullyShard):
         self.dp_size = dp
         self.replicas = dp
         shard = keys["shard"] or dp
-        if dp % shard:
-            raise ConfigError(
-                f"strategy.shard={shard}: must divide the {dp} ranks along dp; use {divisors(dp)}, "
-                "or null for all of them"
-            )
+        require_shards(shard, dp)
 
         # the last one varies fastest with the rank
         self.axes = {"pp": pp, "replicate": dp // shard, "shard": shard, "tp": tp}
@@ -345,9 +342,11 @@ class Mesh(FullyShard):
             blocks = " and ".join(
                 first if first == last else f"{first} .. {last}" for first, last in ends
             )
-            lines.append(
-                f"  pp {stage}  ranks {stage * each} to {(stage + 1) * each - 1}  {blocks}"
-            )
+            first_rank = stage * each
+            ranks = f"ranks {first_rank} to {first_rank + each - 1}"
+            if each == 1:
+                ranks = f"rank {first_rank}"
+            lines.append(f"  pp {stage}  {ranks}  {blocks}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
 
     def add_gradient(

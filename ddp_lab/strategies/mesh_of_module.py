@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.trial import random_like, some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import set_batch_norm
@@ -160,7 +160,7 @@ class MeshOfModule:
         gathered = f"separately: {some(names)}" if names else "together"
         divided = ""
         if self.plan is not None:
-            divided = f"{len(self.plan.divided)} layers divided by {self.plan.key}, "
+            divided = f"{count(len(self.plan.divided), 'layer')} divided by {self.plan.key}, "
         return (
             f"mesh on {mesh.where}: dp {mesh.dp_size} x tp {tp}, dp = replicate {replicate} x "
             f"shard {shard}; {divided}parameters gathered {gathered}"

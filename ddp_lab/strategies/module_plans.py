@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.strategies.tensor_parallel import is_linear
@@ -279,7 +279,10 @@ def problem_of(model: nn.Module, name: str, layer: Divided, tp: int) -> str:
         return f"strategy.tp={tp} must divide its {size} {counted}"
     head = head_width(model.get_submodule(name.rpartition(".")[0]))
     if layer.word == "column" and head and size % head == 0 and size // head % tp:
-        return f"strategy.tp={tp} must divide its {size // head} heads of {head} units"
+        return (
+            f"strategy.tp={tp} must divide its {count(size // head, 'head')} of "
+            f"{count(head, 'unit')}"
+        )
     return ""
 
 

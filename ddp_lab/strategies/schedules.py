@@ -21,6 +21,7 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import BlockName, Count
+from ddp_lab.config.worlds import has_one_stage, require_microbatches
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.partition import Partition
@@ -37,11 +38,6 @@ class PipelineKeys(TypedDict):
     schedule: Schedule
     num_microbatches: Count
     cut: list[BlockName] | None
-
-
-def has_one_stage(schedule: Schedule) -> bool:
-    """Return whether the schedule supports exactly one stage per rank."""
-    return schedule in ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -140,38 +136,3 @@ class PipelinePlan:
         if self.has_batch_norm and m > 1:
             lines.append(OF_MICRO_BATCHES)
         return "\n".join(lines)
-
-
-def require_microbatches(schedule: Schedule, number: int, ranks: int, samples: int) -> None:
-    """Check that a schedule supports this number of micro-batches and ranks.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    rounds = max(1, number // ranks)
-    if ranks == 1 and not has_one_stage(schedule):
-        raise ConfigError(
-            f"strategy.schedule={schedule}: needs at least 2 ranks in a pipeline, because torch "
-            "cannot evaluate with consecutive stages on one rank; use gpipe or 1f1b for a "
-            "pipeline of 1 rank"
-        )
-
-    if schedule == "1f1b" and number < ranks:
-        raise ConfigError(
-            f"strategy.num_microbatches={number}: strategy.schedule=1f1b needs at least one for "
-            f"each of the {ranks} ranks in a pipeline; use {ranks} or more, or "
-            "strategy.schedule=gpipe"
-        )
-
-    if "interleaved" in schedule and number % rounds:
-        raise ConfigError(
-            f"strategy.num_microbatches={number}: strategy.schedule={schedule} on {ranks} ranks "
-            f"needs a multiple of {rounds}, to make {rounds} equal rounds; use {rounds * ranks} or "
-            f"{(rounds + 1) * ranks}"
-        )
-
-    if number > samples:
-        raise ConfigError(
-            f"strategy.num_microbatches={number}: must not exceed the {samples} samples that a "
-            f"pipeline gets at once (local batch size / accumulate); use at most {samples}"
-        )

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError, TrainingError, describe_error
+from ddp_lab.config.errors import ConfigError, TrainingError, count, describe_error
 from ddp_lab.config.types import Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
@@ -383,12 +383,12 @@ class TP(Strategy):
         layout = f"tp on {self.where}: dp {self.dp_size} x tp {self.axes['tp']}"
         if self.plan is not None:
             return (
-                f"{layout}; {len(self.layers)} layers sharded by {self.plan.key}, "
+                f"{layout}; {count(len(self.layers), 'layer')} sharded by {self.plan.key}, "
                 f"{some(self.replicated) or 'no layer'} replicated"
             )
         if self.plans:
             blocks = (
-                f"{len(self.plans)} blocks sharded in pairs of layers, "
+                f"{count(len(self.plans), 'block')} sharded in pairs of layers, "
                 f"{some(self.replicated) or 'no block'} replicated"
             )
             return f"{layout}; {blocks}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import SampleError, TrainingError
+from ddp_lab.config.errors import SampleError, TrainingError, count
 from ddp_lab.models.outputs import tensors_of
 
 UNREDUCED = (
@@ -61,12 +61,14 @@ def require_losses(losses: torch.Tensor, weights: torch.Tensor, samples: int) ->
     shape = list(losses.shape)
     if losses.shape[:1] != (samples,) and losses is weights:
         raise TrainingError(
-            f"the loss must return unreduced losses, [{samples}, ...] for {samples} samples, got "
+            f"the loss must return unreduced losses, [{samples}, ...] for "
+            f"{count(samples, 'sample')}, got "
             f"{shape}. {UNREDUCED}"
         )
     if losses.shape[:1] != (samples,):
         raise TrainingError(
-            f"the loss must return a loss for each sample, [{samples}, ...] for {samples} samples, "
+            f"the loss must return a loss for each sample, [{samples}, ...] for "
+            f"{count(samples, 'sample')}, "
             f"with its weights, got {shape} and {list(weights.shape)}. Return losses and weights "
             "of one shape, or their sums, both of shape []"
         )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.trees import Tree
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
@@ -98,7 +98,8 @@ def check_loss(
     if how is not None:
         raise ConfigError(
             f"{key}: the loss is not a sum over samples: it {how}. {' and '.join(division.causes)} "
-            f"would compute it over {division.samples} samples at a time, and not over the global "
+            f"would compute it over {count(division.samples, 'sample')} at a time, and not over "
+            "the global "
             f"batch of {division.batch_size}. Use strategy=single with accumulate=1; or a loss "
             "that depends on one sample alone, or that calls ddp_lab.gather; or "
             "loss_over_batch=true, if it is meant to be computed over each part of the batch"

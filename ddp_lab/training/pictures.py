@@ -8,14 +8,16 @@ from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.metrics import Evaluation
 
 SHOWN = 8  # samples of each rank: rank 0 draws its own
+CANDIDATES = 32  # samples of each rank, of which those are chosen
 
 
 class Pictures(Hook):
     """Passes a few samples with their predictions, and the confusion matrix, to the logger.
 
-    The samples are the first ones of the validation set or, if there is none, of the test set. They
-    are read once, and are predicted only after epochs with a picture, and only if the logger draws
-    it: rank 0 knows whether it does, and all ranks take part in a prediction.
+    The samples are one of each class, of some at equal distances in the validation set or, if there
+    is none, in the test set, which may be in order of its classes. They are read once, and are
+    predicted only after epochs with a picture, and only if the logger draws it: rank 0 knows
+    whether it does, and all ranks take part in a prediction.
     """
 
     def on_start(self, run: Run) -> None:
@@ -27,7 +29,14 @@ class Pictures(Hook):
         self.predicts = self.is_drawable and runtime.broadcast_from_rank0(
             "pictures", lambda: run.logger.draws_predictions
         )
-        self.samples = loader.first(SHOWN) if self.predicts else None
+        self.samples = None
+        if self.predicts:
+            candidates = loader.first(CANDIDATES, spread=True)
+            inputs, targets, _ = candidates
+            assert isinstance(inputs, torch.Tensor), "the inputs are images"
+            assert isinstance(targets, torch.Tensor), "they have a class each"
+            chosen = torch.tensor(one_of_each(targets.tolist(), SHOWN), device=inputs.device)
+            self.samples = inputs[chosen], targets[chosen]
 
     def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
         if not self.is_drawable or self.name not in results:
@@ -35,16 +44,24 @@ class Pictures(Hook):
         run = self.run
         epoch = run.position.epoch
         if self.samples is not None and is_drawn(epoch):
-            inputs, targets, _ = self.samples
-            assert isinstance(inputs, torch.Tensor), "the inputs are images"
-            assert isinstance(targets, torch.Tensor), "they have a class each"
+            inputs, targets = self.samples
             outputs = run.strategy.predict(inputs)
             if not isinstance(outputs, torch.Tensor):
                 from ddp_lab.tasks.nested import logits_of
 
                 outputs = logits_of(outputs, type(run.strategy.task).__name__)
             run.logger.predictions(epoch, inputs, targets, outputs)
-        run.logger.confusion(epoch, results[self.name].sums.get("confusion"))
+        run.logger.confusion(epoch, results[self.name].sums.get("confusion"), self.name)
+
+
+def one_of_each(classes: list[int], number: int) -> list[int]:
+    """Return the places of the first sample of each class, then of others, at most `number`.
+
+    They are in order of the classes.
+    """
+    firsts = list({each: classes.index(each) for each in classes}.values())
+    others = [place for place in range(len(classes)) if place not in firsts]
+    return sorted([*firsts, *others][:number], key=lambda place: (classes[place], place))
 
 
 def is_drawn(epoch: int) -> bool:

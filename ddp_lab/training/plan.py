@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ddp_lab.config.errors import ConfigError, count, multiples
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.config.types import ENDLESS, Every
 from ddp_lab.training.progress import Criterion, Progress
 
@@ -167,12 +167,9 @@ class TrainSizes:
         if scaling == "weak":
             batch_size *= replicas
         if batch_size % replicas:
-            raise ConfigError(
-                f"batch_size={batch_size}: is the global batch and must be divisible by the "
-                f"{replicas} replicas that share it; use {multiples(batch_size, replicas)}, or "
-                f"scaling=weak to give every replica {batch_size}"
-            )
+            from ddp_lab.config.worlds import require_replicas
 
+            require_replicas(batch_size, replicas)
         factor = batch_size / keys["lr_base_batch_size"]
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])
@@ -221,9 +218,10 @@ class TrainSizes:
 
     def __str__(self) -> str:
         ranks = count(self.world_size, "rank")
-        batch = (
-            f"global batch {self.global_batch_size} = {self.replicas} x "
-            f"{self.global_batch_size // self.replicas}"
-        )
+        local = self.global_batch_size // self.replicas
+        parts, rest = divmod(local, self.samples_at_once)
+        at_once = f"{parts} x {self.samples_at_once}" if parts > 1 else str(self.samples_at_once)
+        local_text = f"({at_once} + {rest})" if rest else at_once
+        batch = f"global batch {self.global_batch_size} = {self.replicas} x {local_text}"
         steps = "a stream" if self.is_endless else f"{count(self.steps_per_epoch, 'step')} an epoch"
         return f"{ranks}, {batch}, {steps}, lr {self.lr:g}"

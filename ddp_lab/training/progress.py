@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ddp_lab.config.errors import count
+
 # the metric of the validation set by which the best checkpoint is chosen, for example val_loss
 Criterion = str
 
@@ -151,4 +153,4 @@ class Progress:
         )
 
     def __str__(self) -> str:
-        return f"epoch {self.epoch}, {self.samples:,} samples into it, step {self.step}"
+        return f"epoch {self.epoch}, {count(self.samples, 'sample')} into it, step {self.step}"

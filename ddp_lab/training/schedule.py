@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, count, describe_error
 from ddp_lab.config.types import Fraction, Positive
 
 
@@ -113,8 +113,8 @@ class Horizon:
         """
         if self.steps is not None and warmup_steps >= self.steps:
             raise ConfigError(
-                f"warmup_steps={warmup_steps}: must be less than the {self.steps:,} steps of the "
-                "run"
+                f"warmup_steps={warmup_steps}: must be less than the length of the run, "
+                f"{count(self.steps, 'step')}"
             )
 
 

@@ -6,6 +6,7 @@ resumed run has the same schedule. Until then the progress of the schedule stays
 
 import math
 
+from ddp_lab.config.errors import count
 from ddp_lab.observe.log import log
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.progress import Progress
@@ -71,7 +72,7 @@ class TimedSchedule(Hook):
         if runtime.is_main:
             log.info(
                 f"max_minutes={self.max_minutes:g}: at {1000 * each:.3g} ms a step about "
-                f"{steps:,} steps are expected, at which the schedule of the learning rate ends"
+                f"{count(steps, 'step')} until the schedule of the learning rate ends"
             )
 
     def _set(self, position: Progress, steps: int) -> None:

@@ -76,7 +76,9 @@ def peak_memory_bytes() -> int:
 
 def size(count: int) -> str:
     """Return a number of bytes for people."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+    units = {"GiB": 2**30, "MiB": 2**20}
+    unit = next((name for name, least in units.items() if count >= least), "KiB")
+    return f"{count / units.get(unit, 2**10):,.1f} {unit}"
 
 
 def card_of(name: str) -> str | None:

@@ -104,7 +104,7 @@ def test_what_does_not_run_again_or_has_no_time_is_reported_and_results_are_kept
     ]
     assert advisor.rows[0].measured["images_per_second"] == 100.0
     measure.measure(advisor, minutes=1e-9)
-    assert advisor.notes[2:] == ["stopped after 1e-09 minutes; --minutes allows more"]
+    assert advisor.notes[2:] == ["stopped after 1e-09 min; --minutes allows more"]
 
 
 def test_measured_peak_is_shown_beside_the_planned_one_of_the_same_kind(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from ddp_lab.config.errors import count, first_few
         (2, "epoch", "2 epochs"),
         (1, "micro-batch", "1 micro-batch"),
         (8, "micro-batch", "8 micro-batches"),
+        (3, "class", "3 classes"),
     ],
 )
 def test_count_has_the_plural_of_all_numbers_but_one(number, noun, text):

@@ -88,7 +88,8 @@ BUDGETS = {
     "epochs=null": "epochs=null: the run would have no end. Set epochs, or one of max_steps, ",
     "max_tokens=1000": "max_tokens=1000: the samples of this dataset are no tokens. Use max_steps",
     "max_tokens=1000 max_steps=3": "max_tokens=1000: the samples of this dataset are no tokens",
-    "max_steps=3 warmup_steps=3": "warmup_steps=3: must be less than the 3 steps of the run",
+    "max_steps=3 warmup_steps=3": "warmup_steps=3: must be less than the length of the run, 3 "
+    "steps",
     "warmup_steps=3 warmup_epochs=1": "warmup_steps=3: warmup_epochs=1 is set, too. Use one of",
     "max_steps=3 epochs=1 num_steps=4": "num_steps=4: there is no such key. Use max_steps=4",
 }

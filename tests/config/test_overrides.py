@@ -10,8 +10,8 @@ from ddp_lab.config.overrides import check_overrides
 
 PLAIN = ["model=own", "model._target_=own_models.Plain"]
 SEARCH = (
-    "experiment=search needs hydra/launcher=torchrun, hydra/sweeper=optuna and a sampler with a "
-    "seed"
+    "experiment=search needs hydra/launcher=torchrun (the default), hydra/sweeper=optuna and a "
+    "sampler with a seed"
 )
 REFUSED = {
     "an option that does not exist": (
@@ -48,14 +48,32 @@ REFUSED = {
     ),
     "a key of another option": (
         ["strategy.tp=2"],
-        "strategy.tp=2: there is no such key; allowed: ",
+        "strategy.tp=2: there is no such key; strategy=mesh and strategy=tp have it; allowed: none",
+    ),
+    "a key of one other option": (
+        ["strategy=ddp", "strategy.algorithm=ring"],
+        "strategy.algorithm=ring: there is no such key; strategy=scratch has it; allowed: "
+        "strategy.batch_norm, ",
+    ),
+    "a nested key of another option": (
+        ["data.dataset.train_size=3"],
+        "data.dataset.train_size=3: there is no such key; data=synthetic has it; allowed: ",
+    ),
+    "a key of another option without its group": (
+        ["tp=2"],
+        "tp=2: there is no such key; did you mean strategy.tp? strategy=mesh and strategy=tp have "
+        "it; allowed: seed, ",
+    ),
+    "a key of an option and of the config": (
+        ["schedule=cosine"],
+        "schedule=cosine: there is no such key; did you mean scheduler? allowed: seed, ",
     ),
     "the first of two keys": (
         ["eppochs=3", "batchsize=3"],
         "eppochs=3: there is no such key; did you",
     ),
     "a key of another option of Hydra": (
-        ["hydra.launcher.nproc_per_node=2"],
+        ["hydra/launcher=basic", "hydra.launcher.nproc_per_node=2"],
         "hydra.launcher.nproc_per_node=2: hydra/launcher=basic has no such key; "
         "hydra/launcher=torchrun has more",
     ),
@@ -80,6 +98,15 @@ REFUSED = {
     "a removed key": (
         ["~optimizer.betas"],
         "~optimizer.betas: cannot be removed, because the config does not set optimizer.betas",
+    ),
+    "a removed key that is null": (
+        ["~optimizer.fused"],
+        "~optimizer.fused: cannot be removed, because optimizer.fused has no value: it is null. "
+        "Leave this override out, or set a value with optimizer.fused=VALUE",
+    ),
+    "a removed key that is missing": (
+        ["model=own", "~model._target_"],
+        "~model._target_: cannot be removed, because model._target_ has no value: it is not set. ",
     ),
     "an added key that exists": (
         ["+epochs=3"],
@@ -111,6 +138,7 @@ ALLOWED = {
     "an element of a list": ["data.mean=[0,1]"],
     "a removed option": ["~task"],
     "a removed key": ["~optimizer.momentum"],
+    "a removed key that has been set": ["optimizer.fused=true", "~optimizer.fused"],
     "an interpolation": ["data.root=${runs_dir}"],
     "no value of a key": ["name=null"],
 }
@@ -164,6 +192,8 @@ def test_options_and_keys_of_the_users_own_yaml_are_known(tmp_path):
     check_overrides(chosen, str(tmp_path))
     with pytest.raises(ConfigError, match="model=mine: there is no such option"):
         check_overrides(chosen)
+    with pytest.raises(ConfigError, match="hidden=4: there is no such key; model=mine has it; "):
+        check_overrides(["model.hidden=4"], str(tmp_path))
     with pytest.raises(ConfigError, match="no/directory: there is no such directory"):
         check_overrides(chosen, "no/directory")
 

@@ -169,7 +169,7 @@ def test_ranks_with_other_files_are_refused():
     less = load("Tokens", "data.num_classes=12")
     with pytest.raises(ConfigError, match=r"rank 1 has other files"):
         require_same_data([(complete.digest, sizes), (less.digest, sizes)])
-    with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 ranks in all\)"):
+    with pytest.raises(ConfigError, match=r"rank 2 has other files than rank 0 \(1 rank in all\)"):
         require_same_data([("a", sizes), ("a", sizes), ("b", sizes)])
     for name in ("train", "val"):
         message = (

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import multiprocessing
+import re
 import sys
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,7 @@ import warm
 
 from ddp_lab.exercises import processes
 from ddp_lab.exercises.catalog import TITLES, load
+from ddp_lab.exercises.explain import named
 
 WRONG = {
     path.stem: tomllib.loads(path.read_text())["wrong"]
@@ -21,6 +23,12 @@ WRONG = {
 # (LIMIT, GRACE) of a check, in seconds: ranks that wait for ever cost both. Only a busy machine
 # needs the learner's.
 LIMITS = (1.5, 0.2), (processes.LIMIT, processes.GRACE)
+
+
+# of the nouns that texts count
+PLURAL_OF_ONE = re.compile(
+    r"\b1 (samples|ranks|micro-batches|stages|messages|all-reduces|calls|dimensions|batches)\b"
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +80,21 @@ def test_wrong_solutions_are_told_apart(name, explain):
     source = load(name).solution
     for wrong in WRONG[name]:
         assert source.count(wrong["old"]) == 1, wrong["old"]
-        assert wrong["says"] in (
-            explain(name, source.replace(wrong["old"], wrong["new"]), wrong["says"]) or "no mistake"
-        )
+        changed = source.replace(wrong["old"], wrong["new"])
+        text = explain(name, changed, wrong["says"]) or "no mistake"
+        assert wrong["says"] in text
+        assert not PLURAL_OF_ONE.search(text), text
     assert len({wrong["says"] for wrong in WRONG[name]}) >= 5
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], "no sample"),
+        ([3], "sample 3"),
+        ([3, 5], "samples 3 and 5"),
+        ([1, 2, 3], "samples 1, 2 and 3"),
+    ],
+)
+def test_numbered_things_are_named_in_words(values, text):
+    assert named("sample", values) == text

@@ -194,6 +194,20 @@ def test_rejection_by_the_scheduler_is_the_exit_code(kubectl, command, monkeypat
             "slurm --nodes 2 strategy=dp",
             "--nodes 2: this strategy drives all devices from one process; use --nodes 1",
         ),
+        (
+            "slurm strategy=ddp --time 2:00:00 name=a -- --mem=1G",
+            "--time: is not an option of ddp-lab submit. Options of sbatch follow --: `ddp-lab "
+            "submit slurm strategy=ddp name=a -- --time 2:00:00 --mem=1G`",
+        ),
+        (
+            "kubernetes --namespace=team --nodes 2 name=a",
+            "--namespace=team: is not an option of ddp-lab submit. Options of kubectl follow --: "
+            "`ddp-lab submit kubernetes --nodes 2 name=a -- --namespace=team`",
+        ),
+        (
+            "slurm --nodes 2 --gpus 4 strategy=ddp batch_size=4",
+            "batch_size=4: is the global batch and must be divisible by the 8 replicas",
+        ),
         ("slurm --config-dir nowhere", "--config-dir nowhere: there is no such directory"),
     ],
 )

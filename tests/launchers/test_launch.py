@@ -121,7 +121,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "strategy=ddp batch_size=7": "use 6 or 8, or scaling=weak to give every replica 7",
     "name=${nobody}": "Interpolation key 'nobody' not found",
     "strategy=ddp device=cuda:7": "device=cuda:7: there is no such device",
-    "strategy=single": "strategy=single: runs in one process, but 2 ranks were started. Start "
+    "strategy=single": "strategy=single: runs in one process, and not on 2 ranks. Start "
     "`ddp-lab train strategy=single`",
     "strategy=ddp_pipeline strategy.pp=3": "strategy.pp=3: cannot lay 2 ranks on a mesh of dp x "
     "pp, because 2 is not divisible by 3; use 1 or 2, or "
@@ -239,8 +239,7 @@ def test_user_error_is_reported_once_with_exit_code_2(line, tmp_path):
 
 def test_mistake_that_the_ranks_find_is_printed_once(tmp_path):
     message = (
-        "error: strategy=split: runs in one process, but 2 ranks were started. Start `ddp-lab "
-        "train "
+        "error: strategy=split: runs in one process, and not on 2 ranks. Start `ddp-lab train "
     )
     code, output = launch(
         "torchrun --standalone --nproc_per_node=2 train.py strategy=split", f"runs_dir={tmp_path}"

@@ -41,7 +41,7 @@ TWO = "python -m ddp_lab train --nproc 2"
         ),
         ("--nprocs=2", "unrecognized arguments: --nprocs=2; see ddp-lab train --help"),
         (
-            "--nnodes 2 --nproc 2",
+            "--nnodes 2 --nproc 2 strategy=ddp",
             "--nnodes 2: needs --rdzv-endpoint HOST:PORT, the same on every machine",
         ),
         (
@@ -50,10 +50,10 @@ TWO = "python -m ddp_lab train --nproc 2"
         ),
         (
             "--nproc 2 -m seed=1,2",
-            "`ddp-lab train -m hydra/launcher=torchrun hydra.launcher.nproc_per_node=N ...`",
+            "`ddp-lab train -m hydra.launcher.nproc_per_node=N ...`",
         ),
         ("--nproc 2 --info", "--nproc: cannot be combined with --info"),
-        ("--nproc 2 epochs=0", "epochs=0: must be an integer of at least 1"),
+        ("--nproc 2 strategy=ddp epochs=0", "epochs=0: must be an integer of at least 1"),
     ],
 )
 def test_wrong_options_are_refused_before_ranks_are_started(line, message):
@@ -65,7 +65,7 @@ def test_wrong_options_are_refused_before_ranks_are_started(line, message):
     ("line", "gpus", "ranks"),
     [
         ("strategy=ddp", 8, "8"),
-        ("strategy=ddp --nproc 3", 8, "3"),
+        ("strategy=ddp --nproc 3 batch_size=66", 8, "3"),
         ("strategy=ddp --standalone --nproc_per_node 2", 8, "2"),
         ("strategy=single", 8, None),
         ("strategy=ddp device=cpu", 8, None),

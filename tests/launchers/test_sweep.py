@@ -1,5 +1,6 @@
 """Sweeps as users start them: every job is a launch of its own."""
 
+import csv
 import json
 import os
 import signal
@@ -12,11 +13,12 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.sweep import LONGEST, Job, directory_name, is_finished
+from ddp_lab.launchers.sweep import LONGEST, Job, by_swept, directory_name, is_finished
 from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
+from ddp_lab.observe.plot import figure
 from ddp_lab.resilience.run_directory import write_status
 
-SWEEP = "python train.py -m hydra/launcher=torchrun"
+SWEEP = "python train.py -m"
 
 
 def sweep_overrides(tmp_path, *more: str) -> list[str]:
@@ -51,7 +53,14 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
         for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
     }
     assert sizes == {"scratch": 2, "single": 1}, "a one-process strategy must get one rank"
-    summary = output.strip().splitlines()[-4:]
+    *summary, results = output.strip().splitlines()[-5:]
+    assert results == f"results: {tmp_path}/sweep/results.csv"
+    with (tmp_path / "sweep" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["status"], row["metric"], bool(row["value"])) for row in rows] == [
+        ("finished", "test_accuracy", True),
+        ("", "test_accuracy", False),
+    ] * 2
     assert [": finished, test accuracy" in row for row in summary] == [True, False, True, False], (
         output
     )
@@ -70,7 +79,7 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nwarmup_epochs: 0.5\n"
     )
-    sweep = "python -m ddp_lab -m hydra/launcher=torchrun --config-dir own experiment=mine"
+    sweep = "python -m ddp_lab -m --config-dir own experiment=mine"
     line = sweep_overrides(
         tmp_path,
         "hydra.launcher.nproc_per_node=3",
@@ -141,6 +150,41 @@ def slots(nproc_per_node: int, max_parallel: int, device: str = "auto") -> list[
     return list(launcher._slots().queue)
 
 
+@pytest.mark.parametrize(
+    ("values", "label", "scale", "points"),
+    [
+        (
+            {"optimizer.lr=1.0": 0.5, "optimizer.lr=0.01": 0.2},
+            "optimizer.lr",
+            ("log", "linear"),
+            [[0.01, 0.2], [1.0, 0.5]],
+        ),
+        (
+            {"epochs=3": 20.0, "epochs=2": 1.0},
+            "epochs",
+            ("linear", "log"),
+            [[2.0, 1.0], [3.0, 20.0]],
+        ),
+        (
+            {"strategy=ddp,optimizer.lr=0.1": 0.5, "strategy=fsdp,optimizer.lr=0.2": 0.2},
+            "val accuracy",
+            ("linear", "linear"),
+            [[0.5, 0.0], [0.2, 1.0]],
+        ),
+    ],
+)
+def test_picture_of_a_sweep_is_labelled_by_what_was_swept(values, label, scale, points):
+    drawn = figure([by_swept("sweep", "val accuracy", values)])
+    drawn.draw_without_rendering()
+    (axes,) = drawn.subfigs[0].axes
+    assert axes.get_xlabel() == label
+    assert (axes.get_xscale(), axes.get_yscale()) == scale
+    assert axes.lines[0].get_xydata().tolist() == points
+    if len(next(iter(values)).split(",")) > 1:
+        names = [text.get_text() for text in axes.get_yticklabels()]
+        assert names == ["strategy=ddp, lr=0.1", "strategy=fsdp, lr=0.2"]
+
+
 def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -150,8 +194,8 @@ def test_concurrent_jobs_get_separate_gpus_or_are_rejected(monkeypatch):
     with pytest.raises(ConfigError) as error:
         slots(2, 3)
     assert str(error.value) == (
-        "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but 4 are visible; "
-        "lower max_parallel or nproc_per_node, or set device=cpu"
+        "hydra.launcher.max_parallel=3: concurrent jobs of 2 ranks need 6 GPUs, but this machine "
+        "shows 4; lower max_parallel or nproc_per_node, or set device=cpu"
     )
     assert slots(2, 3, device="cpu") == [None, None, None]
 

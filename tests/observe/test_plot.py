@@ -13,10 +13,13 @@ from PIL import Image
 
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import (
+    ALGORITHMS,
+    STRATEGIES,
     Curve,
     Plot,
     beside,
     curves,
+    dots,
     figure,
     short,
     stacked,
@@ -78,7 +81,7 @@ PLOTS = {  # and the number of entries of their legends
             "bytes",
             "s",
             [Curve("a", [(4096, 1e-5), (2**26, 1e-3)]), Curve("b", [(1, 1)], dashed=True)],
-            log=True,
+            log="xy",
         ),
         2,
     ),
@@ -190,6 +193,53 @@ def test_boxes_of_a_timeline_are_at_their_times_in_the_rows_and_colours_of_the_l
     assert [text.get_text() for text in axes.texts if text.get_text()] == ["7"]
 
 
+def labels_of(axis) -> list[str]:
+    """Return the labels of the major and minor ticks of an axis within its limits."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    shown = [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high]
+    return [text for text in shown if text]
+
+
+def test_logarithmic_axes_have_plain_numbers_also_within_a_decade():
+    points = [(2000.0, 3.0), (5000.0, 7.0)]
+    (axes,) = panel_of(curves("a title", "x", "y", [Curve("a", points)], log="xy")).axes
+    assert {"2k", "3k"} <= {*labels_of(axes.xaxis)}, labels_of(axes.xaxis)
+    assert {"3", "4"} <= {*labels_of(axes.yaxis)}, labels_of(axes.yaxis)
+    (axes,) = panel_of(curves("a title", "x", "y", [Curve("a", points)], log="x")).axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+
+
+def test_markers_at_an_axis_are_drawn_completely():
+    lines = [Curve("a", [(0, 0.0), (1, 2.0)])]
+    (axes,) = panel_of(curves("a title", "x", "y", lines, zero=True)).axes
+    assert not axes.lines[0].get_clip_on()
+    (axes,) = panel_of(dots("a title", "x", {"lr=1": 0.0, "lr=2": 3.0})).axes
+    assert not axes.lines[0].get_clip_on()
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["lr=1", "lr=2"]
+    assert axes.lines[0].get_xydata().tolist() == [[0, 0], [3, 1]]
+
+
+@pytest.mark.parametrize("names", [ALGORITHMS, (*STRATEGIES, "mesh")])
+def test_strategies_and_algorithms_have_one_colour_each_in_all_pictures(names):
+    def colours(order) -> dict[str, str]:
+        lines = [Curve(name, [(1, 1.0), (2, 2.0)]) for name in order]
+        (axes,) = panel_of(curves("a title", "x", "y", lines)).axes
+        return dict(zip(order, (line.get_color() for line in axes.lines), strict=True))
+
+    first = colours(names)
+    assert colours(names[::-1]) == first
+    assert len({*first.values()}) == len(names)
+
+
+def test_confusion_matrix_is_titled_with_what_was_evaluated():
+    figure = confusion_figure(torch.eye(3).long(), ["a", "b", "c"], "mine: test set, epoch 2")
+    figure.draw_without_rendering()
+    matrix, _ = figure.axes
+    assert matrix.get_title(loc="left") == "mine: test set, epoch 2"
+    assert_inside([matrix._left_title], figure.bbox)
+
+
 def test_plot_changes_no_global_setting_of_matplotlib(tmp_path):
     beside([EPOCHS], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
@@ -247,12 +297,8 @@ def test_class_that_the_font_cannot_draw_has_its_number_and_matplotlib_warns_of_
     assert not [str(warning.message) for warning in warned]
     labels = [label.get_text() for label in matrix.axes[0].get_xticklabels()]
     assert labels == ["0", "dog", "2", "K\u00e4se"]
-    assert [axes.get_xlabel() for axes in grid.axes if axes.images] == [
-        "0",
-        "dog",
-        "2",
-        "0\n(K\u00e4se)",
-    ]
+    drawn = [(axes.get_title(), axes.get_xlabel()) for axes in grid.axes if axes.images]
+    assert drawn == [("0", "0"), ("dog", "dog"), ("2", "2"), ("K\u00e4se", "0")]
 
 
 def test_file_has_the_pixels_and_the_resolution_of_the_figure_whatever_the_user_has_set(tmp_path):
@@ -269,13 +315,13 @@ def test_prediction_grid_shows_wrong_predictions_in_red_with_the_true_class(coun
         torch.rand(count, channels, 20, 40), [0] * count, [0, 1] * count, ["sandal", LONG]
     )
     figure.draw_without_rendering()
-    below = [
-        (axes.get_xlabel(), axes.xaxis.label.get_color()) for axes in figure.axes if axes.images
+    drawn = [
+        (axes.get_title(), axes.get_xlabel(), axes.xaxis.label.get_color())
+        for axes in figure.axes
+        if axes.images
     ]
-    assert (
-        below
-        == (
-            [("sandal", "darkgreen"), (f"{LONG[:10]}\N{HORIZONTAL ELLIPSIS}\n(sandal)", "red")] * 4
-        )[:count]
-    )
-    assert_inside([axes.xaxis.label for axes in figure.axes], figure.bbox)
+    right = ("sandal", "sandal", "darkgreen")
+    wrong = ("sandal", f"{LONG[:10]}\N{HORIZONTAL ELLIPSIS}", "red")
+    assert drawn == ([right, wrong] * 4)[:count]
+    labels = [text for axes in figure.axes for text in (axes.title, axes.xaxis.label)]
+    assert_inside([*labels, figure._suptitle], figure.bbox)

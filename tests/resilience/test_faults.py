@@ -372,6 +372,22 @@ def test_second_writer_is_refused_and_no_rank_outlives_torchrun(tmp_path):
     wait_for("end of all ranks", lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
 
 
+@pytest.mark.slow
+def test_limit_on_file_sizes_is_named_and_not_the_free_disk_space(tmp_path):
+    """A limit of `ulimit -f`, in KiB, is that of a user on many clusters."""
+    line = " ".join(["exec", "python", "train.py", *SMALL, "epochs=1", "tracker=none"])
+    line += f" runs_dir={tmp_path} name=limited"
+    code, output = launch("bash -c", f"ulimit -f 100; {line}", cold=True)
+    assert code == 1, output
+    assert (
+        "step_00000005.pt could not be written (File too large: `ulimit -f` limits files to 100.0 "
+        "KiB); the last valid checkpoint is none. Raise this limit in the shell that starts the "
+        "command, or ask for another one" in output
+    )
+    assert "enforce fail" not in output
+    assert "are free" not in output
+
+
 def test_full_disk_fails_the_run_and_keeps_the_last_valid_checkpoint(tmp_path):
     """Training has ended before the write fails.
 
@@ -383,7 +399,7 @@ def test_full_disk_fails_the_run_and_keeps_the_last_valid_checkpoint(tmp_path):
     assert code == 1, output
     folder = tmp_path / "full" / "checkpoints"
     assert (
-        f"step_{3 * STEPS:08d}.pt could not be written ([Errno 28] No space left on device"
+        f"step_{3 * STEPS:08d}.pt could not be written (No space left on device; without it "
         in output
     )
     assert f"the last valid checkpoint is {folder}/step_{2 * STEPS:08d}.pt" in output

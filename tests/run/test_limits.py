@@ -127,7 +127,7 @@ def test_max_tokens_ends_a_run_of_a_text(tmp_path):
         ),
         (
             "warmup_steps=7 max_steps=7",
-            "warmup_steps=7: must be less than the 7 steps of the run",
+            "warmup_steps=7: must be less than the length of the run, 7 steps",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     assert f"ended: max_minutes={limit} have passed at step {last_step}" in log
 
     progress = newest(run_dir)["progress"]
-    predicted = re.search(r"about ([\d,]+) steps are expected", log)
+    predicted = re.search(r"about ([\d,]+) steps until the schedule", log)
     assert predicted
     assert int(predicted[1].replace(",", "")) == progress["horizon"]
     for row in read_steps(run_dir):

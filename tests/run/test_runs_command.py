@@ -196,16 +196,42 @@ def test_damaged_files_and_a_narrow_terminal_hide_no_run(tmp_path, command, monk
     assert output.splitlines()[-1].split() == ["epoch", "1", "2"]
 
 
+def test_run_is_shown_by_its_name_and_by_its_directory(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "sweep/job"):
+        add_epoch(make(tmp_path / "runs" / name, "finished"), 1, 2, val_loss=2.0)
+    (tmp_path / "mine").mkdir()  # of the same name, and no run
+    for name in ("mine", "sweep/job"):
+        shown = [
+            command(runs.main, *words)
+            for words in (
+                [name],
+                ["show", name],
+                [f"runs/{name}"],
+                [f"{tmp_path}/runs/{name}", "--runs-dir", f"{tmp_path}/runs"],
+            )
+        ]
+        assert all((code, errors) == (0, "") for code, _, errors in shown), shown
+        rows = [output.splitlines()[1].split()[:4] for _, output, _ in shown]
+        assert rows == [[name, "finished", "1/20", "val_loss"]] * 4
+    code, output, _ = command(runs.main, "../runs/mine", "--runs-dir", "elsewhere")
+    assert code == 2, output
+
+
+USAGE = "ddp-lab runs: needs nothing, [show] NAME, diff NAME NAME, or --clean with or without"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("show", "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean"),
-        ("--yes", "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean"),
-        ("list", "argument action: invalid choice: 'list' (choose from"),
-        (
-            "show trained",
-            "show trained: there is no such run in {ROOT}. Did you mean trained-2? `ddp-lab runs` "
-            "lists the names",
+        *((line, USAGE) for line in ("show", "show a b", "trained-2 --clean", "--yes", "diff a")),
+        *(
+            (
+                line,
+                "trained: there is no such run: it is neither the directory of a run nor the name "
+                "of one in {ROOT}. Did you mean trained-2? `ddp-lab runs` lists the names",
+            )
+            for line in ("show trained", "trained")
         ),
         (
             "--runs-dir /dev/null",

@@ -19,7 +19,8 @@ def test_lab_allreduce_prints_and_draws_all_algorithms(tmp_path):
     code, output = launch(line, "--out", str(tmp_path / "lab"))
     assert code == 0, output
     rows = [line.split() for line in output.splitlines()]
-    assert ["bytes", *PROJECT, "library", "model"] in rows
+    with_model = [] if lab_allreduce.NO_FIT in output else ["model"]
+    assert ["bytes", *PROJECT, "library", *with_model] in rows
     times = [row for row in rows if row[:1] and row[0] in ("4,096", "16,384", "65,536")]
     assert len(times) == 3
     assert all(float(value) > 0 for row in times for value in row[1:])
@@ -33,6 +34,8 @@ def test_cost_model_of_the_allreduce_goes_through_the_librarys_first_and_last_ca
     slower_at_first = [(4096, 0.4), (65_536, 0.3), (2**18, 0.2)]
     times = [time for _, time in lab_allreduce.model(slower_at_first, 4)]
     assert times == sorted(times), "the model takes less time for more bytes"
+    assert lab_allreduce.has_slope(lab_allreduce.model(library, 4))
+    assert not lab_allreduce.has_slope(lab_allreduce.model(slower_at_first, 4))
 
 
 @pytest.mark.parametrize(

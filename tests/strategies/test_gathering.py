@@ -184,7 +184,7 @@ def test_gather_of_other_rows_is_refused():
     with Lab(device="cpu") as lab:
         trainer = lab.trainer(OneTensor(), other_rows, SGD, BATCH)
         batch = next(trainer.batches(TensorDataset(pairs().tensors[0], pairs().tensors[2]), 0))
-        with pytest.raises(ConfigError, match=r"gather: got 1 rows on rank 0, expected 12"):
+        with pytest.raises(ConfigError, match=r"gather: got 1 row on rank 0, expected 12"):
             trainer.step(*batch)
 
 

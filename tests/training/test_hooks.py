@@ -15,7 +15,7 @@ from ddp_lab.run.build import build
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.hooks import Hook, Run, close_all
 from ddp_lab.training.loop import fit
-from ddp_lab.training.pictures import SHOWN, Pictures, is_drawn
+from ddp_lab.training.pictures import SHOWN, Pictures, is_drawn, one_of_each
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
@@ -71,7 +71,7 @@ class Drawing(Logger):
         assert len(inputs) == len(targets) == len(logits)
         self.drawn.append((epoch, len(inputs)))
 
-    def confusion(self, epoch: int, counts: torch.Tensor | None) -> None:
+    def confusion(self, epoch: int, counts: torch.Tensor | None, name: str = "test") -> None:
         self.confusions += counts is not None
 
 
@@ -129,6 +129,22 @@ def test_pictures_predict_eight_samples_where_the_logger_draws_them(monkeypatch,
     assert logger.confusions == 2
 
 
+@pytest.mark.parametrize(
+    ("classes", "places"),
+    [
+        (
+            [0, 0, 1, 1, 2, 2],
+            [0, 1, 2, 4],
+        ),  # then the first of the rest
+        ([2, 1, 0, 3, 0], [2, 1, 0, 3]),
+        ([5, 5], [0, 1]),
+        ([4, 3, 2, 1, 0], [3, 2, 1, 0]),
+    ],
+)
+def test_pictures_are_of_different_classes_as_far_as_there_are_any(classes, places):
+    assert one_of_each(classes, 4) == places
+
+
 def test_few_epochs_of_a_long_run_are_drawn():
     epochs = (1, 9, 10, 11, 20, 99, 100, 110, 1000, 1100)
     assert [epoch for epoch in epochs if is_drawn(epoch)] == [1, 9, 10, 20, 100, 1000]
@@ -145,6 +161,9 @@ def test_first_samples_are_those_of_the_first_batch(kind):
     assert read(first.inputs, batch.inputs[:5])
     assert read(first.targets, batch.targets[:5])
     assert first.global_size == 5
+    every_tenth = loader.first(2, spread=True)
+    whole = loader.first(1000).inputs
+    assert read(every_tenth.inputs, whole[[0, len(whole) // 2]])
     loader.close()
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong
 
 WRITE = ("accumulated_step",)
@@ -63,7 +64,7 @@ def explain_bias(gradient: torch.Tensor | None, samples: int, step: int, rank: i
             f"Step {step}: the weight is right, but the gradient of the bias on rank {rank} is "
             "that of "
         )
-        text += f"{counted} samples, expected {samples}. "
+        text += f"{count(counted, 'sample')}, expected {samples}. "
         raise Wrong(text + "Accumulate and sum the gradient of every parameter.")
 
 

@@ -6,6 +6,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong, expect_only, expect_tensor, of_all_ranks
 
 WRITE = ("loss_of_rank",)
@@ -47,7 +48,8 @@ def explain(ratio: float, samples: int, ranks: int) -> None:
     if abs(ratio - 1) < 1e-9:
         return
     text = (
-        f"With {samples} samples on {ranks} ranks the summed gradient is {ratio:.3g} times that of "
+        f"With {count(samples, 'sample')} on {ranks} ranks the summed gradient is {ratio:.3g} "
+        "times that of "
         "the global mean. "
     )
     if ratio != ratio:

@@ -4,7 +4,8 @@ from types import ModuleType
 
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, contribution, describe_sum, plain
+from ddp_lab.config.errors import count
+from ddp_lab.exercises.explain import Call, Wrong, contribution, describe_sum, named, plain
 
 WRITE = ("fill_buckets", "all_reduce_buckets")
 RANKS = (2, 3)
@@ -56,7 +57,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
 
         if collectives != len(expected):
             raise Wrong(
-                f"limit={limit}: the sums are right, but took {collectives} all-reduces: expected "
+                f"limit={limit}: the sums are right, but took {count(collectives, 'all-reduce')}: "
+                "expected "
                 f"{len(expected)}, one for each bucket."
             )
 
@@ -73,7 +75,7 @@ def check_buckets(buckets: object, expected: list[list[int]], sizes: list[int], 
     lost = sorted(set(range(len(sizes))) - set(indices))
     if lost:
         text += (
-            f"The gradients {lost} are in no bucket: a bucket that is not full, or one above the "
+            f"In no bucket: {named('gradient', lost)}. A bucket that is not full, or one above the "
             "limit, counts as well."
         )
     elif any(

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.checks.simulate import check_actions, simulate
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 
@@ -28,8 +29,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         time = simulate(schedules)
         expected = 2 * (micro_batches + stages - 1)
         text = (
-            f"{micro_batches} micro-batches on {stages} stages take {time} units of time, expected "
-            f"2 (m + p - 1) = {expected}. "
+            f"{count(micro_batches, 'micro-batch')} on {stages} stages: the schedule takes {time} "
+            f"units of time, expected 2 (m + p - 1) = {expected}. "
         )
 
         for each, actions in enumerate(schedules):

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.checks.simulate import check_actions, peak, simulate
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 
@@ -29,14 +30,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         ]
         time = simulate(schedules)
         expected = 2 * (micro_batches + stages - 1)
-        text = f"With {micro_batches} micro-batches on {stages} stages, "
+        text = f"With {count(micro_batches, 'micro-batch')} on {stages} stages, "
         for each, actions in enumerate(schedules):
             kinds = "".join(letter for letter, _ in actions)
             allowed = min(stages - each, micro_batches)
             if peak(actions) > allowed:
                 text += (
-                    f"stage {each} computes {kinds} and keeps {peak(actions)} micro-batches; 1F1B "
-                    f"keeps at most {allowed}. "
+                    f"stage {each} computes {kinds} and keeps "
+                    f"{count(peak(actions), 'micro-batch')}; 1F1B keeps at most {allowed}. "
                 )
                 gpipe = kinds == "F" * micro_batches + "B" * micro_batches
                 if gpipe:

@@ -5,6 +5,7 @@ from types import ModuleType
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong, contribution, describe_sum
 
 WRITE = ("Overlap.__init__", "Overlap.start", "Overlap.finish")
@@ -56,7 +57,7 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             )
         if len(sums) != 4:
             raise Wrong(
-                f"Step {step}: {len(sums)} all-reduces were started during the backward pass: "
+                f"Step {step}: the backward pass started {count(len(sums), 'all-reduce')}: "
                 "expected 4, one per parameter."
             )
 

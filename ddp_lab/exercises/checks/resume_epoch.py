@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
+from ddp_lab.exercises.explain import Call, Wrong, named, of_all_ranks, plain
 
 WRITE = ("remaining_batches",)
 RANKS = (2, 3)
@@ -48,7 +48,7 @@ def explain(
     rank = next(each for each in range(ranks) if batches_of_ranks[each] != expected[each])
     text = (
         f"After {done} of {SAMPLES} samples, on {ranks} ranks: rank {rank} reads "
-        f"{batches_of_ranks[rank]}, expected {expected[rank]}. "
+        f"{batches_of_ranks[rank] or 'no batch'}, expected {expected[rank]}. "
     )
     try:
         read = [index for batches in batches_of_ranks for batch in batches for index in batch]
@@ -67,19 +67,21 @@ def explain(
         text += "The epoch begins again: leave out what was read before the checkpoint."
     elif again and not lost:
         text += (
-            f"The samples {again} are read again: `done` counts the samples of all ranks, not of "
+            f"Read again: {named('sample', again)}. `done` counts the samples of all ranks, not of "
             "one."
         )
     elif again:
         text += (
-            f"The samples {again} are read again, and {lost} never: draw the same permutation, "
-            f"then leave out the first {done}."
+            f"Read again: {named('sample', again)}. Never read: {named('sample', lost)}. Draw the "
+            f"same permutation, then leave out the first {done}."
         )
+    elif not lost:
+        text += "Some samples are read more than once: each position belongs to one rank."
     elif len(lost) <= len(order[done:]) % BATCH:
-        text += f"The samples {lost} are never read: the last global batch is short, but counts."
-    elif lost:
+        text += f"Never read: {named('sample', lost)}. The last global batch is short, but counts."
+    else:
         text += (
-            f"The samples {lost} are never read: too many are left out; `done` counts the samples "
-            "of all ranks."
+            f"Never read: {named('sample', lost)}. Too many are left out; `done` counts the "
+            "samples of all ranks."
         )
     raise Wrong(text)

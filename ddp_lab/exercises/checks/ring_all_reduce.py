@@ -38,8 +38,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         explain(of_all_ranks(tensor.tolist()))
     sends = sum(call.name in ("send", "isend") for call in calls) / 2
     if sends != 2 * (ranks - 1):
+        messages = "message" if sends == 1 else "messages"
         raise Wrong(
-            f"The sums are right, but rank {rank} sent {sends:g} messages for one tensor: a ring "
+            f"The sums are right, but rank {rank} sent {sends:g} {messages} for one tensor: a ring "
             f"sends 2 (W-1) = {2 * (ranks - 1)}, one chunk in each, so that all links are busy at "
             "once."
         )

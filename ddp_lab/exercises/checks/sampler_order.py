@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks, plain
 
 WRITE = ("epoch_indices",)
@@ -66,15 +67,16 @@ def explain(
         if (indices[rank], later[rank]) != (expected[rank], then[rank])
     )
     text = (
-        f"{samples} samples on {ranks} ranks: rank {rank} reads {indices[rank]}, expected "
-        f"{expected[rank]}. "
+        f"{samples} samples on {ranks} ranks: rank {rank} reads {indices[rank] or 'no sample'}, "
+        f"expected {expected[rank]}. "
     )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(7)).tolist()
     everything = sorted(index for each in indices for index in each)
 
     if indices == expected and later == indices:
         raise Wrong(
-            f"Rank {rank} reads {indices[rank]} in every epoch: the epoch must be part of the "
+            f"Rank {rank} reads {indices[rank] or 'no sample'} in every epoch: the epoch must be "
+            "part of the "
             "generator's seed."
         )
 
@@ -85,7 +87,7 @@ def explain(
         )
     elif len(everything) < samples:
         text += (
-            f"{samples - len(everything)} samples are read by no rank: the remainder is dropped "
+            f"No rank reads {count(samples - len(everything), 'sample')}: the remainder is dropped "
             "instead of padded."
         )
     elif indices == [list(range(samples))[rank::ranks] for rank in range(ranks)]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_lab.exercises.explain import Call, Wrong, of_all_ranks
+from ddp_lab.exercises.explain import Call, Wrong, named, of_all_ranks
 
 WRITE = ("ShardedSGD.__init__", "ShardedSGD.step")
 RANKS = (2, 3)
@@ -41,8 +41,9 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         optimizer.step()
         if sorted(optimizer.buffers) != own_indices:
             text = (
-                f"Rank {rank} of {ranks} keeps momentum buffers of the parameters "
-                f"{sorted(optimizer.buffers)}: expected {own_indices}, "
+                f"Rank {rank} of {ranks} keeps momentum buffers of "
+                f"{named('parameter', sorted(optimizer.buffers))}: expected "
+                f"{named('parameter', own_indices)}, "
             )
             raise Wrong(text + "its own. The sharded state is what ZeRO-1 saves.")
 

@@ -5,6 +5,7 @@ Every forward and backward pass takes one unit of time.
 
 from typing import Any, cast
 
+from ddp_lab.config.errors import count
 from ddp_lab.exercises.explain import Wrong
 
 Action = tuple[str, int]
@@ -16,7 +17,9 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
     Raises:
         Wrong: they are not each micro-batch's forward and backward pass, once, in this order.
     """
-    text = f"The schedule of stage {stage} with {micro_batches} micro-batches is {actions}. "
+    text = (
+        f"The schedule of stage {stage} with {count(micro_batches, 'micro-batch')} is {actions}. "
+    )
     if not isinstance(actions, list) or not all(
         isinstance(each, list) and len(cast(Any, each)) == 2 and each[0] in ("F", "B")
         for each in actions
@@ -27,10 +30,11 @@ def check_actions(actions: object, stage: int, micro_batches: int) -> list[Actio
     expected = {(kind, micro_batch) for kind in "FB" for micro_batch in range(micro_batches)}
     missing = sorted(expected - set(actions))
     others = sorted(set(actions) - expected)
-    if missing or others:
-        raise Wrong(
-            text + f"It lacks {missing}" + (f", and there is no {others}." if others else ".")
-        )
+    if missing:
+        extra = f", and there is no {others}." if others else "."
+        raise Wrong(f"{text}It lacks {missing}{extra}")
+    if others:
+        raise Wrong(f"{text}There is no {others}.")
 
     twice = sorted({each for each in actions if actions.count(each) > 1})
     if twice:

@@ -5,7 +5,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from ddp_lab.exercises.explain import Call, Wrong, expect_tensor, unchanged
+from ddp_lab.config.errors import count
+from ddp_lab.exercises.explain import Call, Wrong, expect_tensor, named, unchanged
 
 WRITE = ("local_batch",)
 RANKS = (2, 3)
@@ -29,12 +30,13 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
             if isinstance(part, torch.Tensor) and part.dim() == 2
             for row in part[:, 0].div(2).tolist()
         ]
-        own_samples = expect_rows(parts[rank], f"rank {rank} of a global batch of {samples}")
+        about = f"rank {rank} of {ranks}, a global batch of {count(samples, 'sample')}"
+        own_samples = expect_rows(parts[rank], about)
         at = own_samples[:, 0].div(2).long().tolist()
         wanted = list(range(rank, samples, ranks))
         text = (
-            f"of a global batch of {samples} samples, rank {rank} of {ranks} got the samples {at}: "
-            f"expected {wanted}. "
+            f"of a global batch of {count(samples, 'sample')}, rank {rank} of {ranks} got "
+            f"{named('sample', at)}: expected {named('sample', wanted)}. "
         )
 
         if (
@@ -50,8 +52,8 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
         if len(samples_of_ranks) < samples and len(set(samples_of_ranks)) == len(samples_of_ranks):
             lost = sorted(set(range(samples)) - set(map(int, samples_of_ranks)))
             raise Wrong(
-                text
-                + f"No rank got the samples {lost}: the remainder of samples / world_size is lost."
+                text + f"No rank got {named('sample', lost)}: the remainder of samples / "
+                "world_size is lost."
             )
 
         if (
@@ -62,14 +64,14 @@ def check(theirs: ModuleType, calls: list[Call]) -> None:
                 {int(each) for each in samples_of_ranks if samples_of_ranks.count(each) > 1}
             )
             raise Wrong(
-                f"Some samples are computed twice, of {samples} on {ranks} ranks {twice}: padded, "
-                "or the parts overlap."
+                f"{count(samples, 'sample')} on {ranks} ranks: computed twice: "
+                f"{named('sample', twice)}, by padding or because the parts overlap."
             )
 
         expect_tensor(
             own_samples,
             expected.shape,
-            f"local_batch (rank {rank} of {ranks}, {samples} samples)",
+            f"local_batch (rank {rank} of {ranks}, {count(samples, 'sample')})",
             batch.dtype,
         )
         if not torch.equal(own_samples, expected):
@@ -82,7 +84,7 @@ def expect_rows(value: object, name: str) -> torch.Tensor:
     """Return the local batch, which must be two-dimensional as the global one."""
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         if isinstance(value, torch.Tensor):
-            got = f"a tensor of {value.dim()} dimensions"
+            got = f"a tensor of {count(value.dim(), 'dimension')}"
         else:
             got = type(value).__name__
         raise Wrong(
