@@ -75,7 +75,7 @@ def multiples(number: int, of: int) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, for example "1 rank", "2 batches" or "1,024 steps"."""
-    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    plural = "es" if noun.endswith(("batch", "ss", "branch")) else "s"
     ending = "" if number == 1 else plural
     return f"{number:,} {noun}{ending}"
 

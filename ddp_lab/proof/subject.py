@@ -181,8 +181,9 @@ def few_samples(dataset: Dataset, number: int) -> Dataset:
         ConfigError: it has fewer.
     """
     size = dataset.train.size
-    if dataset.train.is_endless:
-        return replace(dataset, train=InMemory(*dataset.train.batch(0, range(number))))
+    train: Any = dataset.train
+    if train.is_endless:
+        return replace(dataset, train=InMemory(*train.batch(0, range(number))))
     if size < number:
         raise ConfigError(
             f"data: the training set has {size:,} samples, but three steps with a partial last "

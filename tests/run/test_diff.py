@@ -211,8 +211,12 @@ def test_runs_of_older_versions_are_compared_by_what_they_have(root, tmp_path, c
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("diff mine", "ddp-lab runs: needs nothing, show NAME, diff NAME NAME, or --clean"),
-        ("diff bace base", "diff bace: there is no such run in {ROOT}. Did you mean base?"),
+        ("diff mine", "ddp-lab runs: needs nothing, [show] NAME, diff NAME NAME, or --clean"),
+        (
+            "diff bace base",
+            "bace: there is no such run: it is neither the directory of a run nor the name of one "
+            "in {ROOT}. Did you mean base?",
+        ),
     ],
 )
 def test_mistake_is_one_message(line, message, root, command):
