@@ -250,7 +250,8 @@ class StreamLoader(Loader):
     def _draw(self, epoch: int) -> tuple[torch.Tensor, None]:
         return torch.empty(0, dtype=torch.int64), None
 
-    def first(self, number: int) -> Batch:
+    def first(self, number: int, spread: bool = False) -> Batch:
+        """Return the first samples of this rank, as `Loader.first`; a stream has none to spread."""
         chunks = self._chunks(0, 1, number, {})
         chunk = next(iter(chunks))
         inputs, targets = to((chunk.inputs, chunk.targets), self.device)
