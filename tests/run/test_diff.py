@@ -185,7 +185,8 @@ def test_first_step_that_differs_decides_between_causes(
 
 
 def test_earliest_cause_is_named_if_only_the_loss_of_an_epoch_is_recorded(root, tmp_path):
-    edits = {CONFIG: ("_target_: ddp_lab.models.simple_cnn.simple_cnn", "_target_: mynet.Net\n  size: 8")}
+    target = "_target_: ddp_lab.models.simple_cnn.simple_cnn"
+    edits = {CONFIG: (target, "_target_: mynet.Net\n  size: 8")}
     base = train(root, "base")
     other = edited(base, tmp_path / "other", edits, 1, 1.1)
     config = other / CONFIG
