@@ -19,7 +19,7 @@ COMMANDS = {
     "shards": "write shards of tokens for data=tokens from text files",
     "doctor": "check machines and config before a launch",
     "submit": "submit a run to Slurm or Kubernetes, after showing it",
-    "runs": "list runs, show the curves of one, or delete empty ones (--clean)",
+    "runs": "list runs, show one, say why two differ, or delete empty ones",
     "exercise": "write an all-reduce, a schedule or a sharded optimizer, and have it checked",
 }
 HELP = ("-h", "--help", "help")

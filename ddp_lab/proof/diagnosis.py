@@ -115,7 +115,8 @@ def by_hypotheses(case: Case) -> Cause:
     return Cause(
         None,
         "No constant ratio, and no sum of the ranks' parts, explains it: other samples, other "
-        "initial weights, or another computation.",
+        "initial weights, or a computation that depends on the rank or on the other samples of its "
+        "batch, such as a mean over the batch.",
     )
 
 

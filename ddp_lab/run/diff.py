@@ -79,6 +79,7 @@ RULES = (
     ),
     Rule("data.*", "loss", 1, "how samples are augmented and normalised"),
     Rule("batch_size scaling", "loss", 1, "the samples of a step"),
+    Rule("model._target_", "loss", 1, "another model"),
     Rule("model.*", "loss", 1, "the model and its initial weights"),
     Rule("task.* loss.*", "loss", 1, "the loss itself"),
     Rule("mixup cutmix", "loss", 1, "the training images"),
@@ -333,7 +334,8 @@ def without_consequences(differences: list[Difference]) -> list[Difference]:
     """Return the differences without those that follow from another one.
 
     The order of the samples follows from the seed and their number, the samples from the keys of
-    `data`, the model's shapes from those of `model` and of `data`, and devices from the ranks.
+    `data`, the model's shapes from those of `model` and of `data`, devices from the ranks, and
+    options that only one run has from another model or strategy.
     """
     names = {each.name for each in differences if each.effect != "none"}
     of_data = any(name.startswith("data.") for name in names)
@@ -347,7 +349,17 @@ def without_consequences(differences: list[Difference]) -> list[Difference]:
         explained.add("model")
     if names & {RANKS, "device"}:
         explained |= {"devices", "threads"}
+    for group in ("model", "strategy"):
+        if f"{group}._target_" in names:
+            explained |= {each.name for each in differences if is_option_of_one(each, group)}
     return [each for each in differences if each.name not in explained]
+
+
+def is_option_of_one(difference: Difference, group: str) -> bool:
+    """Return whether a difference is an option of a group that one of the runs does not have."""
+    is_option = difference.name.startswith(f"{group}.") and NOT_SET in difference.values
+    # BatchNorm's statistics change losses by more than the order of additions does
+    return is_option and difference.name != "strategy.batch_norm"
 
 
 def is_possible(difference: Difference, loss: FirstLoss) -> bool:
@@ -363,7 +375,9 @@ def likelihood(difference: Difference, loss: FirstLoss) -> tuple[bool, bool, int
     """Return by what causes are sorted: the likeliest one has the smallest value."""
     is_rounding = difference.effect == "rounding"
     is_early = not is_rounding and difference.first <= loss.equal_until
-    return is_rounding != loss.is_rounding, is_early, -difference.first
+    # of those that act within the steps of the loss, the one that acts first; else the last one
+    order = -difference.first if is_early else difference.first
+    return is_rounding != loss.is_rounding, is_early, order
 
 
 def first_loss(one: Path, other: Path) -> tuple[FirstLoss | None, int]:

@@ -355,6 +355,7 @@ def test_unknown_difference_claims_no_cause():
     difference = diagnosed(expected, [tensors(50)] * 2, rows)
     assert difference.factor is None
     assert difference.cause.startswith("No constant ratio, and no sum of the ranks' parts,")
+    assert "on the other samples of its batch" in difference.cause
 
 
 def test_report_is_a_table_and_json():

@@ -184,6 +184,25 @@ def test_first_step_that_differs_decides_between_causes(
     assert excluded == (["optimizer.lr"] if from_step == 1 else [])
 
 
+def test_earliest_cause_is_named_if_only_the_loss_of_an_epoch_is_recorded(root, tmp_path):
+    target = "_target_: ddp_lab.models.simple_cnn.simple_cnn"
+    edits = {CONFIG: (target, "_target_: mynet.Net\n  size: 8")}
+    base = train(root, "base")
+    other = edited(base, tmp_path / "other", edits, 1, 1.1)
+    config = other / CONFIG
+    config.write_text(config.read_text().replace("lr: 0.01\n", "lr: 0.02\n"))
+    first = edited(base, tmp_path / "first", {}, 1, 1)
+    for folder in (first, other):
+        rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(row for row in rows if '"epoch"' in row[:20]))
+    named, comparison = cause(first, other)
+    assert comparison.loss.step > 2
+    assert named == "model._target_"
+    names = [each.name for each in comparison.causes]
+    assert "optimizer.lr" in names
+    assert "model.size" not in names  # an option of the other model
+
+
 def test_command_prints_the_cause_and_exits_with_1(root, command):
     train(root, "base")
     other = train(root, "seed", "seed=1")
