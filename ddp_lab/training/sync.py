@@ -170,7 +170,7 @@ class Sync:
         exchanged = self._receive(
             self._send(step, position, 0.0, is_row=False, waits=True, weights=weights)
         )
-        self._set_next(step)
+        self._set_next(position.step)  # and not `step`: batches of an evaluation have no rows
         return exchanged
 
     def flush(self) -> None:

@@ -69,7 +69,7 @@ def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
     assert code == 2
     state = "parameters, gradients and optimizer state take 1.5 MiB on rank 0, a device has 1.5 MiB"
     assert text.startswith(f"error: strategy=ddp: {state}, and activations need more. ")
-    assert "With activations, on all 2 devices: Nothing fits: " in text
+    assert "With activations, on 2 devices: Nothing fits: " in text
     assert "Use more or larger GPUs, a smaller batch_size, or accumulate=N" in text
     assert second == (2, "")
     assert not runs.exists()

@@ -306,7 +306,7 @@ def test_doctor_names_all_files_that_cannot_be_decoded(command, tmp_path):
         f"runs_dir={tmp_path}",
     ]
     code, output, errors = command(doctor.main, *arguments)
-    assert (code, "train 4, test 4 images of 3x16x16, 1 classes" in output) == (0, True), errors
+    assert (code, "train 4, test 4 images of 3x16x16, 1 class" in output) == (0, True), errors
     os.truncate(root / "test" / "class 0" / "0002.webp", 50)
     (root / "train" / "class 0" / "a.png").symlink_to("a.png")
     code, output, errors = command(doctor.main, *arguments)

@@ -376,11 +376,11 @@ REFUSED = {
     ),
     "few": (
         {"case": "collated", "collate_fn": lambda samples: pad_to_longest(samples[:1] * 3)},
-        "the dataset: collate_fn must return a batch of the 1 samples that it got, got 3",
+        "the dataset: collate_fn must return a batch of the 1 sample that it got, got 3",
     ),
     "failing": (
         {"case": "collated", "collate_fn": lambda samples: samples.text},
-        "the dataset: collate_fn failed for 1 samples: AttributeError: 'list' object has no "
+        "the dataset: collate_fn failed for 1 sample: AttributeError: 'list' object has no "
         "attribute 'text'",
     ),
     "unpadded": (

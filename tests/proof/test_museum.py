@@ -11,7 +11,7 @@ from proofs import reports
 
 from ddp_lab.exercises.mends import MENDS, source_of
 
-MUSEUM = ROOT / "tests/proof/museum"
+MUSEUM = ROOT / "ddp_lab/exercises/museum"
 SIZES = (2, 4)
 # By program: the factor on 2 and on 4 ranks, the first tensor, and words of the cause.
 CAUSES = {

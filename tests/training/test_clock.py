@@ -51,7 +51,7 @@ class Loading:
     """Five batches, each of which takes WAIT."""
 
     batch_size = 1
-    data = SimpleNamespace(size=SAMPLES)
+    data = SimpleNamespace(size=SAMPLES, is_endless=False)
     inputs, targets = BATCH[:2]
 
     def __init__(self, clock: Clock):
@@ -63,6 +63,12 @@ class Loading:
 
     def set_epoch(self, order: int, samples: int) -> None:
         self.start = samples
+
+    def begin_at(self, stream: object) -> None:
+        """Do nothing: it is no stream."""
+
+    def stream_position(self, runtime: Runtime) -> dict[str, object]:
+        return {}
 
     def __iter__(self):
         for _ in range(self.start, SAMPLES):
@@ -199,3 +205,16 @@ def test_what_is_shown_counts_from_what_was_shown_before(run):
     assert len(rows) > 1
     assert {row["samples_per_second"] for row in rows} == {RATE}
     assert all(math.isclose(row["eta"], row["eta_epoch"]) for row in rows), "no epoch follows"
+
+
+def test_exchange_in_an_evaluation_leaves_the_rows_of_the_steps_after_it():
+    """It counts batches of the evaluation as steps, so that it is due in a long one."""
+    strategy = Single(Runtime("cpu"))
+    strategy.task = Task(lambda outputs, targets: outputs[:, 0])
+    strategy.setup(torch.nn.Identity())
+    sync = Sync(strategy, RunningSums(strategy.task, strategy.device), Every(steps=1))
+    position = Progress(step=18)
+    sync.begin(position)
+    sync.begin_epoch(position)
+    sync.exchange(18 + 5, position)
+    assert sync.next == 19
