@@ -3,7 +3,7 @@
     python scripts/bench_stream.py --processes 0 1 2 --rounds 5
 
 Both loaders read JPEG images of 256 x 320 pixels, decode, crop and stack them, in as many worker
-processes, and nothing is trained, so that nothing hides the reading. The loaders alternate, and
+processes, and nothing is trained, so that no training overlaps it. The loaders alternate, and
 each round reads as many batches with both. The ratio is that of the medians. With 0 processes the
 rank reads itself, and rates are per second of its CPU time, which other programs change little.
 """
