@@ -72,11 +72,16 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 
     A row that is just being written is left out, as one that a crash damaged.
     """
-    rows: list[dict[str, Any]] = []
-    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    text = metrics.read_text(errors="replace") if metrics.exists() else ""
+    rows = map(parse_row, text.splitlines())
+    return [row for row in rows if row is not None]
+
+
+def parse_row(line: str | bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None if the line is damaged."""
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def read_epochs(metrics: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # contains the identifiers of the launch, by which a restart finds its directory
 LAUNCH_FILE = ".launch"
 LOCK_FILE = ".lock"
+# `ddp-lab watch` writes the file REQUEST in the folder STACKS to ask the ranks for their stacks
+STACKS = "stacks"
+REQUEST = "request"
 LOCK_WAIT = 2.0  # seconds that a launch waits for the lock
 # the same after a restart: enough for the ranks that torchrun has just terminated to exit
 RESTART_WAIT = 15.0
