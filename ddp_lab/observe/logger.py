@@ -35,7 +35,12 @@ LINE = 10.0  # seconds from one line in a file to the next
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
 # other names that trackers get
-NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}
+NAMES = {
+    "samples_per_second": "speed/samples_per_second",
+    "seconds": "speed/seconds",
+    "energy_kWh": "energy/kWh",
+    "joules_per_sample": "energy/joules_per_sample",
+}
 
 
 class Logger:

@@ -199,9 +199,9 @@ def describe_steps(row: Mapping[str, Any]) -> str:
 def describe_result(
     metrics: Path, epoch: int, step: int, criterion: str | None, weights: Path, where: str
 ) -> str:
-    """Return the last line of a run: its result, and the median speed of its epochs.
+    """Return the last line of a run: its result, the median speed of its epochs, and its energy.
 
-    Only epochs on the last number of devices count.
+    Only epochs on the last number of devices count. The energy is that of the whole run.
 
     Args:
         metrics: the file.
@@ -224,7 +224,22 @@ def describe_result(
             for key in ("seconds", "samples_per_second")
         )
         text += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
+        text += describe_energy(alike)
     return f"result: {place} ({which}), {text} ({weights})"
+
+
+def describe_energy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the energy after the last of some epochs, and the median of that of a sample.
+
+    Return "" where it is unknown.
+    """
+    if "energy_kWh" not in rows[-1]:
+        return ""
+    text = f", {rows[-1]['energy_kWh']:.4g} kWh"
+    by_epoch = [row["joules_per_sample"] for row in rows if "joules_per_sample" in row]
+    if by_epoch:
+        text += f", {statistics.median(by_epoch):.4g} J/sample"
+    return text
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:

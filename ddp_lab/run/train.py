@@ -38,6 +38,7 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.resilience.fault_injection import Fault
     from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.energy import EnergyMeter
     from ddp_lab.training.plateau import PlateauSchedule
     from ddp_lab.training.timed_schedule import TimedSchedule
 
@@ -195,6 +196,7 @@ def train_guarded(
         record_environment(run_dir.path, settings.config, job.strategy.where, job.shapes)
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
+    energy = open_energy(job, progress)
     with logger:
         launch.watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
         step = make_step(job, trainer, progress)
@@ -224,6 +226,7 @@ def train_guarded(
             ),
             position=progress,
             metrics=job.metrics,
+            energy=energy,
         )
         status = fit_and_close(run, launch.requests)
 
@@ -353,6 +356,18 @@ def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
     resumed = None if settings.source is None else run_of(settings.source)
     for line in record_config(run_dir, settings.config, ranks, resumed):
         log.info(line)
+
+
+def open_energy(job: Job, progress: Progress) -> "EnergyMeter | None":
+    """Return what reads the energy of the GPUs; None where there are none with counters.
+
+    Collective on GPUs.
+    """
+    if job.strategy.device.type != "cuda":
+        return None
+    from ddp_lab.training.energy import open_meter
+
+    return open_meter(job.runtime, job.strategy.devices, progress.joules)
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:

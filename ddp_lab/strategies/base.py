@@ -89,6 +89,7 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
+        devices: those that this rank uses; split may name one several times.
         task: what the model is trained for, with its loss, on `device`; known in `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights,
             and after `setup`.
@@ -188,6 +189,7 @@ class Strategy(ABC):
 
         self.runtime = runtime
         self.device = runtime.device
+        self.devices = [self.device]
         self.num_devices = runtime.world_size
 
         mesh_axes = mesh_axes or {}
