@@ -355,10 +355,14 @@ def check_captured_in_fp16(size: int, cases: dict[str, list[str]]) -> None:
 def test_captured_step_in_fp16_skips_what_an_eager_one_does():
     adamw = "single optimizer=adamw optimizer.lr=0.01"
     cases = {
-        "single": [f"single {GRAPH}", f"single {BOTH}"],
+        "single": [f"single {GRAPH}"],
         "single clipped accumulate=2": [f"single clipped accumulate=2 {GRAPH}"],
-        "single vit": [f"single vit {GRAPH}", f"single vit {BOTH}"],
+        "single vit": [f"single vit {GRAPH}"],
         adamw: [f"{adamw} {GRAPH}"],
+        # A compiled kernel keeps in float32 what overflows between two eager ones in float16, so
+        # other steps are skipped.
+        f"single {FUSED}": [f"single {BOTH}"],
+        f"single vit {FUSED}": [f"single vit {BOTH}"],
     }
     check_captured_in_fp16(1, cases)
 
