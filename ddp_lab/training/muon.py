@@ -42,9 +42,15 @@ class Muon(torch.optim.Optimizer):
         betas, eps: of AdamW.
         use_muon: whether the matrices of a group are updated by Muon, and not by AdamW.
 
+    Attributes:
+        supports_cuda_graph: it waits for no device, and its state begins with zeros, to which a
+            capture sets it after the warm-up.
+
     Raises:
         ValueError: an option is out of its range.
     """
+
+    supports_cuda_graph = True
 
     def __init__(  # noqa: PLR0913, the options of an optimizer are the arguments of its class
         self,
