@@ -37,7 +37,7 @@ class Slot:
     def __init__(self, size: int, group: str, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric_memory  # loads hundreds of modules
 
-        # Torch up to 2.11 clears the flags of the barriers and copies the addresses of both memories
+        # Torch up to 2.11 clears the flags of barriers and copies the addresses of both memories
         # in the default stream, without a wait, but takes memory for them from the current one:
         # what is queued there could still write to it, and a barrier then read other addresses.
         stream = torch.cuda.default_stream(device)
