@@ -1,14 +1,12 @@
 """Whether ranks of a machine that see one GPU each see different ones."""
 
-from datetime import timedelta
-
-# Documented as torch.distributed.DistError, but the module does not export it explicitly.
-from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
+import time
 
 from ddp_lab.world.ranks import Ranks
 
 # seconds for the other ranks of the machine to start; one that sees several GPUs does not answer
 PATIENCE = 60.0
+POLL = 0.05  # seconds between looks at the store
 
 
 def differ(ranks: Ranks, uuid: str) -> bool:
@@ -20,8 +18,9 @@ def differ(ranks: Ranks, uuid: str) -> bool:
     """
     keys = [f"gpu/{ranks.node}/{local}" for local in range(ranks.local_world_size)]
     ranks.store.set(keys[ranks.local_rank], uuid)
-    try:
-        ranks.store.wait(keys, timedelta(seconds=PATIENCE))
-    except DistError:
-        return False
+    deadline = time.monotonic() + PATIENCE
+    while not ranks.store.check(keys):  # a `wait` that times out would print two warnings
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL)
     return len(set(ranks.store.multi_get(keys))) == len(keys)

@@ -6,13 +6,12 @@ functions that take the place of the real ones in the child processes. The other
 """
 
 import math
-import os
 import re
-import time
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+from child_calls import leaves, prepares, sleeps
 from fabric_cases import (
     Case,
     Report,
@@ -46,7 +45,6 @@ from ddp_lab.launchers.fabric.links import Place, link_of
 from ddp_lab.launchers.fabric.peer_access import check_peer_access
 from ddp_lab.launchers.fabric.rounds import rounds_of
 from ddp_lab.launchers.fabric.slow_pairs import Result, check_pairs
-from ddp_lab.launchers.fabric.transfer import open_device
 
 FAULTS = {
     "healthy": Case(env={"LD_LIBRARY_PATH": "", "LD_PRELOAD": ""}, sys=True, free=2**40),
@@ -395,20 +393,8 @@ def test_processors_are_limited_by_the_quota_of_a_container(tmp_path, monkeypatc
     assert (finding.level, "Use data.num_workers=2, " in finding.text) == ("warning", True)
 
 
-def leaves(kept: dict) -> None:
-    """End the process of a child while it is called."""
-    os._exit(7)
-
-
-def sleeps(kept: dict, seconds: float) -> int:
-    """Sleep in a child, and return how often this process has done so."""
-    time.sleep(seconds)
-    kept["calls"] = kept.get("calls", 0) + 1
-    return kept["calls"]
-
-
 def test_child_that_dies_or_hangs_is_replaced():
-    child = Child(open_device, "cpu")
+    child = Child(prepares)
     try:
         assert child.call(leaves) == (None, "the process ended with exit code 7", False)
         hung = child.call(sleeps, 60.0, limit=0.5)
