@@ -41,8 +41,9 @@ class Runtime(Ranks):
     Attributes:
         device: The device of this rank.
         devices: The devices that a one-process strategy may use: every visible GPU, the requested
-            one, or the CPU. Ranks may also see one GPU each. "auto" means the CUDA GPUs if there are any, else the CPU. A Mac's GPU
-            (mps) must be requested: it has never been tested here.
+            one, or the CPU. "auto" means the CUDA GPUs if there are any, else the CPU. A Mac's GPU
+            (mps) must be requested: it has never been tested here. Each rank may see another GPU
+            only.
         half: the dtype of mixed precision; None with precision=float32.
 
     Args:

@@ -86,7 +86,7 @@ def examine_with(runtime: Runtime, child: Child, options: Options) -> list[Resul
         show(check_libraries(), runtime)
     processors = count_processors(runtime)
     clocks = check_clocks_under_load(runtime, child)
-    if is_first:
+    if clocks is not None:
         show(check_processors(options.workers, runtime.local_world_size, processors), runtime)
         show(clocks, runtime)
     places = gather_places(runtime)
@@ -181,20 +181,24 @@ def count_processors(runtime: Runtime) -> int:
     return max(1, int(min(len(here), quota())))
 
 
-def check_clocks_under_load(runtime: Runtime, child: Child) -> Finding:
+def check_clocks_under_load(runtime: Runtime, child: Child) -> Finding | None:
     """Return a finding about the clocks of this machine's GPUs while the ranks keep them busy.
 
     Collective: the ranks begin at the same time.
+
+    Returns:
+        The finding on the first rank of each machine, and None on the others.
     """
-    if runtime.device.type != "cuda":
-        return check_clocks()
-    child.call(keep_busy, 0.0)  # the start of the process does not count
-    runtime.gather_and_decide("busy", "", lambda values: "")
-    busy = threading.Thread(target=partial(child.call, keep_busy, BUSY_SECONDS))
-    busy.start()
-    time.sleep(WAIT)
-    finding = check_clocks()
-    busy.join()
+    busy = None
+    if runtime.device.type == "cuda":
+        child.call(keep_busy, 0.0)  # the start of the process does not count
+        runtime.gather_and_decide("busy", "", lambda values: "")
+        busy = threading.Thread(target=partial(child.call, keep_busy, BUSY_SECONDS))
+        busy.start()
+        time.sleep(WAIT)
+    finding = check_clocks() if runtime.local_rank == 0 else None
+    if busy is not None:
+        busy.join()
     return finding
 
 
