@@ -113,7 +113,11 @@ EXPECTED = {
     ),
     "locks": (
         "locks",
-        [": its files cannot be locked on ", "No locks available", "Mount the file system with"],
+        [
+            "runs_dir=FOLDER/runs: its files cannot be locked on ",
+            "No locks available",
+            "Mount the file system with",
+        ],
     ),
     "local locks": ("locks", [" got a lock that rank 0 on ", "Lustre: -o flock"]),
     "blocked": (
