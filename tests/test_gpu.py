@@ -8,6 +8,7 @@ python -m pytest -m gpu -n 5
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from functools import partial, wraps
@@ -531,3 +532,37 @@ def test_missing_gpus_are_an_error_that_lists_the_available_ones(line, message, 
     assert code != 0
     assert output.count(message) == 1, output
     assert "cuda:0 (NVIDIA" in output, "the message does not list the available GPUs"
+
+
+# Warnings that the machine may deserve.
+OF_MACHINE = {"peer access", "shared memory", "libraries"}
+PAIR = r"^ok       pair 0-1: (\S+) GB/s, "
+
+
+@pytest.mark.gpu(2)
+def test_doctor_measures_the_link_between_two_gpus(tmp_path):
+    line = "python -m ddp_lab doctor --fabric --nproc 2"
+    code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    rate, link = re.search(rf"{PAIR}(.*)$", output, re.MULTILINE).groups()
+    assert float(rate) > 1, "GB/s"
+    assert link.startswith(("NVLink (NV", "PCIe")), link
+    warnings = set(re.findall(r"^warning  (.*?): ", output, re.MULTILINE))
+    assert warnings <= OF_MACHINE, output
+    assert re.search(r"^ok       clocks: 2 busy GPUs run at", output, re.MULTILINE), output
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "command", ["train.py strategy=ddp epochs=1", "-m ddp_lab doctor --fabric"]
+)
+def test_ranks_that_see_one_gpu_each_use_it(command, tmp_path):
+    """As with Slurm's --gpus-per-task."""
+    program = f"CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec python {command} runs_dir={tmp_path}"
+    line = "torchrun --standalone --nproc_per_node=2 --no-python sh -c"
+    code, output = launch(line, program, gpus=True)
+    assert code == 0, output
+    if "doctor" in command:
+        assert float(re.search(PAIR, output, re.MULTILINE)[1]) > 1, "GB/s"
+    else:
+        assert math.isfinite(read_metrics(only_run(tmp_path))[-1]["test_loss"])

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -219,12 +219,15 @@ def count_ranks(strategy: str, device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(options: Namespace, arguments: list[str]) -> int:
+def start_ranks(
+    options: Namespace, arguments: list[str], entry: Sequence[str] = tuple(ENTRY)
+) -> int:
     """Start the ranks of this machine, wait for them, and return the exit code of the command.
 
     Args:
         options: of the launch.
-        arguments: of train.py.
+        arguments: of the program.
+        entry: the program of a rank, by default train.py.
 
     Raises:
         ConfigError: torch refuses the value of an option.
@@ -250,7 +253,7 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         waits = announced(options.nnodes, address)
     try:
         with waits:
-            run(launch_parser().parse_args([*ENTRY, *arguments], options))
+            run(launch_parser().parse_args([*entry, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
     except SignalException as error:
