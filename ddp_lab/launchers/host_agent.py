@@ -130,8 +130,8 @@ class Agent:
             self.say("checked", directory=error.strerror)
             return
         sys.path[:0] = [directory, *filter(None, search.split(os.pathsep))]
-        found = importlib.util.find_spec("ddp_lab")
-        folders = list(found.submodule_search_locations or []) if found else []
+        package = importlib.util.find_spec("ddp_lab")
+        folders = list(package.submodule_search_locations or []) if package else []
         self.say(
             "checked",
             directory=None,

@@ -77,13 +77,13 @@ def explain_silence(host: str, seconds: float, place: Place) -> str:
 
 
 def environment_faults(
-    reports: Mapping[str, Mapping[str, Any]], own: Mapping[str, Any], place: Place
+    reports: Mapping[str, Mapping[str, Any]], local: Mapping[str, Any], place: Place
 ) -> list[str]:
     """Return what is wrong with the directories, the packages and the devices of the hosts.
 
     Args:
         reports: Facts by host, as `check` of host_agent.py sends them.
-        own: `ddp_lab` (the version) and `files` of this machine.
+        local: `ddp_lab` (the version) and `files` of this machine.
         place: Of the launch.
     """
     faults = list[str]()
@@ -99,7 +99,7 @@ def environment_faults(
 
     first, reference = next(iter(complete.items()))
     for host, facts in complete.items():
-        if different := different_code(facts, own):
+        if different := different_code(facts, local):
             faults.append(
                 f"{host}: {different}. Must be the same everywhere: copy this machine's to "
                 f"{facts['folder']}, or install that of the host here"
@@ -135,14 +135,14 @@ def missing_part(host: str, facts: Mapping[str, Any], place: Place) -> str | Non
     return None
 
 
-def different_code(facts: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+def different_code(facts: Mapping[str, Any], local: Mapping[str, Any]) -> str | None:
     """Return in what a host's ddp_lab differs from this machine's; None if it does not."""
-    if facts["files"] == own["files"]:
+    if facts["files"] == local["files"]:
         return None
-    if facts["ddp_lab"] != own["ddp_lab"]:
-        return f"has ddp_lab {facts['ddp_lab']}, but this machine {own['ddp_lab']}"
-    files = {*facts["files"], *own["files"]}
-    differ = sorted(each for each in files if facts["files"].get(each) != own["files"].get(each))
+    if facts["ddp_lab"] != local["ddp_lab"]:
+        return f"has ddp_lab {facts['ddp_lab']}, but this machine {local['ddp_lab']}"
+    files = {*facts["files"], *local["files"]}
+    differ = sorted(each for each in files if facts["files"].get(each) != local["files"].get(each))
     return (
         f"has another ddp_lab than this machine, in {count(len(differ), 'file')}, the first of "
         f"which is {differ[0]}"

@@ -71,6 +71,11 @@ def read_command_line(arguments: list[str]) -> HostLaunch:
     Raises:
         ConfigError: An option or the config has a mistake.
     """
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "--hosts and --hostfile: are not supported under torchrun, of which each rank would "
+            "start ranks; start this command without it"
+        )
     options, others = parse_options(arguments)
     hosts = read_hosts(options.hosts, options.hostfile)
     place = Place(options.ssh, split_ssh(options.ssh), options.python, options.directory)

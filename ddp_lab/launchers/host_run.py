@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ddp_lab.launchers.command import PREEMPTED, REFUSED
-from ddp_lab.launchers.host_agent import GRACE
+from ddp_lab.launchers.host_agent import GRACE, SILENCE
 from ddp_lab.launchers.ssh import Answer, Connection
 from ddp_lab.launchers.start_ranks import EXIT_CODES, order_of
 from ddp_lab.world.process import note
@@ -133,6 +133,12 @@ class HostRun:
         record = (self.ended.get(self.first) or {}).get("outcome")
         if record:
             note(of_host=record)
+        for name in self.running:
+            print(
+                f"error: {name}: has not reported the end of its ranks. They end there at the "
+                f"latest {SILENCE:.0f} s after this command",
+                file=sys.stderr,
+            )
         failed = {name: facts for name, facts in self.ended.items() if facts["code"]}
         if not failed and not self.lost and not self.running:
             return 0

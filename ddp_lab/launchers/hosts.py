@@ -32,10 +32,10 @@ def launch_on_hosts(arguments: list[str], wants_outcome: bool) -> int:
     launch = read_command_line(arguments)
     if not launch.counts_gpus:
         check_ranks(launch.cfg, launch.ranks({}))
-    own = {"ddp_lab": version_of("ddp_lab"), "files": fingerprint(str(Path(__file__).parents[1]))}
+    local = {"ddp_lab": version_of("ddp_lab"), "files": fingerprint(str(Path(__file__).parents[1]))}
     with connected(launch) as group:
         reports = group.check(launch.counts_gpus)
-        raise_faults(environment_faults(reports, own, launch.place))
+        raise_faults(environment_faults(reports, local, launch.place))
         ranks = launch.ranks({name: facts["gpus"] for name, facts in reports.items()})
         check_ranks(launch.cfg, ranks)
         clocks = group.compare_clocks()

@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from launches import SMALL, SUPPORT, wait_for
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers import host_agent, host_group, hosts, ssh, waiting
+from ddp_lab.launchers import host_agent, host_group, host_run, hosts, ssh, waiting
 from ddp_lab.launchers.hosts import launch_on_hosts
 
 STUB = SUPPORT / "stub_package"
@@ -96,6 +98,11 @@ def test_wrong_command_line_is_refused_before_a_host_is_asked(line, message, mon
         launch_on_hosts(line.split(), False)
 
 
+def test_rank_of_torchrun_starts_no_hosts(fake, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert refusal(fake).startswith("--hosts and --hostfile: are not supported under torchrun")
+
+
 def test_ssh_that_is_no_command_line_or_no_program_is_refused(fake):
     assert refusal(fake, ssh="'x") == "--ssh 'x: No closing quotation; quote it as in a shell"
     expected = "--ssh /no/ssh: cannot be started (No such file or directory). Install an ssh client"
@@ -128,6 +135,7 @@ def test_host_that_does_not_answer_is_waited_for_in_words_and_then_named(fake, m
 def test_interpreter_that_a_host_lacks_is_named(fake):
     text = refusal(fake, python="/no/py thon")
     assert text.startswith(f"{A}: --python /no/py thon: cannot be started there (")
+    assert "/no/py thon: not found)" in text, "it is one word of the shell"
     assert "Install ddp_lab on every host at the same path, or use --python PATH" in text
     assert text.count("error: ") == 1
 
@@ -157,10 +165,10 @@ def fake_package(folder: Path, name: str, version: str) -> Path:
 
 def test_other_version_of_torch_is_named_with_the_remedy(fake):
     fake.before(B, f"export PYTHONPATH={fake_package(fake.folder, 'torch', '1.2.3')}")
-    own = host_agent.version_of("torch")
+    version = host_agent.version_of("torch")
     assert refusal(fake) == (
-        f"{B}: has torch 1.2.3, but {A} {own}. Must be the same on all hosts: "
-        f"`{sys.executable} -m pip install torch=={own}` on {B}"
+        f"{B}: has torch 1.2.3, but {A} {version}. Must be the same on all hosts: "
+        f"`{sys.executable} -m pip install torch=={version}` on {B}"
     )
 
 
@@ -251,6 +259,7 @@ def test_gpus_that_cannot_be_counted_are_named(fake, tmp_path):
     assert str(error.value).startswith(expected)
 
 
+@pytest.mark.covers("train --directory")
 def test_output_of_each_host_has_its_name_and_arguments_arrive_unchanged(stub, capsys, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "$(x) 'y'")
     evil = "tracker_options.wandb.project='$(touch x); `y` \"z\"'"
@@ -271,6 +280,7 @@ def test_output_of_each_host_has_its_name_and_arguments_arrive_unchanged(stub, c
     assert f"2 ranks: 1 on {A}, 1 on {B}; they meet at {endpoint}\n" in err
 
 
+@pytest.mark.covers("train --hostfile")
 def test_slots_of_a_hostfile_are_the_numbers_of_ranks(fake, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hosts, "environment_faults", lambda *arguments: [])
     file = tmp_path / "rack"
@@ -329,6 +339,21 @@ def test_launch_ends_on_all_hosts_after_one_has_failed_without_a_report(stub, ca
     out, err = capsys.readouterr()
     assert f"{B}: ended with exit code 9\n" in err
     assert_gone(out)
+
+
+def test_host_that_does_not_report_its_end_is_named(monkeypatch, capsys):
+    for name in ("AFTER_OTHER", "GRACE", "KILLED"):
+        monkeypatch.setattr(host_run, name, 0.1)
+    asked: list[str] = []
+    connection = SimpleNamespace(ask=lambda request, **facts: asked.append(request))
+    answers: SimpleQueue[ssh.Answer] = SimpleQueue()
+    answers.put(ssh.Answer("b", "ended", {"code": 1, "error": None}))
+    connections = {"a": connection, "b": connection}
+    assert host_run.HostRun(connections, answers, {"a": 0.0, "b": 0.0}, "a").wait() == 1
+    assert asked == ["end"]
+    assert "error: a: has not reported the end of its ranks. They end there at the latest 15 s" in (
+        capsys.readouterr().err
+    )
 
 
 def pids_of(out: str) -> list[int]:

@@ -26,15 +26,19 @@ def save(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def start_stubborn() -> None:
+    """Start a process that is in a session of its own and ignores signals, for two minutes."""
+    ignoring = "trap '' TERM INT HUP; echo $$; for i in $(seq 120); do sleep 1; done"
+    subprocess.Popen(["setsid", "--fork", "sh", "-c", ignoring])
+
+
 def refuse_to_end() -> None:
-    """Start a process that is in a session of its own, and hold out with it against signals."""
+    """Hold out against signals for two minutes, with a process of another session."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ignoring = "trap '' TERM INT HUP; echo $$; while :; do sleep 1; done"
-    subprocess.Popen(["setsid", "--fork", "sh", "-c", ignoring])
+    start_stubborn()
     print("ready", flush=True)
-    while True:
-        time.sleep(1)
+    time.sleep(120)
 
 
 if behaviour == "prints":
@@ -54,8 +58,10 @@ elif behaviour == "waits":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, save)
     print("ready", flush=True)
-    while True:
-        time.sleep(0.1)
+    time.sleep(120)
+elif behaviour == "leaves":
+    start_stubborn()
+    time.sleep(1)  # in which it prints its process id
 elif behaviour == "hangs":
     refuse_to_end()
 elif behaviour == "one-fails":
