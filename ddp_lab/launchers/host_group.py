@@ -178,7 +178,8 @@ class HostGroup:
             ConfigError: --rdzv-endpoint names no host, the port is taken, or a host cannot reach
                 it.
         """
-        host, port = first, 0
+        host = first
+        port = 0
         if self.launch.endpoint:
             name, _, number = self.launch.endpoint.partition(":")
             matching = [each for each, address in addresses.items() if name in (each, address)]
@@ -188,7 +189,8 @@ class HostGroup:
                     f"--rdzv-endpoint {self.launch.endpoint}: must be a port of one of the hosts; "
                     f"use one of {allowed}"
                 )
-            host, port = matching[0], int(number or C10D_PORT)
+            host = matching[0]
+            port = int(number or C10D_PORT)
 
         self.connections[host].ask("listen", port=port)
         facts = self.gather("listening", [host], TOLD)[host].facts

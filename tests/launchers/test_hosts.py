@@ -25,7 +25,8 @@ from ddp_lab.launchers import host_agent, host_group, host_run, hosts, ssh, wait
 from ddp_lab.launchers.hosts import launch_on_hosts
 
 STUB = SUPPORT / "stub_package"
-A, B = "127.0.0.2", "127.0.0.3"
+A = "127.0.0.2"
+B = "127.0.0.3"
 BOTH = f"{A},{B}"
 LINE = [*SMALL, "strategy=ddp"]
 

@@ -185,22 +185,22 @@ def test_ctrl_c_saves_and_leaves_no_process_on_any_host(hosts, start_limit, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["connection", "command"])
-def test_lost_connection_leaves_no_process_on_any_host(what, hosts, tmp_path):
+@pytest.mark.parametrize("lost", ["connection", "command"])
+def test_lost_connection_leaves_no_process_on_any_host(lost, hosts, tmp_path):
     """The session of sshd on one host is killed, or the command itself with its connections."""
     process = start_on(hosts, *NEVER_ENDING, f"runs_dir={tmp_path}", warm=False)
     wait_for_training(process, tmp_path)
     processes = everything_on(hosts)
-    if what == "connection":
+    if lost == "connection":
         for session in hosts.sessions(B):
             session.kill()
     else:
         process.kill()
     begin = time.monotonic()
     wait_for_end(processes, LIMIT + BUSY)
-    print(f"all ended {time.monotonic() - begin:.1f} s after the end of the {what}")
+    print(f"all ended {time.monotonic() - begin:.1f} s after the end of the {lost}")
     out, err = process.communicate(timeout=60)
-    if what == "connection":
+    if lost == "connection":
         assert process.returncode == 1, out + err
         text = f"error: {B}: the connection was lost ("
         assert err.count(text) == 1, err
