@@ -14,4 +14,5 @@ if [ "$resolve" = yes ]; then
     exit
 fi
 [ -e "$folder/$host" ] && . "$folder/$host"
+unset NCCL_DEBUG # a server of ssh does not pass it on
 exec sh -c "$3"
