@@ -562,6 +562,7 @@ def keys() -> set[str]:
 def flags(capsys: pytest.CaptureFixture) -> set[str]:
     """Return the flags of all commands."""
     names = {f"train --{name}" for name in ("nproc", "config-dir", "json")} | {"doctor --fabric"}
+    names |= {f"train {name}" for name in train.OVER_SSH}
     for name in COMMANDS:
         module = importlib.import_module(f"ddp_lab.commands.{name}")
         if hasattr(module, "parse"):
