@@ -99,6 +99,13 @@ class CheckpointConfig(Keys):
     mirror: str | None
 
 
+class StragglerConfig(Keys):
+    """The keys of the group `straggler`."""
+
+    slower: Positive = 0.2
+    seconds: Positive | None = 60.0
+
+
 class OptimizerConfig(Keys):
     """The ranges of the optimizer options that conf/ sets; torch annotates only their types."""
 
@@ -162,6 +169,7 @@ class RunConfig(Keys):
     tracker: Trackers
     tracker_options: Group
     checkpoint: CheckpointConfig
+    straggler: StragglerConfig = StragglerConfig()
     data: DataConfig
     model: Group
     strategy: Group
