@@ -8,9 +8,9 @@ What differs is the time before the ranks wait for each other:
              begin                                    end
 
 On a CPU each step is timed by the clock. On a GPU the host does not know when a kernel ends, so two
-events are recorded between the kernels. They cost 1 to 2 us each, which a step of 200 us would
-notice: one step in each exchange of the ranks (training/sync.py) stands for all of them. A CUDA
-graph has the events in a second graph, which is replayed for that step.
+events are recorded between the kernels, which a short step would notice. Between two exchanges of
+the ranks (training/sync.py) one step stands for all of them. A captured step has its events in a
+second graph, which is replayed for that step.
 """
 
 import inspect

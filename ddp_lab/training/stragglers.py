@@ -102,12 +102,12 @@ def lag_of(rank: int, work: Work) -> Lag:
         busy = [data + compute for data, compute in zip(work.data, work.compute, strict=True)]
         slower = max(slower, busy[rank] / statistics.median_low(busy) - 1)
 
-    in_milliseconds = 1000 / work.steps
+    per_step = 1000 / work.steps
     if more_compute > more_data:
-        own = work.compute[rank] * in_milliseconds
-        return Lag(rank, "compute", slower, own, usual_compute * in_milliseconds)
-    own = work.data[rank] * in_milliseconds
-    return Lag(rank, "data", slower, own, usual_data * in_milliseconds)
+        milliseconds = work.compute[rank] * per_step
+        return Lag(rank, "compute", slower, milliseconds, usual_compute * per_step)
+    milliseconds = work.data[rank] * per_step
+    return Lag(rank, "data", slower, milliseconds, usual_data * per_step)
 
 
 class Detector:

@@ -254,10 +254,10 @@ def test_status_keeps_the_stragglers_of_its_launch_only(tmp_path):
 
 COMMON = (
     "device=cpu data=own data.dataset._target_=slow_ranks.Reading data.num_classes=2 "
-    f"data.num_workers=0 data.mean=[0.0] data.std=[1.0] batch_size={BATCH} model=own "
-    "model._target_=slow_ranks.Sleeping epochs=1 tracker=none "
+    f"data.num_workers=0 data.mean=[0.0] data.std=[1.0] batch_size={BATCH} epochs=1 tracker=none "
     "straggler.seconds=2 straggler.slower=0.5 name=run "
 )
+SLEEPING = "model=own model._target_=slow_ranks.Sleeping"
 
 
 def trained(folder, line: str, ranks: int = 3):
@@ -272,7 +272,8 @@ def trained(folder, line: str, ranks: int = 3):
 @pytest.mark.covers("straggler.seconds", "straggler.slower")
 def test_slow_rank_is_named_with_its_part_and_recovers(tmp_path):
     """Three ranks: even, rank 1 computes slowly, even, rank 2 waits for its data until the end."""
-    line = f"strategy=ddp +model.rank=1 +data.dataset.rank=2 +data.dataset.steps={4 * PHASE}"
+    slow = "+model.rank=1 +data.dataset.rank=2"
+    line = f"strategy=ddp {SLEEPING} {slow} +data.dataset.steps={4 * PHASE}"
     output, rows, status = trained(tmp_path, line)
     named = [(row["rank"], row["part"], row["state"]) for row in rows]
     assert named == [(1, "compute", "slow"), (1, "compute", "recovered"), (2, "data", "slow")]
@@ -294,7 +295,7 @@ def test_slow_rank_is_named_with_its_part_and_recovers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["scratch", "scratch strategy.algorithm=bucketed", "fsdp"])
 def test_slow_compute_is_named_only_where_ranks_have_the_same_work(strategy, tmp_path):
-    line = f"strategy={strategy} +model.rank=1 +data.dataset.steps={2 * PHASE}"
+    line = f"strategy={strategy} {SLEEPING} +model.rank=1 +data.dataset.steps={2 * PHASE}"
     _, rows, status = trained(tmp_path, line, ranks=2)
     expected = [] if strategy == "fsdp" else [(1, "compute", "slow")]
     assert [(row["rank"], row["part"], row["state"]) for row in rows] == expected
@@ -303,12 +304,20 @@ def test_slow_compute_is_named_only_where_ranks_have_the_same_work(strategy, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["fsdp", "ddp strategy.batch_norm=sync", "tp strategy.tp=2", "pipeline"]
+    ("strategy", "model"),
+    [
+        ("fsdp", SLEEPING),
+        ("ddp strategy.batch_norm=sync", SLEEPING),
+        # each rank reads the complete batch
+        ("tp strategy.tp=2", "model=lenet +data.dataset.side=28 +data.dataset.replicas=1"),
+        (
+            "pipeline strategy.num_microbatches=2",
+            "model=lenet +data.dataset.side=28 +data.dataset.replicas=1",
+        ),
+    ],
+    ids=lambda text: text.partition(" ")[0],
 )
-def test_slow_data_is_named_under_all_strategies(strategy, tmp_path):
-    model = "+model.rank=-1"
-    if strategy.startswith(("tp", "pipeline")):  # which divide a model of their own
-        model = "model=lenet data.image_size=28"
+def test_slow_data_is_named_under_all_strategies(strategy, model, tmp_path):
     line = f"strategy={strategy} {model} +data.dataset.rank=1 +data.dataset.phase=1 "
     _, rows, _ = trained(tmp_path, f"{line} +data.dataset.steps={2 * PHASE}", ranks=2)
     assert [(row["rank"], row["part"], row["state"]) for row in rows] == [(1, "data", "slow")]
@@ -316,9 +325,9 @@ def test_slow_data_is_named_under_all_strategies(strategy, tmp_path):
 
 @pytest.mark.slow
 def test_even_ranks_are_not_named_and_null_compares_none(tmp_path):
-    _, rows, status = trained(tmp_path, f"strategy=ddp +data.dataset.steps={5 * PHASE}")
+    _, rows, status = trained(tmp_path, f"strategy=ddp {SLEEPING} +data.dataset.steps={5 * PHASE}")
     assert rows == []
     assert "stragglers" not in status
-    line = f"strategy=ddp +model.rank=1 +data.dataset.steps={2 * PHASE} straggler.seconds=null"
-    _, rows, _ = trained(tmp_path / "null", line)
+    line = f"strategy=ddp {SLEEPING} +model.rank=1 +data.dataset.steps={2 * PHASE}"
+    _, rows, _ = trained(tmp_path / "null", f"{line} straggler.seconds=null")
     assert rows == []
