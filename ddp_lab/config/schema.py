@@ -52,7 +52,7 @@ class DataConfig(Keys):
     root: str
     val_root: str | None = None
     loader: Literal["auto", "device", "workers"]
-    num_workers: NaturalNumber
+    num_workers: NaturalNumber | Literal["auto"]
     crop_padding: NaturalNumber
     flip: bool
     val_fraction: Fraction | None = 0.0
