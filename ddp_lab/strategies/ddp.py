@@ -184,7 +184,7 @@ class DDP(Strategy):
 
 
 def sum_bucket(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
 ) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, which DDP without a hook averages.
@@ -205,7 +205,7 @@ class TimedGroup(NamedTuple):
     would hide this cycle from Python, and the process group would never be freed.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     timer: WorkTimer
 
 

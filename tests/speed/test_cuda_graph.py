@@ -75,7 +75,8 @@ def test_work_is_timed_in_a_graph_of_its_own(events, monkeypatch):
     """The steps between two exchanges replay graphs without events, which would cost time."""
     replace_events(monkeypatch)
     step, loader = make_step()
-    step.strategy.timer = timer = EventTimer()
+    timer = EventTimer()
+    step.strategy.timer = timer
     compute = step.compute
 
     def timed(batch) -> None:  # as ddp and scratch do

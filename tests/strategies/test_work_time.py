@@ -115,7 +115,8 @@ def calls_of_steps() -> dict[str, list[str]]:
             if strategy.timer is None:
                 seen[name] = None
                 continue
-            strategy.timer = timer = Calls()
+            timer = Calls()
+            strategy.timer = timer
             layer = Noted(2, 1)
             layer.calls = timer.calls
             strategy.place(layer, Task(lambda outputs, targets: outputs[:, 0]))
