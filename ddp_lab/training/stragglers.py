@@ -205,7 +205,8 @@ class Stragglers(Hook):
     def on_evaluated(
         self, position: Progress, results: Mapping[str, Evaluation], seconds: float
     ) -> None:
-        self._time += seconds
+        # not later than now: an exchange within the evaluation has set the time, too
+        self._time = min(self._time + seconds, time.perf_counter())
 
     def own_work(self) -> list[float]:
         """Return this rank's data and compute since the last call, in its places among all ranks.

@@ -1,12 +1,12 @@
 """What the ranks exchange between steps: one clock, and one small all_reduce.
 
 Each rank has a part of what concerns all: its sums of the losses, a loss that is not finite, a
-signal that it has received. About twice a second, after the same step on every rank, one all_reduce
-adds these parts, and every rank then acts on the same result. The ranks wait for it and for their
-devices, so it does not run after every step: clocks differ between ranks, and rank 0 says in each
-exchange how many steps lie before the next one. Between these exchanges only rows that are due
-every N steps need another one; their sums are copied to the host while the next steps run, and no
-rank waits for them.
+signal that it has received, the time that its work has taken. About twice a second, after the same
+step on every rank, one all_reduce adds these parts, and every rank then acts on the same result.
+The ranks wait for it and for their devices, so it does not run after every step: clocks differ
+between ranks, and rank 0 says in each exchange how many steps lie before the next one. Between
+these exchanges only rows that are due every N steps need another one; their sums are copied to the
+host while the next steps run, and no rank waits for them.
 """
 
 import math

@@ -145,3 +145,29 @@ def test_step_that_a_graph_captures_records_the_events(monkeypatch):
         assert Event.recorded == 2
     assert take_steps(timer, 3) == []
     assert timer.take(3) == 0.0, "a capture computes nothing"
+
+
+def gradients(is_timed: bool) -> list[torch.Tensor]:
+    with Runtime("cpu") as runtime:
+        strategy = DDP(runtime, "local", 25.0)
+        if is_timed:
+            strategy.time_work()
+        torch.manual_seed(0)
+        strategy.place(nn.Linear(2, 1), Task(lambda outputs, targets: outputs[:, 0]))
+        strategy.train()
+        inputs = torch.full((2, 2), 1.0 + runtime.rank)
+        strategy.forward_backward(inputs, torch.zeros(2), 4)
+        found = [parameter.grad.clone() for parameter in strategy.module.parameters()]
+        del strategy
+    return found
+
+
+def both_gradients() -> list[list[torch.Tensor]]:
+    return [gradients(is_timed=False), gradients(is_timed=True)]
+
+
+def test_timed_ddp_sums_gradients_as_before():
+    for untimed, timed in run_world(2, both_gradients):
+        # samples of 1 on rank 0 and of 2 on rank 1: 2 * (1 + 2) / 4
+        assert untimed[0].tolist() == [[1.5, 1.5]]
+        assert [each.tolist() for each in timed] == [each.tolist() for each in untimed]

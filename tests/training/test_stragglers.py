@@ -210,6 +210,17 @@ def test_time_between_epochs_and_of_evaluations_is_no_part_of_a_step(monkeypatch
     assert begun.logger.rows[0]["slower"] == pytest.approx(1.0)
 
 
+def test_exchange_within_an_evaluation_moves_the_beginning_of_the_next_steps_once(monkeypatch):
+    begun = Begun(monkeypatch)
+    begun.now += 1.0  # of the evaluation
+    begun.exchange(9.0, 10, [0.0] * 6)
+    begun.now += 99.0
+    begun.hook.on_evaluated(begun.run.position, {}, 100.0)
+    for _ in range(6):  # 5 s of 10 s
+        begun.exchange(10.0, 10, [0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
+    assert begun.logger.rows[0]["slower"] == pytest.approx(1.0)
+
+
 def test_own_work_is_that_since_the_last_exchange(monkeypatch):
     begun = Begun(monkeypatch, rank=1)
     begun.run.strategy.timer = SimpleNamespace(take=lambda steps: 0.25 * steps)
