@@ -157,9 +157,9 @@ def gradients(is_timed: bool) -> list[torch.Tensor]:
         strategy.train()
         inputs = torch.full((2, 2), 1.0 + runtime.rank)
         strategy.forward_backward(inputs, torch.zeros(2), 4)
-        found = [parameter.grad.clone() for parameter in strategy.module.parameters()]
+        summed = [parameter.grad.clone() for parameter in strategy.module.parameters()]
         del strategy
-    return found
+    return summed
 
 
 def both_gradients() -> list[list[torch.Tensor]]:
