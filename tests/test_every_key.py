@@ -41,6 +41,7 @@ from ddp_lab.config.schema import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
+    StragglerConfig,
 )
 from ddp_lab.launchers.start_ranks import read_options
 
@@ -543,6 +544,7 @@ def keys() -> set[str]:
     """Return the keys of the schema but those of GROUPS, whose constructors define them."""
     nested = {
         "checkpoint": CheckpointConfig,
+        "straggler": StragglerConfig,
         "data": DataConfig,
         "model": ModelConfig,
         "optimizer": OptimizerConfig,

@@ -31,6 +31,7 @@ from training import ONE_PROCESS, Outcome, largest_difference, run_case, run_cas
 from worlds import once, run_world
 
 from ddp_lab import Lab, gather, own_rows
+from ddp_lab.observe.metrics_file import read_rows
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.scratch import NAMES
@@ -57,6 +58,9 @@ MOVED = "data.crop_padding=2 data.flip=true"
 EXACT_VIT = "vit float64"
 # Each group has a learning rate of its own on the device, ten times that of the others.
 GROUPED = 'optimizer.groups=[{"match":"*.bias","lr_scale":10}]'
+# 500 steps of at least 40 ms, in all of which rank 1 computes twice as long
+SLOW_GPU = [*OWN, "model._target_=slow_ranks.Busy", "data.dataset.train_size=12000", "epochs=1"]
+SLOW_GPU += ["straggler.seconds=4", "straggler.slower=0.5", "tracker=none"]
 SYNC = "batch_norm=sync resnet18 step"
 
 
@@ -376,6 +380,18 @@ def test_captured_step_in_fp16_skips_what_an_eager_one_does():
 @pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp", "pipeline", "tp tp=2 vit"])
 def test_ranks_in_fp16_skip_the_same_steps_captured_and_eager(strategy):
     check_captured_in_fp16(2, {strategy: [f"{strategy} {GRAPH}"]})
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("options", ["speed=off", "cuda_graph=true"])
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp"])
+def test_slow_gpu_is_named_where_work_is_timed(strategy, options, tmp_path):
+    line = f"ddp-lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
+    code, output = launch(f"{line} runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    named = [(row["rank"], row["part"]) for row in rows if row["kind"] == "straggler"]
+    assert named == ([] if strategy == "fsdp" else [(1, "compute")])
 
 
 @pytest.mark.gpu(1)

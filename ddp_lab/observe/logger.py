@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import (
+    STRAGGLER,
     append_row,
     describe_metrics,
     describe_steps,
@@ -106,6 +107,9 @@ class Logger:
             metrics: as the fields of metrics.jsonl.
         """
 
+    def straggler(self, row: Mapping[str, Any]) -> None:
+        """Write the record of a rank that has become slow, or has recovered."""
+
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
     ) -> None:
@@ -175,6 +179,8 @@ class FileLogger(Logger):
         drop_rows(self.metrics, *start, evaluated_at)
         self.show_every = LINE
         for row in read_rows(self.metrics):
+            if row.get("kind") == STRAGGLER:  # no metric, which trackers would draw
+                continue
             self._track({key: value for key, value in row.items() if key not in constants})
 
     @property
@@ -231,6 +237,9 @@ class FileLogger(Logger):
     def evaluation(self, epoch: int, step: int, **metrics: float) -> None:
         self._record({"kind": "evaluation", "epoch": epoch, "step": step, **metrics})
         log.info(f"epoch {epoch}, step {step}: {describe_metrics(metrics, SETS[1:])}")
+
+    def straggler(self, row: Mapping[str, Any]) -> None:
+        append_row(self.metrics, {"kind": STRAGGLER, **row, **self.constants})
 
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor

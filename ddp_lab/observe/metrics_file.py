@@ -2,7 +2,7 @@
 
 "epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without
 `kind` and `step`. "step": the metrics of a training step. "evaluation": those of an evaluation
-within an epoch.
+within an epoch. "straggler": a rank that has become slow, or has recovered.
 """
 
 import json
@@ -30,6 +30,8 @@ OTHERS = (
     "eta_epoch",
     "eta",
 )
+STRAGGLER = "straggler"  # the kind of row that has no metrics
+OF_STEPS = ("step", STRAGGLER)  # kinds of rows that are written between steps
 # of the metrics of a set, those that the log and the curves do not have
 HIDDEN = ("top5_accuracy",)
 
@@ -91,7 +93,7 @@ def read_epochs(metrics: Path) -> list[dict[str, Any]]:
 
 def read_evaluations(metrics: Path) -> list[dict[str, Any]]:
     """Return the rows of the epochs and of evaluations within them, as `read_rows`."""
-    return [row for row in read_rows(metrics) if row.get("kind") != "step"]
+    return [row for row in read_rows(metrics) if row.get("kind") not in OF_STEPS]
 
 
 def row_at(metrics: Path, epoch: int, step: int) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def drop_rows(metrics: Path, epoch: int, step: int, evaluated_at: int | None = N
     def is_before(row: dict[str, Any]) -> bool:
         if is_epoch(row):
             return row["epoch"] < epoch
-        return row["step"] <= (step if row["kind"] == "step" else last_evaluation)
+        return row["step"] <= (step if row["kind"] in OF_STEPS else last_evaluation)
 
     if metrics.exists():
         rest = metrics.with_suffix(".tmp")
