@@ -59,6 +59,7 @@ class DDP(Strategy):
     """
 
     supports_own_steps = True
+    computes_head_losses = True
     supported_options = ALL_PERFORMANCE_OPTIONS
     wrapper_class = DistributedDataParallel
 
