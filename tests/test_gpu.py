@@ -88,6 +88,10 @@ ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vi
 ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
 ALONE += each(f"{GRAPH} {GROUPED}", "single", "single adamw optimizer.fused=true undecayed")
 ALONE += each(f"{BOTH} {GROUPED}", f"single {EXACT_VIT} optimizer.layer_decay=0.5")
+CHUNKS = "task.head_chunks=5"
+CHUNKED = ("accumulate=3 tokens", "one_left clipped", "tied_head float64")
+ALONE += each(f"{GRAPH} {CHUNKS}", *(f"single {settings}" for settings in CHUNKED))
+ALONE += each(f"{BOTH} {CHUNKS}", *(f"single {settings} float64" for settings in CHUNKED))
 ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
     *each(
@@ -116,6 +120,19 @@ TOGETHER = [
         "mesh tp=2 short adamw optimizer.fused=true",
         "tp tp=2 vit clipped",
         "tp tp=2 vit accumulate=2 recipe",
+    ),
+    *each(
+        f"{GRAPH} {CHUNKS}",
+        "scratch algorithm=bucketed tied_head accumulate=2",
+        "ddp one_left clipped",
+        "fsdp tied_head accumulate=2",
+        "mesh shard=null one_left",
+    ),
+    *each(
+        f"float64 {BOTH} {CHUNKS}",
+        "ddp tied_head accumulate=2",
+        "fsdp one_left clipped",
+        f"fsdp tokens {RECOMPUTED}",
     ),
     *each(f"{GRAPH} {GROUPED}", "ddp", "fsdp", "tp tp=2 vit"),
     *each(BOTH, "tp tp=2 vit float64 clipped", "mesh tp=2 short float64"),

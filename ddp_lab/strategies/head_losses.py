@@ -215,10 +215,10 @@ def problem_of_model(model: nn.Module) -> str:
     *_, (path, block) = model.named_children()
     name = str(block.fusable_head)
     layer: Any = dict(block.named_modules()).get(name)
-    if type(layer) is not nn.Linear or layer.bias is not None:
-        kind = "has no such module" if layer is None else f"is a {type(layer).__name__}"
-        if type(layer) is nn.Linear:
-            kind = "has a bias"
+    kind = "has no such module" if layer is None else f"is a {type(layer).__name__}"
+    if type(layer) is nn.Linear:
+        kind = "" if getattr(layer, "bias", None) is None else "has a bias"
+    if kind:
         return (
             f"the last layer must be a plain nn.Linear without a bias, and {path}.{name} {kind}. "
             f"{instead}"
