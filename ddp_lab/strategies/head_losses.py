@@ -223,8 +223,9 @@ def problem_of_model(model: nn.Module) -> str:
             f"the last layer must be a plain nn.Linear without a bias, and {path}.{name} {kind}. "
             f"{instead}"
         )
-    hooked = {"the model": model, path: block, f"{path}.{name}": layer}
-    for place, module in hooked.items():
+    assert isinstance(layer, nn.Linear)
+    called: dict[str, nn.Module] = {"the model": model, path: block, f"{path}.{name}": layer}
+    for place, module in called.items():
         if method := hook_of(module):
             return (
                 f"{place} has a hook ({method}), which would get the sum of the losses in place of "
