@@ -140,10 +140,10 @@ def test_frozen_parameters_get_no_gradient(frozen):
     assert None in expected.values()
 
 
-def error_of(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+def error_of(computed: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """Return the largest relative error of a gradient; that of the keys' bias is exactly 0."""
     errors = [
-        ((found[name].double() - gradient).norm() / gradient.norm()).item()
+        ((computed[name].double() - gradient).norm() / gradient.norm()).item()
         for name, gradient in exact.items()
         if "k.bias" not in name
     ]
