@@ -6,6 +6,7 @@ Slurm jobs import these alone.
 import gc
 import importlib
 import inspect
+import multiprocessing.popen_fork  # noqa: F401
 import pkgutil
 import weakref
 
@@ -18,6 +19,7 @@ import quick_compose  # noqa: F401
 import torch
 import torch.distributed.rendezvous
 import torch.distributed.run
+import torch.utils.serialization.config
 import torch.utils.tensorboard
 from matplotlib.figure import Figure
 
