@@ -143,7 +143,7 @@ MATRIX = [
     Case("pipeline", "cut=[first]", model="unbiased", settings="clipped", ranks=(2,)),
     Case("pipeline", "num_microbatches=7", settings="almost-empty", ranks=(3,), slow=(2,)),
     Case("pipeline", "num_microbatches=5", settings="clipped", slow=(4,)),
-    Case("pipeline", model="vit", settings="clipped", ranks=(2,)),
+    Case("pipeline", model="vit", settings="clipped", slow=(2,)),
     Case("pipeline", "num_microbatches=5", model="vit_drop", slow=(2,)),
     Case("pipeline", "num_microbatches=5", model="vit", settings="almost-empty", slow=(4,)),
     Case("ddp_pipeline", "pp=1 schedule=gpipe", settings="accumulate=2 clipped", slow=(1, 2)),
@@ -169,8 +169,7 @@ MATRIX = [
         "tp=2",
         model="vit_drop",
         settings="accumulate=2 recipe almost-empty",
-        ranks=(2,),
-        slow=(4,),
+        slow=(2, 4),
     ),
     Case("tp", model="vit", settings="adamw optimizer.fused=true clipped", slow=(4,)),
     Case("mesh", model="short", slow=(1, 2)),
@@ -529,16 +528,16 @@ MATRIX = [
     Case("pipeline", model="tied_head", settings="model.init=default", slow=(2,)),
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
     Case("ddp_pipeline", model="tied_head", settings="accumulate=2", ranks=(4,)),
-    Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(3,)),
+    Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", slow=(2, 3)),
     Case("mesh", "shard=2", model="tied_head", slow=(4,)),
     Case(
         "mesh",
         "tp=2 sequence_parallel=true",
         model="tied_head",
         settings="accumulate=2",
-        ranks=(2,),
+        slow=(2,),
     ),
-    Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", ranks=(2,)),
+    Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2 schedule=interleaved1f1b", model="tied_head", slow=(2,)),
     Case("mesh", "shard=null pp=2", model="tied_head", settings="accumulate=2", slow=(4,)),
     Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", ranks=(4,)),
@@ -547,7 +546,7 @@ MATRIX = [
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
     Case("pipeline", "cut=['5']", model="own=one_weight", ranks=(2,)),
     # plans of any module
-    Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     # Without the bias of the keys, whose gradients are rounding errors of 1e-19. AdamW divides them
     # by their own size, and the bias would differ by 4e-12.
     Case(
@@ -558,9 +557,9 @@ MATRIX = [
         ranks=(2,),
         slow=(4,),
     ),
-    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
+    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2, 4)),
     Case("tp", "plan={}", model="planned", slow=(2,)),
-    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     Case(
         "mesh", f"tp=2 shard=null {PLAN}", model="pairs", settings="clipped almost-empty", slow=(4,)
     ),
@@ -569,7 +568,7 @@ MATRIX = [
     # any module without a plan
     Case("mesh", "shard=2", model="pairs", settings="accumulate=2 clipped almost-empty", slow=(4,)),
     Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,)),
-    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", ranks=(2,)),
+    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", slow=(2,)),
     Case(
         "mesh",
         "pp=2 schedule=gpipe num_microbatches=2 cut=[layers.1]",
@@ -627,7 +626,7 @@ MATRIX = [
     Case("pipeline", task="tokens", ranks=(2,)),
     Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("tp", task="segmentation", settings="accumulate=2", ranks=(2,)),
-    Case("mesh", task="tokens", settings="accumulate=2", ranks=(2,)),
+    Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "tp=2", task="tokens", settings="accumulate=2", slow=(2,)),
 ]
