@@ -1,4 +1,5 @@
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -95,7 +96,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """Start the server that launches are forked from, once for all pytest processes."""
+    """Start the server that launches are forked from, once for all pytest processes.
+
+    What this process spawns by multiprocessing is forked from it, too.
+    """
     if (
         sys.platform == "linux"
         and warm.VARIABLE not in os.environ
@@ -106,6 +110,8 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)
+    if warm.VARIABLE in os.environ:
+        multiprocessing.set_executable(str(warm.programs() / "python"))
 
 
 def pytest_unconfigure():
