@@ -474,7 +474,7 @@ MATRIX = [
         "fsdp",
         model="units=Mixture",
         settings="accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty",
-        ranks=(3,),
+        slow=(3,),
         extra=(2,),
     ),
     Case(
@@ -497,7 +497,7 @@ MATRIX = [
         "keep_whole=[experts]",
         model="units=Mixture model.where=units",
         settings="accumulate=3 adamw clipped almost-empty",
-        ranks=(3,),
+        slow=(3,),
     ),
     Case(
         "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
@@ -551,7 +551,7 @@ MATRIX = [
     Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2 schedule=interleaved1f1b", model="tied_head", slow=(2,)),
     Case("mesh", "shard=null pp=2", model="tied_head", settings="accumulate=2", slow=(4,)),
-    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", ranks=(4,)),
+    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", slow=(4,)),
     Case("mesh", "shard=null", model="own=one_weight", slow=(2,)),
     Case("split", model="own=one_weight", slow=(1,)),
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
