@@ -88,6 +88,9 @@ ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vi
 ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
 ALONE += each(f"{GRAPH} {GROUPED}", "single", "single adamw optimizer.fused=true undecayed")
 ALONE += each(f"{BOTH} {GROUPED}", f"single {EXACT_VIT} optimizer.layer_decay=0.5")
+# In float64 the iteration has no bf16, in which a last digit changes an update by 0.4 %.
+MUON = "optimizer=muon optimizer.ns_dtype=float32"
+ALONE += each(f"{GRAPH} {MUON}", f"single {EXACT_VIT}", f"single {EXACT_VIT} accumulate=3 clipped")
 ALGORITHMS = [f"scratch algorithm={name}" for name in NAMES]
 TOGETHER = [
     *each(
@@ -118,6 +121,7 @@ TOGETHER = [
         "tp tp=2 vit accumulate=2 recipe",
     ),
     *each(f"{GRAPH} {GROUPED}", "ddp", "fsdp", "tp tp=2 vit"),
+    *each(f"{GRAPH} {MUON}", f"ddp {EXACT_VIT}", f"fsdp {EXACT_VIT}"),
     *each(BOTH, "tp tp=2 vit float64 clipped", "mesh tp=2 short float64"),
     *each(BOTH, f"fsdp {EXACT_VIT} clipped", "mesh tp=2 sequence_parallel=true short float64"),
     *each(FUSED, "scratch algorithm=bucketed", "ddp"),
@@ -355,10 +359,14 @@ def check_captured_in_fp16(size: int, cases: dict[str, list[str]]) -> None:
 def test_captured_step_in_fp16_skips_what_an_eager_one_does():
     adamw = "single optimizer=adamw optimizer.lr=0.01"
     cases = {
-        "single": [f"single {GRAPH}", f"single {BOTH}"],
+        "single": [f"single {GRAPH}"],
         "single clipped accumulate=2": [f"single clipped accumulate=2 {GRAPH}"],
-        "single vit": [f"single vit {GRAPH}", f"single vit {BOTH}"],
+        "single vit": [f"single vit {GRAPH}"],
         adamw: [f"{adamw} {GRAPH}"],
+        # A compiled kernel keeps in float32 what overflows between two eager ones in float16, so
+        # other steps are skipped.
+        f"single {FUSED}": [f"single {BOTH}"],
+        f"single vit {FUSED}": [f"single vit {BOTH}"],
     }
     check_captured_in_fp16(1, cases)
 

@@ -79,6 +79,20 @@ class LoaderOptions:
     labels: LabelRange | None = None
 
 
+def size_of_evaluated(batch_size: int, dp_size: int, accumulate: int) -> int:
+    """Return the size of a GLOBAL batch of an evaluation: that of the micro-batches of training.
+
+    The outputs of a complete local batch may not fit where training accumulates gradients: 512
+    samples of 1,024 tokens have 98 GiB of logits in float32, if there are 50,304 tokens.
+
+    Args:
+        batch_size: samples in the GLOBAL batch of training, a multiple of `dp_size`.
+        dp_size: number of data-parallel replicas.
+        accumulate: number of gradient-accumulation steps.
+    """
+    return dp_size * math.ceil(batch_size / dp_size / accumulate)
+
+
 def apply(function: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
     """Return the result for a tensor, or as `trees.apply`.
 

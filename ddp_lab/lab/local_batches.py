@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ddp_lab.config.errors import ConfigError, count
-from ddp_lab.data.batch import Batch, LoaderOptions
+from ddp_lab.data.batch import Batch, LoaderOptions, size_of_evaluated
 from ddp_lab.data.dataset import InMemory, Samples
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.sources import Reading, require_map_style, samples_of
@@ -80,6 +80,7 @@ class LocalBatches:
         reading: how the samples of a dataset are read. Its seed is also that of their order.
         num_workers: processes that read a dataset which is not in memory.
         readers: number of parts of a stream that are read in turn.
+        accumulate: number of gradient-accumulation steps.
 
     Attributes:
         current: the batch that the loop has now; None outside of `iterate`.
@@ -92,11 +93,13 @@ class LocalBatches:
         reading: Reading,
         num_workers: int,
         readers: int = 1,
+        accumulate: int = 1,
     ):
         self.strategy = strategy
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.readers = readers
+        self.accumulate = accumulate
         self.reading = reading
         self.seed = reading.seed
         self.current: CurrentBatch | None = None
@@ -134,7 +137,7 @@ class LocalBatches:
                 make = StreamLoader
             elif is_here:
                 make = DeviceLoader
-            entry.loaders[purpose] = make(samples, self._options(purpose == "shuffled"))
+            entry.loaders[purpose] = make(samples, self._options(purpose))
         return entry.loaders[purpose]
 
     def close(self) -> None:
@@ -181,16 +184,19 @@ class LocalBatches:
             return samples
         return InMemory(*to(parts, device))
 
-    def _options(self, shuffle: bool) -> LoaderOptions:
+    def _options(self, purpose: Purpose) -> LoaderOptions:
         strategy = self.strategy
+        batch_size = self.batch_size
+        if purpose == "evaluation":
+            batch_size = size_of_evaluated(batch_size, strategy.dp_size, self.accumulate)
         return LoaderOptions(
-            batch_size=self.batch_size,
+            batch_size=batch_size,
             dp_rank=strategy.dp_rank,
             dp_size=strategy.dp_size,
             device=strategy.device,
             mean=[0.0],
             std=[1.0],
-            shuffle=shuffle,
+            shuffle=purpose == "shuffled",
             seed=self.seed,
             num_workers=self.num_workers,
             labels=strategy.task.labels,

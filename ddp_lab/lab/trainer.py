@@ -119,7 +119,12 @@ class Trainer(OwnLoop, training.Trainer):
             "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
         )
         self._batches = LocalBatches(
-            strategy, recipe.batch_size, reading, options.num_workers, options.readers
+            strategy,
+            recipe.batch_size,
+            reading,
+            options.num_workers,
+            options.readers,
+            recipe.step.accumulate,
         )
         self._stream: Loader | None = None  # of the last loop, if it was on a stream
         self._files = TrainerFiles(self.state, options.pretrained)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.build import construct, plain
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.data.batch import LoaderOptions
+from ddp_lab.data.batch import LoaderOptions, size_of_evaluated
 from ddp_lab.data.dataset import Dataset, hold_out, require_same_data
 from ddp_lab.data.loader import Loader, loader_class
 from ddp_lab.observe.log import print_if_slow
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ddp_lab.data.sources import Source
 
 PAIR = 1  # data.targets of samples that are (input, target)
-# batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a
-# step
+# Batches that an evaluation computes at once with speed=auto: without gradients, in the memory of a
+# step. Not where a sample may have many losses: the logits of tokens are most of a step's memory.
 EVALUATED = 8
 
 
@@ -167,10 +167,16 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )
 
-    larger = EVALUATED if job.options.cuda_graph and "cuda_graph" in job.options.reasons else 1
     evaluated = replace(
-        training, batch_size=larger * training.batch_size, shuffle=False, crop_padding=0, flip=False
+        training,
+        batch_size=size_of_evaluated(training.batch_size, strategy.dp_size, cfg.accumulate),
+        shuffle=False,
+        crop_padding=0,
+        flip=False,
     )
+    chosen_graph = job.options.cuda_graph and "cuda_graph" in job.options.reasons
+    if chosen_graph and not job.task.weighted:
+        evaluated = replace(evaluated, batch_size=EVALUATED * evaluated.batch_size)
     loaders: dict[str, Loader] = {}
     for name, samples in job.dataset.sets.items():
         if samples.is_endless:

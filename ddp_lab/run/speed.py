@@ -21,10 +21,12 @@ def find_options(
         model: the complete model.
     """
     reasons = unsupported_options(strategy, model)
-    if wanted.optimizer not in ELEMENTWISE:
+    is_captured = getattr(wanted.optimizer, "supports_cuda_graph", False)
+    if wanted.optimizer not in ELEMENTWISE and not is_captured:
         reasons.setdefault(
             "cuda_graph",
-            f"it supports the optimizers SGD, Adam and AdamW of torch, not {wanted.optimizer_name}",
+            "it supports the optimizers SGD, Adam and AdamW of torch, and Muon of ddp_lab, not "
+            f"{wanted.optimizer_name}",
         )
     if wanted.speed != AUTO or strategy.device.type != "cuda":
         options = dict(wanted.options)

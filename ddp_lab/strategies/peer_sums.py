@@ -37,8 +37,15 @@ class Slot:
     def __init__(self, size: int, group: str, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric_memory  # loads hundreds of modules
 
-        self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
-        self.handle: Any = symmetric_memory.rendezvous(self.memory, cast("Any", group))  # a name
+        # Torch up to 2.11 clears the flags of barriers and copies the addresses of both memories
+        # in the default stream, without a wait, but takes memory for them from the current one:
+        # what is queued there could still write to it, and a barrier then read other addresses.
+        stream = torch.cuda.default_stream(device)
+        with torch.cuda.stream(stream):
+            self.memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            stream.synchronize()
+            self.handle: Any = symmetric_memory.rendezvous(self.memory, cast("Any", group))  # name
+            stream.synchronize()
         self.arrived: Any = None  # event of the copy that is under way
 
     def here(self, like: torch.Tensor) -> torch.Tensor:

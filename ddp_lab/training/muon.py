@@ -9,19 +9,21 @@ sqrt(max(m, n)) of a matrix [m, n] gives the updates the size of AdamW's, so tha
 learning rate and one weight decay (Liu et al., Muon is Scalable for LLM Training, 2025).
 
 The numbers are those of torch.optim.Muon, which reads the learning rate on the host and takes no
-shards. Here shards are gathered for the orthogonalisation only (orthogonal.py).
+shards. Here shards are gathered for the orthogonalisation only (strategies/whole_matrices.py).
 """
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from ddp_lab.strategies.dtensor import local
-from ddp_lab.training.orthogonal import as_shards, orthogonal_shards
+from ddp_lab.strategies.dtensor import local, sharded_as
+from ddp_lab.strategies.whole_matrices import of_complete
+from ddp_lab.training.orthogonal import orthogonal
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 
@@ -42,9 +44,15 @@ class Muon(torch.optim.Optimizer):
         betas, eps: of AdamW.
         use_muon: whether the matrices of a group are updated by Muon, and not by AdamW.
 
+    Attributes:
+        supports_cuda_graph: it waits for no device, and its state begins with zeros, to which a
+            capture sets it after the warm-up.
+
     Raises:
         ValueError: an option is out of its range.
     """
+
+    supports_cuda_graph = True
 
     def __init__(  # noqa: PLR0913, the options of an optimizer are the arguments of its class
         self,
@@ -131,8 +139,12 @@ class Muon(torch.optim.Optimizer):
             buffer.lerp_(gradient, 1 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
 
-        orthogonals = orthogonal_shards(
-            as_shards(matrices, updates), group["ns_steps"], DTYPES[group["ns_dtype"]]
+        dtype = DTYPES[group["ns_dtype"]]
+        divided = [
+            sharded_as(matrix, update) for matrix, update in zip(matrices, updates, strict=True)
+        ]
+        orthogonals = of_complete(
+            divided, partial(orthogonal, steps=group["ns_steps"], dtype=dtype), dtype
         )
         lr = group["lr"]
         for matrix, update in zip(matrices, orthogonals, strict=True):

@@ -150,7 +150,7 @@ def compiles_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     elements = sum(
         parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
     )
-    return not has_shards(optimizer) and (elements < FEW or not can_be_fused(optimizer))
+    return can_be_fused(optimizer) and not has_shards(optimizer) and elements < FEW
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

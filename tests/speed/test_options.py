@@ -142,9 +142,13 @@ ONE_DEVICE = (
             "strategy=single optimizer._target_=torch.optim.Rprop",
             {
                 "fused": "torch.optim.Rprop has no fused kernel for GPUs",
-                "cuda_graph": "it supports the optimizers SGD, Adam and AdamW of torch, not "
-                "torch.optim.Rprop",
+                "cuda_graph": "it supports the optimizers SGD, Adam and AdamW of torch, and Muon "
+                "of ddp_lab, not torch.optim.Rprop",
             },
+        ),
+        (
+            "strategy=single optimizer=muon",
+            {"fused": "ddp_lab.training.muon.Muon has no fused kernel for GPUs"},
         ),
         ("strategy=ddp strategy.batch_norm=sync", {"cuda_graph": SYNC}),
         ("strategy=pipeline", {"channels_last": "not supported by strategy=pipeline"}),

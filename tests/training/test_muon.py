@@ -185,14 +185,14 @@ def orthogonalised_by_each_rank() -> int:
     """Return how many matrices this rank orthogonalises in a step."""
     calls = []
 
-    def counted(*arguments):
-        calls.append(arguments)
-        return orthogonal(*arguments)
+    def counted(matrix, **options):
+        calls.append(matrix)
+        return orthogonal(matrix, **options)
 
     with Lab("fsdp", device="cpu", timeout=60) as lab:
         trainer = lab.trainer(network(), LOSSES, partial(Muon, **OPTIONS), 12)
         (batch, *_) = trainer.batches(samples(), 0)
-        with patch("ddp_lab.training.orthogonal.orthogonal", counted):
+        with patch("ddp_lab.training.muon.orthogonal", counted):
             trainer.step(*batch)
     return len(calls)
 
