@@ -137,7 +137,7 @@ def test_limits_that_contradict_are_refused(line, message):
     assert f"error: {message}" in errors
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     run_dir = tmp_path / "run"
     limit = 0.04  # minutes
