@@ -474,7 +474,7 @@ MATRIX = [
         "fsdp",
         model="units=Mixture",
         settings="accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty",
-        slow=(3,),
+        ranks=(3,),
         extra=(2,),
     ),
     Case(
@@ -497,7 +497,7 @@ MATRIX = [
         "keep_whole=[experts]",
         model="units=Mixture model.where=units",
         settings="accumulate=3 adamw clipped almost-empty",
-        slow=(3,),
+        ranks=(3,),
     ),
     Case(
         "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
