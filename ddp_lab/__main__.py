@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "check machines and config before a launch",
     "submit": "submit a run to Slurm or Kubernetes, after showing it",
     "runs": "list runs, show one, say why two differ, or delete empty ones",
+    "watch": "show a run on a page: curves, a light per rank, stacks of ranks that hang",
     "exercise": "write an all-reduce, a schedule or a sharded optimizer, and have it checked",
 }
 HELP = ("-h", "--help", "help")

@@ -17,6 +17,9 @@ memory        peak memory allocated on one device; without GPUs, peak resident s
               PyTorch included
 throughput    without the first epoch, in which ten steps are profiled for the diagnosis below the
               table (profile=true)
+energy        of all GPUs, from the driver's counters: joules of the training steps a sample,
+              without the first epoch, and kWh of the run with its evaluations. Where no GPU has a
+              counter there are no such columns
 difference    largest difference of any weight from that of `single` after the first 5 steps, and at
               the end. Sums of float32 in another order round differently: expected below 1e-6 after
               5 steps. Training makes it grow; models with BatchNorm differ by more
@@ -155,6 +158,7 @@ def run(entry: Entry, overrides: list[str], out: Path) -> Result:
     return Result(entry, done, dict(sorted(files.items())))
 
 
+ENERGY = ("J/sample", "kWh")
 COLUMNS = (
     "strategy",
     "devices",
@@ -163,6 +167,7 @@ COLUMNS = (
     "speed-up",
     "efficiency",
     "memory a device",
+    *ENERGY,
     "test accuracy",
     f"difference after {EARLY} steps",
     "difference at the end",
@@ -177,14 +182,31 @@ def median_of(run: ShortRun, key: str) -> float:
     return statistics.median(record[key] for record in run.records[1:] or run.records)
 
 
+def has_energy(results: list[Result]) -> bool:
+    """Return whether the energy of a run is known."""
+    return any(record.get("energy_kWh") for result in results for record in result.run.records)
+
+
+def energy_cells(run: ShortRun) -> list[str]:
+    """Return the cells of the columns ENERGY; "" where the energy is unknown."""
+    records = run.records[1:] or run.records
+    by_epoch = [each["joules_per_sample"] for each in records if "joules_per_sample" in each]
+    total = run.records[-1].get("energy_kWh")
+    return [
+        f"{statistics.median(by_epoch):.3g}" if by_epoch else "",
+        "" if total is None else f"{total:.3g}",
+    ]
+
+
 def rows(results: list[Result]) -> list[tuple[str, ...]]:
-    """Return the cells of the table as text.
+    """Return the cells of the table as text, those of ENERGY only where it is known.
 
     The row of a strategy that did not run ends with the reason.
     """
     single = results[0].run
     base = float("nan") if single.problem else median_of(single, "samples_per_second")
     table: list[tuple[str, ...]] = []
+    with_energy = has_energy(results)
     for result in results:
         entry = result.entry
         run = result.run
@@ -209,6 +231,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
                 f"{max(run.profile['peak_memory_bytes']) / 2**20:,.0f} MiB"
                 if run.profile
                 else "not measured",
+                *(energy_cells(run) if with_energy else ()),
                 f"{run.records[-1]['test_accuracy']:.4f}",
                 *differences,
             )
@@ -216,17 +239,26 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
     return table
 
 
-def report(table: list[tuple[str, ...]], head: list[str], diagnosis: list[str]) -> str:
-    """Return the text of report.md: lines above, the table's cells, lines below."""
-    padded = [[*row, *[""] * (len(COLUMNS) - len(row))] for row in table]
-    cells = [f"| {' | '.join(row)} |" for row in (COLUMNS, *padded)]
+def report(
+    table: list[tuple[str, ...]], head: list[str], diagnosis: list[str], with_energy: bool
+) -> str:
+    """Return the text of report.md: lines above, the table's cells, lines below.
+
+    Args:
+        table: as from `rows`.
+        head, diagnosis: the lines above and below.
+        with_energy: whether the table has the columns ENERGY.
+    """
+    columns = [name for name in COLUMNS if with_energy or name not in ENERGY]
+    padded = [[*row, *[""] * (len(columns) - len(row))] for row in table]
+    cells = [f"| {' | '.join(row)} |" for row in (columns, *padded)]
     lines = [
         "# Every strategy on the same work",
         "",
         *head,
         "",
         cells[0],
-        "|---" * len(COLUMNS) + "|",
+        "|---" * len(columns) + "|",
         *cells[1:],
         "",
     ]
@@ -308,6 +340,7 @@ def main() -> None:
         rows(results),
         head,
         [f"{label}: {'. '.join(profile['diagnosis'])}" for label, profile in profiled],
+        has_energy(results),
     )
     (out / "report.md").write_text(text)
     print(f"\n{text}\n{out}/report.md   tensorboard --logdir {out}")

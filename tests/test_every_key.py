@@ -41,6 +41,7 @@ from ddp_lab.config.schema import (
     ModelConfig,
     OptimizerConfig,
     RunConfig,
+    StragglerConfig,
 )
 from ddp_lab.launchers.start_ranks import read_options
 
@@ -543,6 +544,7 @@ def keys() -> set[str]:
     """Return the keys of the schema but those of GROUPS, whose constructors define them."""
     nested = {
         "checkpoint": CheckpointConfig,
+        "straggler": StragglerConfig,
         "data": DataConfig,
         "model": ModelConfig,
         "optimizer": OptimizerConfig,
@@ -561,7 +563,8 @@ def keys() -> set[str]:
 
 def flags(capsys: pytest.CaptureFixture) -> set[str]:
     """Return the flags of all commands."""
-    names = {f"train --{name}" for name in ("nproc", "config-dir", "json")}
+    names = {f"train --{name}" for name in ("nproc", "config-dir", "json")} | {"doctor --fabric"}
+    names |= {f"train {name}" for name in train.OVER_SSH}
     for name in COMMANDS:
         module = importlib.import_module(f"ddp_lab.commands.{name}")
         if hasattr(module, "parse"):

@@ -8,6 +8,7 @@ python -m pytest -m gpu -n 5
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from functools import partial, wraps
@@ -30,6 +31,7 @@ from training import ONE_PROCESS, Outcome, largest_difference, run_case, run_cas
 from worlds import once, run_world
 
 from ddp_lab import Lab, gather, own_rows
+from ddp_lab.observe.metrics_file import read_rows
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.scratch import NAMES
@@ -56,6 +58,9 @@ MOVED = "data.crop_padding=2 data.flip=true"
 EXACT_VIT = "vit float64"
 # Each group has a learning rate of its own on the device, ten times that of the others.
 GROUPED = 'optimizer.groups=[{"match":"*.bias","lr_scale":10}]'
+# 500 steps of at least 40 ms, in all of which rank 1 computes twice as long
+SLOW_GPU = [*OWN, "model._target_=slow_ranks.Busy", "data.dataset.train_size=12000", "epochs=1"]
+SLOW_GPU += ["straggler.seconds=4", "straggler.slower=0.5", "tracker=none"]
 SYNC = "batch_norm=sync resnet18 step"
 
 
@@ -377,6 +382,18 @@ def test_ranks_in_fp16_skip_the_same_steps_captured_and_eager(strategy):
     check_captured_in_fp16(2, {strategy: [f"{strategy} {GRAPH}"]})
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("options", ["speed=off", "cuda_graph=true"])
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp"])
+def test_slow_gpu_is_named_where_work_is_timed(strategy, options, tmp_path):
+    line = f"ddp-lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
+    code, output = launch(f"{line} runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    rows = read_rows(only_run(tmp_path) / "metrics.jsonl")
+    named = [(row["rank"], row["part"]) for row in rows if row["kind"] == "straggler"]
+    assert named == ([] if strategy == "fsdp" else [(1, "compute")])
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("choice", "tf32"), [("highest", False), ("high", True)])
 def test_float32_matmul_selects_tf32(choice, tf32, tmp_path):
@@ -531,3 +548,37 @@ def test_missing_gpus_are_an_error_that_lists_the_available_ones(line, message, 
     assert code != 0
     assert output.count(message) == 1, output
     assert "cuda:0 (NVIDIA" in output, "the message does not list the available GPUs"
+
+
+# Warnings that the machine may deserve.
+OF_MACHINE = {"peer access", "shared memory", "libraries"}
+PAIR = r"^ok       pair 0-1: (\S+) GB/s, "
+
+
+@pytest.mark.gpu(2)
+def test_doctor_measures_the_link_between_two_gpus(tmp_path):
+    line = "python -m ddp_lab doctor --fabric --nproc 2"
+    code, output = launch(line, f"runs_dir={tmp_path}", gpus=True)
+    assert code == 0, output
+    rate, link = re.search(rf"{PAIR}(.*)$", output, re.MULTILINE).groups()
+    assert float(rate) > 1, "GB/s"
+    assert link.startswith(("NVLink (NV", "PCIe")), link
+    warnings = set(re.findall(r"^warning  (.*?): ", output, re.MULTILINE))
+    assert warnings <= OF_MACHINE, output
+    assert re.search(r"^ok       clocks: 2 busy GPUs run at", output, re.MULTILINE), output
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "command", ["train.py strategy=ddp epochs=1", "-m ddp_lab doctor --fabric"]
+)
+def test_ranks_that_see_one_gpu_each_use_it(command, tmp_path):
+    """As with Slurm's --gpus-per-task."""
+    program = f"CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec python {command} runs_dir={tmp_path}"
+    line = "torchrun --standalone --nproc_per_node=2 --no-python sh -c"
+    code, output = launch(line, program, gpus=True)
+    assert code == 0, output
+    if "doctor" in command:
+        assert float(re.search(PAIR, output, re.MULTILINE)[1]) > 1, "GB/s"
+    else:
+        assert math.isfinite(read_metrics(only_run(tmp_path))[-1]["test_loss"])

@@ -63,6 +63,7 @@ def test_wheel_contains_every_module_and_config(wheel):
         "launchers/train.sbatch",
         "launchers/trainjob.yaml",
         "observe/house.mplstyle",
+        "run/watch.html",
     )
     expected |= {f"ddp_lab/{name}" for name in files}
     contained = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}

@@ -28,7 +28,7 @@ import numpy as np
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import SETS
 from ddp_lab.launchers.arguments import Parser, confirm
-from ddp_lab.launchers.run_names import is_run, refuse_unknown, run_directory
+from ddp_lab.launchers.run_names import existing_run
 from ddp_lab.observe.metrics_file import kinds_of
 from ddp_lab.resilience.run_directory import read_json
 from ddp_lab.run.diff import compare_runs, describe
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(show_difference(root, *namespace.names))
     if namespace.action == "show":
         (name,) = namespace.names
-        path = existing(name, root)
+        path = existing_run(name, root)
         listed_in = root if path.is_relative_to(root) else path.parent
         return print(show(Run(listed_in, path)))
 
@@ -108,22 +108,6 @@ def action_of(names: list[str]) -> tuple[str, list[str]]:
     return ("show", names) if names else ("", [])
 
 
-def existing(name: str, root: Path) -> Path:
-    """Return the directory of a run.
-
-    Args:
-        name: of a run in `root`, or the path of its directory.
-        root: the config's `runs_dir`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path = run_directory(name, root)
-    if not is_run(path):
-        raise refuse_unknown(name, root)
-    return path
-
-
 def show_difference(root: Path, one: str, other: str) -> int:
     """Print why two runs differ; return the exit code, 0 if all losses that both have are equal.
 
@@ -131,7 +115,7 @@ def show_difference(root: Path, one: str, other: str) -> int:
         root: the config's `runs_dir`.
         one, other: names of runs in it, or paths of run directories.
     """
-    folders = [existing(name, root) for name in (one, other)]
+    folders = [existing_run(name, root) for name in (one, other)]
     comparison = compare_runs(*folders)
     print(f"{folders[0]} -> {folders[1]}")
     print(describe(comparison))

@@ -2,6 +2,7 @@
 
 ddp-lab train model=resnet18 data=cifar10
 ddp-lab train --nproc 4 strategy=ddp
+ddp-lab train --hosts node1,node2 strategy=ddp
 ddp-lab train --json outcome.json epochs=3
 torchrun --standalone --nproc_per_node=4 -m ddp_lab strategy=ddp
 """
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from ddp_lab.run.job import Job
     from ddp_lab.world.runtime import Runtime
 
+# options of a launch on several machines, whose ranks this command starts over ssh
+OVER_SSH = {"--hosts", "--hostfile", "--ssh", "--python", "--directory"}
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
 
@@ -42,6 +45,10 @@ def main(arguments: list[str]) -> None:
 
     file, arguments = split_json(arguments)
     with outcome_in(file):
+        if {each.partition("=")[0] for each in arguments} & OVER_SSH:
+            from ddp_lab.launchers.hosts import launch_on_hosts
+
+            sys.exit(launch_on_hosts(arguments, wants_outcome=file is not None))
         options, overrides = read_options(arguments)
         refuse_tasks(options is not None and is_large(options))
         if options:

@@ -52,7 +52,7 @@ class DataConfig(Keys):
     root: str
     val_root: str | None = None
     loader: Literal["auto", "device", "workers"]
-    num_workers: NaturalNumber
+    num_workers: NaturalNumber | Literal["auto"]
     crop_padding: NaturalNumber
     flip: bool
     val_fraction: Fraction | None = 0.0
@@ -97,6 +97,13 @@ class CheckpointConfig(Keys):
     on_error: Literal["stop", "continue"]
     format: Literal["auto", "full", "sharded"]
     mirror: str | None
+
+
+class StragglerConfig(Keys):
+    """The keys of the group `straggler`."""
+
+    slower: Positive = 0.2
+    seconds: Positive | None = 60.0
 
 
 class OptimizerConfig(Keys):
@@ -162,6 +169,7 @@ class RunConfig(Keys):
     tracker: Trackers
     tracker_options: Group
     checkpoint: CheckpointConfig
+    straggler: StragglerConfig = StragglerConfig()
     data: DataConfig
     model: Group
     strategy: Group

@@ -24,6 +24,7 @@ from ddp_lab.data.trees import Tree, apply, leaves, stack, to
 from ddp_lab.data.worker_process import Flag, begin_worker
 
 QUEUES = 2**17  # bytes in shared memory that the queues of a loader's worker processes take
+PREFETCHED = 2  # batches of a worker process, torch's default
 EXIT_PRIORITY = 20  # before multiprocessing closes its queues, at 10
 CLOSED = "batches: their Lab is closed; read them within its `with` block"
 Sample = tuple[Tree, Tree]
@@ -174,6 +175,21 @@ def next_batch(batches: Iterator[T]) -> T:
         raise
 
 
+def bytes_of_batches(data: Samples, size: int, workers: int) -> int:
+    """Return the bytes in shared memory of a loader with worker processes, as `shared_bytes`.
+
+    Args:
+        data: the set.
+        size: samples of a local batch.
+        workers: number of processes.
+    """
+    if not workers:
+        return 0
+    batches = workers * PREFETCHED + 2
+    pages = sum(math.ceil(size * tensor.nbytes / mmap.PAGESIZE) for _, tensor in leaves(data.first))
+    return batches * pages * mmap.PAGESIZE + QUEUES
+
+
 class WorkerLoader(Loader):
     """Loader whose worker processes load and transform samples on the host, by torch's DataLoader.
 
@@ -192,6 +208,7 @@ class WorkerLoader(Loader):
             batch_sampler=self._batches,
             num_workers=options.num_workers,
             persistent_workers=options.num_workers > 0,
+            prefetch_factor=PREFETCHED if options.num_workers else None,
             collate_fn=partial(collate, options.labels, isinstance(data, Collated)),
             worker_init_fn=partial(begin_worker, self._ended),
             pin_memory=self.device.type == "cuda",
@@ -217,13 +234,8 @@ class WorkerLoader(Loader):
         These are the batches that workers prepare ahead, one in use, one being freed, and the
         workers' queues.
         """
-        if not self.loader.num_workers:
-            return 0
-        batches = self.loader.num_workers * (self.loader.prefetch_factor or 0) + 2
         size = min(self.local_batch_size, self.samples)
-        parts = leaves(self.data.first)
-        pages = sum(math.ceil(size * tensor.nbytes / mmap.PAGESIZE) for _, tensor in parts)
-        return batches * pages * mmap.PAGESIZE + QUEUES
+        return bytes_of_batches(self.data, size, self.loader.num_workers)
 
     def _start(self, order: torch.Tensor) -> None:
         if self._ended.value:

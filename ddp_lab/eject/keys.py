@@ -145,7 +145,7 @@ LEFT_OUT = {
     "data.image_size",
     "data.resize",
 }
-LEFT_OUT_GROUPS = ("tracker_options.", "checkpoint.")
+LEFT_OUT_GROUPS = ("tracker_options.", "checkpoint.", "straggler.")
 # Groups of which the constructor gets every key.
 CONSTRUCTED = ("data.dataset.", "data.collate_fn.", "model.", "optimizer.")
 

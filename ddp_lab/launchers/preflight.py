@@ -8,7 +8,6 @@ code that reads it: the strategies, TrainSizes, the datasets, RunDir.
 
 import math
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterable
@@ -17,11 +16,11 @@ from typing import Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.data.loader import Loader
+from ddp_lab.data.worker_count import SHARED_MEMORY, free_shared_memory
 from ddp_lab.world.runtime import Runtime
 from ddp_lab.world.store import NEW_TORCHRUN
 
 CONNECT_TIMEOUT = 10.0  # seconds within which the ranks' store must accept a connection
-SHARED_MEMORY = Path("/dev/shm")  # where torch's worker processes put tensors on Linux
 # seconds within which every node must see a new file; network file systems cache the absence of a
 # file
 TOKEN_WAIT = 3.0
@@ -151,7 +150,7 @@ def check_shared_memory(loaders: Iterable[Loader], ranks: int) -> None:
         NodeError: They do not fit.
     """
     needed = ranks * sum(loader.shared_bytes for loader in loaders)
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else math.inf
+    free = free_shared_memory()
     if needed > free:
         raise NodeError(
             f"data.loader=workers: the batches on {socket.gethostname()} need "

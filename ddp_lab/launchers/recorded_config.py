@@ -7,8 +7,6 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_lab.checkpoints.files import write_text
-
 CONFIG = "config.yaml"
 RANKS = "number of ranks"
 PASSWORD = re.compile(r"(?<=://)[^/@]+@")  # and the user, in a URL
@@ -40,6 +38,8 @@ def write_config(run_dir: Path, config: str, ranks: int) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a text file so that it is never there in part."""
+    from ddp_lab.checkpoints.files import write_text  # loads torch, which readers do not need
+
     temporary = path.with_name(f".{path.name}")
     write_text(temporary, text)
     os.replace(temporary, path)

@@ -21,6 +21,18 @@ def run_directory(text: str, runs_dir: Path = RUNS) -> Path:
     return next((each for each in (path, runs_dir / path) if is_run(each)), path)
 
 
+def existing_run(text: str, runs_dir: Path = RUNS) -> Path:
+    """Return the directory of a run. Arguments as of `run_directory`.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    path = run_directory(text, runs_dir)
+    if not is_run(path):
+        raise refuse_unknown(text, runs_dir)
+    return path
+
+
 def is_run(folder: Path) -> bool:
     """Return whether a directory is that of a run, which may have ended before its first step."""
     return (folder / CONFIG).is_file() or (folder / LAUNCH_FILE).is_file()

@@ -12,9 +12,9 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.utils import get_args_parser as hydra_parser  # pyright: ignore[reportPrivateUsage]
 from hydra.utils import get_object
@@ -27,7 +27,7 @@ from ddp_lab.launchers.arguments import Parser
 from ddp_lab.launchers.command import PREEMPTED, REFUSED, quote_faults
 from ddp_lab.launchers.command_line import compose_config, split_config_dir
 from ddp_lab.launchers.short_run import ENTRY
-from ddp_lab.world.process import note
+from ddp_lab.world.process import note, show
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -219,12 +219,15 @@ def count_ranks(strategy: str, device: str) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def start_ranks(options: Namespace, arguments: list[str]) -> int:
+def start_ranks(
+    options: Namespace, arguments: list[str], entry: Sequence[str] = tuple(ENTRY)
+) -> int:
     """Start the ranks of this machine, wait for them, and return the exit code of the command.
 
     Args:
         options: of the launch.
-        arguments: of train.py.
+        arguments: of the program.
+        entry: the program of a rank, by default train.py.
 
     Raises:
         ConfigError: torch refuses the value of an option.
@@ -245,12 +248,12 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         host, port = meeting_point(options)
         address = f"{host}:{port}"
         if not is_free_or_store(host, port):
-            print(f"error: the ranks were not started: {address}: {IN_USE}", file=sys.stderr)
+            show(f"error: the ranks were not started: {address}: {IN_USE}")
             return 1
         waits = announced(options.nnodes, address)
     try:
         with waits:
-            run(launch_parser().parse_args([*ENTRY, *arguments], options))
+            run(launch_parser().parse_args([*entry, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
     except SignalException as error:
@@ -258,11 +261,11 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
     except (ValueError, AssertionError) as error:  # of an option
         raise ConfigError(f"the ranks were not started: {describe_error(error)}") from None
     except RendezvousError as error:  # at the start, or later, because another machine has left
-        print(
+        show(
             "error: no connection to the launchers of the other machines "
             f"({describe_error(error)}). If the ranks were already running, the output of another "
             "machine has the first error",
-            file=sys.stderr,
+            secondary=True,
         )
         return 1
     except (DistError, OSError) as error:
@@ -270,9 +273,7 @@ def start_ranks(options: Namespace, arguments: list[str]) -> int:
         advice = ""
         if in_use:
             advice = f"{IN_USE}. "
-        print(
-            f"error: the ranks were not started: {advice}{describe_error(error)}", file=sys.stderr
-        )
+        show(f"error: the ranks were not started: {advice}{describe_error(error)}")
         return 1
     return 0
 
@@ -290,11 +291,13 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
         for failure in failures.values()
         if not isinstance(failure.error_file_data["message"], str)
     ]
-    first = min(reported, key=order_of, default=None)
+    first = min(reported, key=order_of_failure, default=None)
     if first:
         text = first.error_file_data["message"]["extraInfo"]["py_callstack"]
         note(error=text.removeprefix("error: "))
-        print(text, file=sys.stderr)
+        secondary, began = order_of_failure(first)
+        code = first.error_file_data["message"].get("errorCode", 1)
+        show(text, code=code, began=began, secondary=secondary)
 
     codes = {
         rank: failure.exitcode
@@ -308,8 +311,10 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
                 how = f"was ended by {signal.Signals(-code).name}"
             else:
                 how = f"ended with exit code {code}"
-            print(f"rank {rank} {how}", file=sys.stderr)
-            if not first:
+            if first:
+                print(f"rank {rank} {how}", file=sys.stderr)
+            else:
+                show(f"rank {rank} {how}")
                 note(error=f"rank {rank} {how}")
 
     if first:
@@ -317,11 +322,20 @@ def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:
     return REFUSED if REFUSED in codes.values() else 1
 
 
-def order_of(failure: "ProcessFailure") -> tuple[bool, float]:
-    """Return what orders the ranks' failures: the earliest first, and last what another has caused.
+def order_of_failure(failure: "ProcessFailure") -> tuple[bool, float]:
+    """Return what orders the failures of ranks.
 
     Args:
         failure: with an error file, of `show` or of torch, which has whole seconds only.
     """
-    extra = failure.error_file_data["message"]["extraInfo"]
-    return bool(extra.get("secondary")), float(extra.get("time", failure.timestamp))
+    extra: dict[str, Any] = failure.error_file_data["message"]["extraInfo"]
+    return order_of({"timestamp": failure.timestamp} | extra)
+
+
+def order_of(extra: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return what orders errors: the earliest first, and last those that another has caused.
+
+    Args:
+        extra: the `extraInfo` of an error file.
+    """
+    return bool(extra.get("secondary")), float(extra.get("time", extra["timestamp"]))

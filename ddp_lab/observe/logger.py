@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import (
+    STRAGGLER,
     append_row,
     describe_metrics,
     describe_steps,
@@ -35,7 +36,12 @@ LINE = 10.0  # seconds from one line in a file to the next
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 PLACES = ("epoch", "step", "eta", "eta_epoch")  # fields of a row that are no metrics
 # other names that trackers get
-NAMES = {"samples_per_second": "speed/samples_per_second", "seconds": "speed/seconds"}
+NAMES = {
+    "samples_per_second": "speed/samples_per_second",
+    "seconds": "speed/seconds",
+    "energy_kWh": "energy/kWh",
+    "joules_per_sample": "energy/joules_per_sample",
+}
 
 
 class Logger:
@@ -100,6 +106,9 @@ class Logger:
             epoch, step: the last ones of the training.
             metrics: as the fields of metrics.jsonl.
         """
+
+    def straggler(self, row: Mapping[str, Any]) -> None:
+        """Write the record of a rank that has become slow, or has recovered."""
 
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor
@@ -170,6 +179,8 @@ class FileLogger(Logger):
         drop_rows(self.metrics, *start, evaluated_at)
         self.show_every = LINE
         for row in read_rows(self.metrics):
+            if row.get("kind") == STRAGGLER:  # no metric, which trackers would draw
+                continue
             self._track({key: value for key, value in row.items() if key not in constants})
 
     @property
@@ -226,6 +237,9 @@ class FileLogger(Logger):
     def evaluation(self, epoch: int, step: int, **metrics: float) -> None:
         self._record({"kind": "evaluation", "epoch": epoch, "step": step, **metrics})
         log.info(f"epoch {epoch}, step {step}: {describe_metrics(metrics, SETS[1:])}")
+
+    def straggler(self, row: Mapping[str, Any]) -> None:
+        append_row(self.metrics, {"kind": STRAGGLER, **row, **self.constants})
 
     def predictions(
         self, epoch: int, inputs: torch.Tensor, targets: torch.Tensor, logits: torch.Tensor

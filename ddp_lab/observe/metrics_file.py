@@ -2,7 +2,7 @@
 
 "epoch": the metrics after an epoch. Versions up to 2026-11 wrote no other rows, and these without
 `kind` and `step`. "step": the metrics of a training step. "evaluation": those of an evaluation
-within an epoch.
+within an epoch. "straggler": a rank that has become slow, or has recovered.
 """
 
 import json
@@ -30,6 +30,8 @@ OTHERS = (
     "eta_epoch",
     "eta",
 )
+STRAGGLER = "straggler"  # the kind of row that has no metrics
+OF_STEPS = ("step", STRAGGLER)  # kinds of rows that are written between steps
 # of the metrics of a set, those that the log and the curves do not have
 HIDDEN = ("top5_accuracy",)
 
@@ -72,11 +74,16 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 
     A row that is just being written is left out, as one that a crash damaged.
     """
-    rows: list[dict[str, Any]] = []
-    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    text = metrics.read_text(errors="replace") if metrics.exists() else ""
+    rows = map(parse_row, text.splitlines())
+    return [row for row in rows if row is not None]
+
+
+def parse_row(line: str | bytes) -> dict[str, Any] | None:
+    """Return the row of a line; None if the line is damaged."""
+    with suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def read_epochs(metrics: Path) -> list[dict[str, Any]]:
@@ -86,7 +93,7 @@ def read_epochs(metrics: Path) -> list[dict[str, Any]]:
 
 def read_evaluations(metrics: Path) -> list[dict[str, Any]]:
     """Return the rows of the epochs and of evaluations within them, as `read_rows`."""
-    return [row for row in read_rows(metrics) if row.get("kind") != "step"]
+    return [row for row in read_rows(metrics) if row.get("kind") not in OF_STEPS]
 
 
 def row_at(metrics: Path, epoch: int, step: int) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def drop_rows(metrics: Path, epoch: int, step: int, evaluated_at: int | None = N
     def is_before(row: dict[str, Any]) -> bool:
         if is_epoch(row):
             return row["epoch"] < epoch
-        return row["step"] <= (step if row["kind"] == "step" else last_evaluation)
+        return row["step"] <= (step if row["kind"] in OF_STEPS else last_evaluation)
 
     if metrics.exists():
         rest = metrics.with_suffix(".tmp")
@@ -194,9 +201,9 @@ def describe_steps(row: Mapping[str, Any]) -> str:
 def describe_result(
     metrics: Path, epoch: int, step: int, criterion: str | None, weights: Path, where: str
 ) -> str:
-    """Return the last line of a run: its result, and the median speed of its epochs.
+    """Return the last line of a run: its result, the median speed of its epochs, and its energy.
 
-    Only epochs on the last number of devices count.
+    Only epochs on the last number of devices count. The energy is that of the whole run.
 
     Args:
         metrics: the file.
@@ -219,7 +226,22 @@ def describe_result(
             for key in ("seconds", "samples_per_second")
         )
         text += f", {seconds:.2f} s/epoch, {rate:,.0f} samples/s on {where}"
+        text += describe_energy(alike)
     return f"result: {place} ({which}), {text} ({weights})"
+
+
+def describe_energy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the energy after the last of some epochs, and the median of that of a sample.
+
+    Return "" where it is unknown.
+    """
+    if "energy_kWh" not in rows[-1]:
+        return ""
+    text = f", {rows[-1]['energy_kWh']:.4g} kWh"
+    by_epoch = [row["joules_per_sample"] for row in rows if "joules_per_sample" in row]
+    if by_epoch:
+        text += f", {statistics.median(by_epoch):.4g} J/sample"
+    return text
 
 
 def draw_metrics(metrics: Path, picture: Path) -> None:

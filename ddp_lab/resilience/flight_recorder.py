@@ -9,13 +9,15 @@ import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 # the recorder has no public functions in torch 2.11 to 2.15
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
+
+from ddp_lab.resilience.heartbeats import lacks
 
 FOLDER = "flight_recorder"  # in the run directory
 SHOWN = 8  # the most ranks, tensors and dimensions that a text lists
@@ -81,19 +83,35 @@ def last_calls() -> dict[str, Any]:
     return {"called": called, "call": call and describe_call(call, record["pg_config"])}
 
 
+class LastCall(NamedTuple):
+    """The last collective of a rank: kind, number, ranks and shapes, and whether it has ended."""
+
+    text: str
+    has_ended: bool
+
+
+def last_call() -> LastCall | None:
+    """Return what this rank has called last; None if nothing is recorded."""
+    record = dump(stacks=False)
+    calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
+    if not calls:
+        return None
+    text = describe_call(calls[-1], record["pg_config"])["text"]
+    return LastCall(text, bool(calls[-1]["retired"]))
+
+
 def describe_last(rank: int, gone: int) -> str:
     """Return what this rank, `rank`, called last; "" if unknown.
 
     Return also where to look if the rank `gone` called something else.
     """
-    record = dump(stacks=False)
-    calls = [entry for entry in record["entries"] if not entry["is_p2p"]]
-    if not calls:
+    last = last_call()
+    if last is None:
         return ""
-    text = describe_call(calls[-1], record["pg_config"])["text"]
     return (
-        f".\nThe last collective of rank {rank} is {text}. If rank {gone} called another one or "
-        "gave it another shape, the backend has ended it; its reason is then in the output above"
+        f".\nThe last collective of rank {rank} is {last.text}. If rank {gone} called another "
+        "one or gave it another shape, the backend has ended it; its reason is then in the output "
+        "above"
     )
 
 
@@ -106,11 +124,6 @@ def describe_call(entry: dict[str, Any], groups: dict[str, Any]) -> dict[str, An
     shapes = ", ".join(f"{kind} {size[:SHOWN]}" for kind, size in list(tensors)[:SHOWN])
     text = f"{entry['profiling_name'].partition(':')[2]} {number} of {name_ranks(ranks)} ({shapes})"
     return {"group": name, "number": number, "size": len(ranks), "text": text}
-
-
-def lacks(beat: dict[str, Any], call: dict[str, Any] | None) -> bool:
-    """Return whether the rank with this heartbeat lacks a call that another rank has made."""
-    return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
 
 
 def is_other_call(made: dict[str, Any] | None, call: dict[str, Any]) -> bool:

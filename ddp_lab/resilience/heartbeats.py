@@ -22,18 +22,20 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-# Documented as torch.distributed.Store, but the module does not export it explicitly.
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from typing import TYPE_CHECKING, Any
 
 from ddp_lab.config.errors import ConfigError, FailureKind
-from ddp_lab.world.ranks import DECISION_TIMEOUT
-from ddp_lab.world.runtime import Runtime
+
+# `ddp-lab watch` reads heartbeats, too: importing torch would add 1.5 s
+if TYPE_CHECKING:
+    # Documented as torch.distributed.Store, but the module does not export it explicitly.
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+    from ddp_lab.world.runtime import Runtime
 
 ROW = 8192  # bytes
 # the first rows, the same on all nodes: the first failure, and the slowest of all ranks
@@ -79,6 +81,23 @@ def suspicion(heartbeat: Heartbeat) -> tuple[int, bool, int, float]:
     )
 
 
+def lacks(beat: Heartbeat, call: dict[str, Any] | None) -> bool:
+    """Return whether the rank with this heartbeat lacks a call that another rank has made."""
+    return call is not None and beat["called"].get(call["group"], call["number"]) < call["number"]
+
+
+def find_suspect(everyone: Sequence[Heartbeat]) -> Heartbeat:
+    """Return the heartbeat of the rank for which the others wait in a hang.
+
+    It is that with the least progress, or one that lacks the collective in which that rank waits.
+
+    Args:
+        everyone: at least one, as `least` returns them.
+    """
+    first = everyone[0]
+    return next((beat for beat in everyone if lacks(beat, first["call"])), first)
+
+
 class StalenessCounter(dict[Any, tuple[Any, int]]):
     """Counts how many looks in succession have found the same value.
 
@@ -121,7 +140,7 @@ class Table:
         ConfigError: the file cannot be created.
     """
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: "Runtime"):
         self.size = runtime.local_world_size
         path = str(runtime.broadcast_from_rank0("heartbeats", self._create, per_node=True))
         self._file = os.open(path, os.O_RDWR)
@@ -134,6 +153,8 @@ class Table:
         if keys and runtime.is_main:
             runtime.store.multi_set(keys, [""] * len(keys))  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
         elif keys and runtime.local_rank == 0:
+            from ddp_lab.world.ranks import DECISION_TIMEOUT
+
             runtime.store.wait(keys, DECISION_TIMEOUT)
         if runtime.local_rank == 0:
             os.unlink(path)
@@ -161,10 +182,7 @@ class Table:
 
     def read(self, row: str | int) -> dict[str, Any] | None:
         """Return the content of a row; None if nothing was written."""
-        for _ in range(2):  # a row that is just being written may be read in parts of two records
-            with suppress(ValueError):
-                return json.loads(os.pread(self._file, ROW, start_of(row)).partition(b"\n")[0])
-        return None
+        return read_row(self._file, row)
 
     def heartbeats(self) -> list[Heartbeat]:
         """Return the heartbeats of the node's ranks that have one, in order of local rank."""
@@ -216,6 +234,19 @@ class OwnHeartbeat:
             self._table.write(self._row, self.record)
 
 
+def read_row(file: int, row: str | int) -> dict[str, Any] | None:
+    """Return the content of a row of a table's file; None if nothing was written.
+
+    Args:
+        file: descriptor of the file.
+        row: as in `Table`.
+    """
+    for _ in range(2):  # a row that is just being written may be read in parts of two records
+        with suppress(ValueError):
+            return json.loads(os.pread(file, ROW, start_of(row)).partition(b"\n")[0])
+    return None
+
+
 def start_of(row: str | int) -> int:
     """Return the place of a row in the file, in bytes."""
     return ROW * (SHARED.index(row) if isinstance(row, str) else len(SHARED) + row)
@@ -229,7 +260,7 @@ class NodeLink(threading.Thread):
             none has.
     """
 
-    def __init__(self, runtime: Runtime, table: Table):
+    def __init__(self, runtime: "Runtime", table: Table):
         super().__init__(name="nodes", daemon=True)
         self.runtime = runtime
         self.table = table
@@ -258,7 +289,7 @@ class NodeLink(threading.Thread):
                 self.exchange(store)
                 self._last.wait(PERIOD)
 
-    def exchange(self, store: Store) -> None:
+    def exchange(self, store: "Store") -> None:
         """Send what this node knows, and read what the others know."""
         ranks = self.table.heartbeats()
         phases = {beat["doing"] for beat in ranks}
@@ -275,7 +306,7 @@ class NodeLink(threading.Thread):
         elif own_failure := self.table.read("failure"):
             store.set("failure", json.dumps(own_failure))
 
-    def _merge(self, store: Store, starting: bool) -> dict[str, Any]:
+    def _merge(self, store: "Store", starting: bool) -> dict[str, Any]:
         """Return the overview of all nodes, and notice nodes that have vanished."""
         values = store.multi_get([str(node) for node in range(self.runtime.nodes)])
         nodes = {node: json.loads(value) for node, value in enumerate(values) if value}

@@ -38,6 +38,12 @@ def write(code: int) -> None:
     """
     file = Path(os.environ[OUTCOME])
     noted = read_json(file) or {}
+    if "of_host" in noted:  # over ssh, where the run directory may be on another machine
+        record = noted["of_host"]
+        if code:
+            record |= {"status": status_of(code, None), "error": noted.get("error")}
+        replace_file(file, record | {"exit_code": code})
+        return
     folder = Path(noted["run_dir"]) if "run_dir" in noted else None
     record: dict[str, Any] = {
         "status": status_of(code, folder),
@@ -53,6 +59,11 @@ def write(code: int) -> None:
         if code and failure:
             record["error"] = failure["message"]
     record["result"] = noted.get("result")
+    replace_file(file, record)
+
+
+def replace_file(file: Path, record: dict[str, Any]) -> None:
+    """Write a file anew, so that a reader finds the old or the new content."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(f"{json.dumps(record, indent=1)}\n")
     os.replace(temporary, file)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # contains the identifiers of the launch, by which a restart finds its directory
 LAUNCH_FILE = ".launch"
 LOCK_FILE = ".lock"
+# `ddp-lab watch` writes the file REQUEST in the folder STACKS to ask the ranks for their stacks
+STACKS = "stacks"
+REQUEST = "request"
 LOCK_WAIT = 2.0  # seconds that a launch waits for the lock
 # the same after a restart: enough for the ranks that torchrun has just terminated to exit
 RESTART_WAIT = 15.0
@@ -199,6 +202,8 @@ def write_status(
 ) -> None:
     """Write `status.json` for scripts, as torchrun's exit code does not distinguish outcomes.
 
+    The outcome of a launch keeps the ranks that were slow at its end (`note_stragglers`).
+
     Args:
         path: the run directory. The file's key `launch` is torchrun's run id.
         status: the state of the launch.
@@ -208,6 +213,27 @@ def write_status(
     """
     record: dict[str, Any] = {"status": status, "epoch": epoch, "step": step, "launch": run_id()}
     record["time"] = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-    write_json(
-        path / "status.json", record | ({"heartbeats": str(heartbeats)} if heartbeats else {})
-    )
+    if heartbeats:
+        record["heartbeats"] = str(heartbeats)
+    before = read_json(path / "status.json") or {}
+    if status != "running" and "stragglers" in before:
+        record["stragglers"] = before["stragglers"]
+    write_json(path / "status.json", record)
+
+
+def note_stragglers(path: Path, progress: "Progress", stragglers: list[dict[str, Any]]) -> None:
+    """Write to `status.json` which ranks are slow now. Call it on rank 0 while the launch runs.
+
+    Training continues if it cannot be written.
+
+    Args:
+        path: the run directory.
+        progress: the position.
+        stragglers: what is known of each.
+    """
+    record = read_json(path / "status.json") or {}
+    record |= {"epoch": progress.epoch, "step": progress.step, "stragglers": stragglers}
+    try:
+        write_json(path / "status.json", record)
+    except OSError as error:
+        log.error(f"{path / 'status.json'} could not be written ({error.strerror or error})")

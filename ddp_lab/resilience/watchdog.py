@@ -29,8 +29,9 @@ from ddp_lab.resilience.heartbeats import (
     OwnHeartbeat,
     StalenessCounter,
     Table,
+    find_suspect,
 )
-from ddp_lab.resilience.run_directory import RunDir, write_status
+from ddp_lab.resilience.run_directory import REQUEST, STACKS, RunDir, write_status
 from ddp_lab.world.process import OUTCOME, is_alive, show
 from ddp_lab.world.runtime import Runtime
 
@@ -100,6 +101,8 @@ class Watchdog:
         # on the rank that leads its node, if there are several nodes
         self.link: NodeLink | None = None
         self._main = threading.get_ident()
+        self._request = self.run_dir / STACKS / REQUEST
+        self._answered = self._requested_at()  # a request of before this launch
         self._unchanged = StalenessCounter()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -147,6 +150,7 @@ class Watchdog:
         """
         self.record["beat"] += 1
         self.heartbeat.write()
+        self._answer_request()
         leads = self._leads()
         if self.table.read("failure"):
             # Exit later than the rank that reported the failure, so that torchrun's summary
@@ -168,6 +172,26 @@ class Watchdog:
             self._report(who, kind, describe(who, problem, self.table.everyone()))
             self.leave(GRACE)
         return failure is not None
+
+    def _requested_at(self) -> int | None:
+        """Return when the stacks of the ranks were last asked for, as a file time; None: never."""
+        try:
+            return os.stat(self._request).st_mtime_ns
+        except OSError:
+            return None
+
+    def _answer_request(self) -> None:
+        """Write the stacks of this rank if they were asked for since the last look.
+
+        It costs one call of stat in each look.
+        """
+        requested_at = self._requested_at()
+        if requested_at in (None, self._answered):
+            return
+        self._answered = requested_at
+        from ddp_lab.resilience import stacks
+
+        stacks.answer(self.run_dir, self.record, self._main)
 
     def _leads(self) -> bool:
         """Return whether this rank leads its node, because no rank before it is awake.
@@ -211,24 +235,24 @@ class Watchdog:
                 f"{self.record['step']})"
             )
 
-        # early, because on a busy machine this rank may count late what others need to judge
-        if still < self.timeout / 4:
+        # early, because on a busy machine this rank may count late what others need to judge, and
+        # `ddp-lab watch` shows it
+        if still < min(SILENT, self.timeout / 4):
             self.record |= BUSY
+            return None
+        frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
+        self.record["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
+        if still < self.timeout / 4:
             return None
         from ddp_lab.resilience import flight_recorder
 
-        frame = sys._current_frames()[self._main]  # pyright: ignore[reportPrivateUsage]  # documented, and the only way
-        self.record["waits"] = "/torch/" in frame.f_code.co_filename  # most likely in a collective
         if not self.record["called"]:
             self.record |= flight_recorder.last_calls()
         if still < self.settled:
             return None
 
         everyone = self.table.everyone()
-        suspect = next(
-            (beat for beat in everyone if flight_recorder.lacks(beat, everyone[0]["call"])),
-            everyone[0],
-        )
+        suspect = find_suspect(everyone)
         if suspect["rank"] == self.rank:
             stack = "".join(traceback.format_stack(frame)[-3:])
             limit = f"timeout={self.timeout:g}; raise it if a step may take longer"

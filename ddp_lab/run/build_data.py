@@ -11,12 +11,13 @@ from omegaconf import DictConfig
 
 from ddp_lab.config.build import build as instantiate
 from ddp_lab.config.build import construct, plain
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import LoaderOptions, size_of_evaluated
 from ddp_lab.data.dataset import Dataset, hold_out, require_same_data
 from ddp_lab.data.loader import Loader, loader_class
 from ddp_lab.observe.log import print_if_slow
 from ddp_lab.run.job import Job
+from ddp_lab.training.performance import AUTO
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -143,6 +144,20 @@ def image_options(data: Mapping[str, Any]) -> "ImageOptions | None":
     return ImageOptions(**{key: data[key] for key in ImageOptions.__dataclass_fields__})
 
 
+def find_workers(job: Job) -> int:
+    """Return the number of processes for data.num_workers=auto, and note why. Collective."""
+    number = 0
+    why = "batches are made on the device (data.loader=device)"
+    if job.options.loader != "device" or job.dataset.train.is_endless:
+        from ddp_lab.data.worker_count import find_number
+
+        sizes = job.sizes
+        local_batch = sizes.global_batch_size // job.strategy.dp_size
+        number, why = find_number(job.runtime, job.dataset.sets, local_batch, sizes.steps_per_epoch)
+    job.notes.append(f"data.num_workers=auto: {count(number, 'process')} for each rank: {why}")
+    return number
+
+
 def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     """Return the loaders of the sets of the dataset, by name.
 
@@ -151,6 +166,9 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
     data = cfg.data
     strategy = job.strategy
     make = loader_class(job.options.loader)
+    num_workers = data.num_workers
+    if num_workers == AUTO:
+        num_workers = find_workers(job)
     training = LoaderOptions(
         batch_size=job.sizes.global_batch_size,
         dp_rank=strategy.dp_rank,
@@ -162,7 +180,7 @@ def make_loaders(cfg: DictConfig, job: Job) -> Mapping[str, Loader]:
         seed=cfg.seed,
         crop_padding=data.crop_padding,
         flip=data.flip,
-        num_workers=data.num_workers,
+        num_workers=num_workers,
         ignore=getattr(job.task, "ignore", 255),
         labels=None if job.options.compile else job.task.labels,  # a compiled loss reads no labels
     )

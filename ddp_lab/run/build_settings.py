@@ -17,6 +17,7 @@ from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoi
 from ddp_lab.config.build import chosen_trackers, plain
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.schema import StragglerConfig
 from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.recorded_config import to_record, without_secrets
@@ -140,6 +141,7 @@ def make_settings(
             at_steps=list(cfg.checkpoint.at_steps),
             best=criterion(cfg, job.dataset),
         ),
+        straggler=StragglerConfig(**config.get("straggler", {})),
         float32_matmul=cfg.float32_matmul,
         config=to_record(cfg),
         tracked=without_secrets(config),

@@ -62,8 +62,8 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "name runs_dir inject timeout log_every profile optimize check_replicas memory_limit "
-        "tracker* checkpoint.* data.loader data.num_workers data.root data.dataset.root "
-        "evaluate_* patience metrics* speed loss_over_batch",
+        "tracker* checkpoint.* straggler.* data.loader data.num_workers data.root "
+        "data.dataset.root evaluate_* patience metrics* speed loss_over_batch",
         "none",
         1,
         "",

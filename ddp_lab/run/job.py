@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from ddp_lab.config.schema import StragglerConfig
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.loader import Loader
 from ddp_lab.strategies.base import Strategy
@@ -53,6 +54,7 @@ class RunSettings:
         source: what the run resumes from, as from `find_source`; None: it begins.
         findings: of the preflight checks.
         checkpoint: when checkpoints are written.
+        straggler: when a slow rank is named.
         config: the config, as the run directory records it.
         tracked: the config as trackers get it, without secrets.
         hparams: of it what trackers compare runs by.
@@ -67,6 +69,7 @@ class RunSettings:
     source: Path | None
     findings: "list[Finding]"
     checkpoint: CheckpointSettings
+    straggler: StragglerConfig
     on_nan: Literal["stop", "skip"]
     check_replicas: int | None
     inject: str | None
@@ -129,6 +132,12 @@ class Job:
     def options(self) -> PerformanceOptions:
         """The performance options: of the config, as far as supported, and of speed=auto."""
         return self.recipe.performance
+
+    @property
+    def compares_ranks(self) -> bool:
+        """Whether ranks that are slower than the others are named."""
+        is_wanted = self.settings is not None and self.settings.straggler.seconds is not None
+        return is_wanted and self.runtime.world_size > 1
 
     def lower_is_better(self, metric: str) -> bool:
         """Return whether lower values of a metric, such as loss, are better."""

@@ -50,14 +50,7 @@ class Run:
         # of a hundred runs, YAML's parser would take seconds
         self.epochs = int(match[1]) if match else None
         self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
-        status = (read_json(path / "status.json") or {}).get("status", "not started")
-        with reserved(path) as free:
-            if free and status != "running":
-                self.state = status
-            elif free:
-                self.state = "killed"
-            else:
-                self.state = "running"
+        self.state = state_of(path)
 
         here = (
             self.state != "running"
@@ -125,6 +118,15 @@ def find_runs(root: Path) -> list[Run]:
     ]
     readable = [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
     return sorted((Run(root, folder) for folder in readable), key=lambda run: run.changed)
+
+
+def state_of(path: Path) -> str:
+    """Return the state of the run in a directory, as `Run.state`."""
+    status = (read_json(path / "status.json") or {}).get("status", "not started")
+    with reserved(path) as free:
+        if not free:
+            return "running"
+        return "killed" if status == "running" else status
 
 
 @contextmanager

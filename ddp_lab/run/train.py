@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from ddp_lab.observe.log import log, log_if_slow, print_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_at
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
-from ddp_lab.resilience.run_directory import RunDir
+from ddp_lab.resilience.run_directory import RunDir, note_stragglers
 from ddp_lab.resilience.watchdog import Watchdog
 from ddp_lab.run.data_record import record_data, record_environment
 from ddp_lab.run.job import Job, RunSettings
@@ -38,7 +39,9 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.resilience.fault_injection import Fault
     from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.energy import EnergyMeter
     from ddp_lab.training.plateau import PlateauSchedule
+    from ddp_lab.training.stragglers import Stragglers
     from ddp_lab.training.timed_schedule import TimedSchedule
 
 Outcome = Literal["finished", "preempted", "interrupted"]
@@ -95,6 +98,8 @@ class Placed(NamedTuple):
 def place(job: Job) -> Placed:
     """Connect the ranks, and place the model on its devices. Collective."""
     fit_settings = replace(job.fit_settings, full_rate=job.full_rate())
+    if job.compares_ranks:
+        job.strategy.time_work()
     return Placed(fit_settings, job.trainer())
 
 
@@ -195,6 +200,7 @@ def train_guarded(
         record_environment(run_dir.path, settings.config, job.strategy.where, job.shapes)
         logger = open_logger(job, settings, run_dir.path, progress)
     launch.before_exit.callback(logger.close, "failed", {})
+    energy = open_energy(job, progress)
     with logger:
         launch.watchdog.heartbeat.at("compiling" if job.options.compile else "preparing")
         step = make_step(job, trainer, progress)
@@ -202,8 +208,9 @@ def train_guarded(
         meter = None
         if fit_settings.log_every != Every():
             meter = Meter(job.strategy.task, fit_settings, logger)
+        stragglers = make_stragglers(job, logger, run_dir.path)
         # schedules come before a checkpoint, which has their state then
-        first = [*schedules, guard, fault, meter]
+        first = [*schedules, guard, fault, meter, stragglers]
         hooks = [hook for hook in first if hook is not None]
         hooks += make_hooks(job, settings, run_dir.path)
         if settings.profile:
@@ -221,9 +228,11 @@ def train_guarded(
                 fit_settings.log_every,
                 guard.flags,
                 None if meter is None else meter.read,
+                stragglers,
             ),
             position=progress,
             metrics=job.metrics,
+            energy=energy,
         )
         status = fit_and_close(run, launch.requests)
 
@@ -303,6 +312,20 @@ def make_guard(checkpoints: Checkpoints, settings: RunSettings, launch: Launch) 
     )
 
 
+def make_stragglers(job: Job, logger: Logger, run_dir: Path) -> "Stragglers | None":
+    """Return the hook that names ranks which are slower than the others; None: nothing does."""
+    if not job.compares_ranks:
+        return None
+    from ddp_lab.training.stragglers import Detector, Stragglers
+
+    assert job.settings is not None
+    chosen = job.settings.straggler
+    assert chosen.seconds is not None, "no ranks are compared without it"
+    return Stragglers(
+        Detector(chosen.slower, chosen.seconds), logger, partial(note_stragglers, run_dir)
+    )
+
+
 def make_hooks(job: Job, settings: RunSettings, run_dir: Path) -> list[Hook]:
     """Return the hooks that draw pictures, try the metrics and upload checkpoints."""
     hooks: list[Hook] = [Pictures()]
@@ -353,6 +376,18 @@ def record_settings(run_dir: Path, settings: RunSettings, ranks: int) -> None:
     resumed = None if settings.source is None else run_of(settings.source)
     for line in record_config(run_dir, settings.config, ranks, resumed):
         log.info(line)
+
+
+def open_energy(job: Job, progress: Progress) -> "EnergyMeter | None":
+    """Return what reads the energy of the GPUs; None where there are none with counters.
+
+    Collective on GPUs.
+    """
+    if job.strategy.device.type != "cuda":
+        return None
+    from ddp_lab.training.energy import open_meter
+
+    return open_meter(job.runtime, job.strategy.devices, progress.joules)
 
 
 def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:

@@ -16,6 +16,7 @@ from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.trees import chunk, size
 from ddp_lab.speed.waits import first_wait, waits_for_gpu
+from ddp_lab.strategies.work_time import EventTimer
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
 
@@ -34,6 +35,8 @@ class GraphStep:
         rates: learning rate of each group of the optimizer's parameters on the device, [groups],
             read by every replay.
         graphs: the captured graph of each batch size, by the number of samples in the GLOBAL batch.
+        timer: of the work of `timed`; None: it is not timed.
+        timed: the graph of the largest batch size again, with the events of the timer.
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -47,6 +50,8 @@ class GraphStep:
             dtype=torch.float32 if fused else None,
         )
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.timer: EventTimer | None = None
+        self.timed: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, first_steps: AbstractContextManager[object]) -> None:
         """Warm up, then capture a graph for each batch size. Collective.
@@ -69,10 +74,16 @@ class GraphStep:
             self._require_no_wait(self._first_batch(largest))
             pool = torch.cuda.graph_pool_handle()
             for global_size in (largest, *others):
-                self.graphs[global_size] = captured(
-                    lambda global_size=global_size: self.step.compute(self.gather(global_size)),
-                    pool,
-                )
+                self.graphs[global_size] = self._captured(global_size, pool)
+            timer = self.step.strategy.timer
+            if isinstance(timer, EventTimer) and timer.works_in_graphs:
+                self.timer = timer
+                with timer.in_graph():
+                    self.timed[largest] = self._captured(largest, pool)
+
+    def _captured(self, global_size: int, pool: Any) -> torch.cuda.CUDAGraph:
+        """Return the graph of a step. Collective."""
+        return captured(lambda: self.step.compute(self.gather(global_size)), pool)
 
     def _require_no_wait(self, batch: Batch) -> None:
         """Compute a step, undo it, and check that the host does not wait for the GPU in it.
@@ -139,6 +150,10 @@ class GraphStep:
 
     def compute(self, global_size: int) -> None:
         """Queue the work of a step on the next batch, which has this number of samples."""
+        if self.timer is not None and self.timer.is_due() and global_size in self.timed:
+            self.timed[global_size].replay()
+            self.timer.replayed()
+            return
         self.graphs[global_size].replay()
 
     def gather(self, batch: int) -> Batch:

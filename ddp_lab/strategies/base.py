@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ddp_lab.strategies.checkpointing import Recomputed
     from ddp_lab.strategies.loss_scale import LossScale
     from ddp_lab.strategies.parameter_hooks import Hooked, Key
+    from ddp_lab.strategies.work_time import WorkTimer
 
 Module = TypeVar("Module", bound=nn.Module)
 Measure = Callable[[Task, Any, Any, int, float | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -55,6 +56,7 @@ class Strategy(ABC):
         strategy = SomeStrategy(runtime, ...)   before the data: which local batch this rank reads
         strategy.expect(example=..., ...)       what is known of the model and its inputs
         strategy.partition(model, samples)      which rank holds what
+        strategy.time_work()                    if the ranks are compared
         strategy.place(model, task)             the process group opens; model and task to devices
           setup(model)                            moves, wraps, cuts; sets `module` and `forward`
         strategy.use_compiled(...)              if the step is compiled
@@ -89,6 +91,7 @@ class Strategy(ABC):
         num_devices: number of devices in use, over all ranks.
         is_metric_rank: whether this rank's sums count; True on one rank of each replica.
         device: device that this rank's batches must be on.
+        devices: those that this rank uses; split may name one several times.
         task: what the model is trained for, with its loss, on `device`; known in `setup`.
         initial_weights: of a model that is on the meta device; None if the model has its weights,
             and after `setup`.
@@ -115,6 +118,7 @@ class Strategy(ABC):
         accumulate: number of gradient-accumulation steps of that batch.
         in_loop: whether a loop of the user calls the model with that batch.
         loss_scale: the scale of the loss with precision=fp16; else None. Known in `setup`.
+        timer: of this rank's work in a step; None: it is not timed.
 
     Raises:
         ConfigError: a one-process strategy was started with several ranks, the device is not
@@ -144,6 +148,8 @@ class Strategy(ABC):
     # whether `setup` compares the divided model with the complete one, and may refuse the plan;
     # known after `partition`
     tries_plan: bool = False
+    # the ranks have the same work, and wait for each other only after their last gradients
+    has_equal_work: ClassVar[bool] = False
 
     # A loss that needs the complete batch (gathering.py) has no other way to its strategy.
     active: ClassVar["Strategy | None"] = None
@@ -188,6 +194,7 @@ class Strategy(ABC):
 
         self.runtime = runtime
         self.device = runtime.device
+        self.devices = [self.device]
         self.num_devices = runtime.world_size
 
         mesh_axes = mesh_axes or {}
@@ -219,6 +226,7 @@ class Strategy(ABC):
         self.idle: frozenset[str] = frozenset()
         self.watched: dict[str, nn.Parameter] = {}
         self.check_first: Callable[[Tree], object] | None = None
+        self.timer: WorkTimer | None = None
 
     @property
     def name(self) -> str:
@@ -306,6 +314,17 @@ class Strategy(ABC):
             self.watches_writes = writes.may_come_later
             self.written = writes.written
             self.check_first = writes.check_first
+
+    def time_work(self) -> None:
+        """Time this rank's work in each step, where that can be compared. Called before `place`.
+
+        With batch_norm=sync the ranks wait for each other in the forward pass, so that the times of
+        all are those of the slowest one.
+        """
+        if self.has_equal_work and self.batch_norm == "local":
+            from ddp_lab.strategies.work_time import make_timer
+
+            self.timer = make_timer(self.device)
 
     def place(self, model: nn.Module, task: Task, channels_last: bool = False) -> None:
         """Connect the ranks, and place the model and the task on their devices. Collective.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from ddp_lab.strategies.unused import (
     require_may_leave_unused,
     unused_error,
 )
+from ddp_lab.strategies.work_time import WorkTimer
 from ddp_lab.world.runtime import Runtime
 
 # Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that
@@ -60,6 +61,7 @@ class DDP(Strategy):
 
     supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
+    has_equal_work = True
     wrapper_class = DistributedDataParallel
 
     def __init__(
@@ -102,7 +104,11 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
         )
         self.forward = self.wrapper
-        self.wrapper.register_comm_hook(self.wrapper.process_group, sum_bucket)
+        group = self.wrapper.process_group
+        if self.timer is None:
+            self.wrapper.register_comm_hook(group, sum_bucket)
+        else:
+            self.wrapper.register_comm_hook(TimedGroup(group, self.timer), sum_timed_bucket)
         # buffers are sent when training mode ends (Strategy.train), not in every step
         self.wrapper.broadcast_buffers = False
         if not self.find_unused_parameters:  # with which DDP keeps its first buckets
@@ -136,6 +142,8 @@ class DDP(Strategy):
         if self.frozen.changed_before_step():
             self.wrapper._remove_autograd_hooks()  # pyright: ignore[reportPrivateUsage]
             self._wrap()
+        if self.timer is not None:
+            self.timer.begin()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.wrapper.no_sync()
@@ -176,7 +184,7 @@ class DDP(Strategy):
 
 
 def sum_bucket(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
 ) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, which DDP without a hook averages.
@@ -188,6 +196,27 @@ def sum_bucket(
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None  # None is for ranks outside of the group
     return work.get_future().then(first_of)
+
+
+class TimedGroup(NamedTuple):
+    """The ranks that sum their gradients, and what times the work before.
+
+    The reducer of DDP keeps it. It must not refer to the strategy, which keeps the reducer: C++
+    would hide this cycle from Python, and the process group would never be freed.
+    """
+
+    group: dist.ProcessGroup | None
+    timer: WorkTimer
+
+
+def sum_timed_bucket(
+    timed: TimedGroup,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket as `sum_bucket`. With the last one all gradients of this rank are computed."""
+    if bucket.is_last():
+        timed.timer.end()
+    return sum_bucket(timed.group, bucket)
 
 
 def first_of(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

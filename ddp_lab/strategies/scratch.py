@@ -60,6 +60,7 @@ class Scratch(Strategy):
 
     supports_own_steps = True
     supported_options = ALL_PERFORMANCE_OPTIONS
+    has_equal_work = True
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class Scratch(Strategy):
         if self.buckets is not None and self.frozen.changed_before_step():
             self.buckets.remove()
             self.buckets = self._fill_buckets()
+        if self.timer is not None:
+            self.timer.begin()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -121,6 +124,8 @@ class Scratch(Strategy):
         return super().add_gradient(inputs, targets, num_valid, divisor)
 
     def reduce_gradients(self) -> None:
+        if self.timer is not None:
+            self.timer.end()
         # Each rank's loss was divided by the size of the GLOBAL batch, so the sum over the ranks is
         # the gradient of the mean.
         if self.buckets is not None:

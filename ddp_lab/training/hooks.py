@@ -19,6 +19,7 @@ from ddp_lab.training.sync import Sync
 
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
+    from ddp_lab.training.energy import EnergyMeter
     from ddp_lab.training.gathered_metrics import GatheredMetrics
     from ddp_lab.training.not_finite import NotFiniteNotes
 
@@ -152,6 +153,7 @@ class Run:
         notes: what was said before about metrics that are not finite; None: nothing.
         waited: seconds in which this rank has waited for the batches of this epoch in this launch.
         metrics: further metrics of an evaluation, which are no sums; None: there are none.
+        energy: of the GPUs; None: it cannot be read.
         ends_after: number of the step after which the run ends, also within an epoch; inf: none.
     """
 
@@ -167,9 +169,11 @@ class Run:
     notes: "NotFiniteNotes | None" = None
     waited: float = 0.0
     metrics: "GatheredMetrics | None" = None
+    energy: "EnergyMeter | None" = None
     ends_after: float = field(init=False)
     _begun: Progress = field(init=False, repr=False)
     _begun_at: float = field(init=False, repr=False)
+    _joules_of_steps: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
         last_step = self.settings.last_step
@@ -191,6 +195,8 @@ class Run:
         self.position = replace(self.position, stream=self._stream())
         self.waited = 0.0
         self.sync.begin_epoch(self._begun)
+        if self.energy is not None:
+            self.energy.begin_epoch()
         self._begun_at = time.perf_counter()
 
     def end_in_time(self) -> None:
@@ -198,9 +204,35 @@ class Run:
         self.position.minutes_passed = self.settings.max_minutes or 0.0
         self.ends_after = self.position.step
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave seconds in which no step was taken out of the duration of the epoch's steps."""
+    def leave_out(self, seconds: float, joules: float) -> None:
+        """Leave seconds and joules in which no step was taken out of those of the epoch's steps."""
         self._begun_at += seconds
+        if self.energy is not None:
+            self.energy.leave_out(joules)
+
+    def joules_here(self) -> float:
+        """Return the joules of the GPUs that this rank reads, in this launch; 0 if it cannot."""
+        return self.energy.read_here() if self.energy is not None else 0.0
+
+    def note_energy(self, *positions: Progress) -> None:
+        """Set the energy of the run so far in positions. Collective if it can be read."""
+        if self.energy is None:
+            return
+        joules = self.energy.before + self.energy.read().launch
+        for position in positions:
+            position.joules = joules
+
+    def energy_fields(self) -> dict[str, float]:
+        """Return what a row of metrics.jsonl has of energy; {} if it cannot be read."""
+        if self.energy is None:
+            return {}
+        from ddp_lab.training.energy import JOULES_PER_KWH
+
+        values = {"energy_kWh": self.position.joules / JOULES_PER_KWH}
+        samples = self.position.samples - self._begun.samples
+        if samples > 0:  # a launch may resume after the last step of an epoch
+            values["joules_per_sample"] = self._joules_of_steps / samples
+        return values
 
     def current(self) -> Progress:
         """Return the position after the last step, with its sums and seconds.
@@ -215,6 +247,10 @@ class Run:
         seconds = begun.seconds + time.perf_counter() - self._begun_at
         position = replace(self.position, sums=sums, recorded=self.sync.recorded, seconds=seconds)
         position.stream = self._stream()
+        if self.energy is not None:
+            energy = self.energy.read()
+            position.joules = self.energy.before + energy.launch
+            self._joules_of_steps = energy.steps
         return position
 
     def _stream(self) -> dict[str, Any]:

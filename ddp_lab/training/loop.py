@@ -34,6 +34,7 @@ def fit(run: Run) -> Progress:
         require_something_learned(run)
         with averages(run), log_if_slow(f"epoch {run.position.epoch}: evaluating"):
             results, following = evaluate_epoch(run)
+            run.note_energy(run.position, following)
             log_epoch(run, results)
             for hook in run.hooks:
                 hook.on_evaluate(results)
@@ -118,6 +119,7 @@ def evaluate_within_epoch(run: Run) -> None:
     if position.samples == run.loaders["train"].data.size:
         return
     start = time.perf_counter()
+    joules_before = run.joules_here()
     name = "val" if "val" in run.loaders else "test"
     with averages(run), log_if_slow(f"step {position.step}: evaluating"):
         evaluation = evaluate(
@@ -135,7 +137,7 @@ def evaluate_within_epoch(run: Run) -> None:
     position.evaluated_at = after.evaluated_at
     run.strategy.train()
     seconds = time.perf_counter() - start
-    run.leave_out(seconds)
+    run.leave_out(seconds, run.joules_here() - joules_before)
     for react in overrides(run.hooks, "on_evaluated"):
         react(position, {name: evaluation}, seconds)
 
@@ -218,6 +220,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
         lr=position.lr,
         seconds=position.seconds,
         samples_per_second=position.samples / position.seconds,
+        **run.energy_fields(),
     )
 
 

@@ -33,6 +33,8 @@ class Progress:
         best_steps: the steps after which they were computed.
         evaluated_at: the step after which the last evaluation was.
         trained: duration of the steps of the epochs before this one.
+        joules: energy of the GPUs of the run so far, evaluations included, in those launches that
+            could read it.
         minutes_passed: the value of max_minutes for which the ranks have agreed that so much time
             has passed; 0: they have not.
         horizon: number of steps after which a schedule ends whose run max_minutes ends, computed
@@ -60,6 +62,7 @@ class Progress:
     best_steps: dict[str, int] = field(default_factory=dict[str, int])
     evaluated_at: int = 0
     trained: float = 0.0
+    joules: float = 0.0
     minutes_passed: float = 0.0
     horizon: int = 0
     horizon_minutes: float = 0.0

@@ -1,12 +1,12 @@
 """What the ranks exchange between steps: one clock, and one small all_reduce.
 
 Each rank has a part of what concerns all: its sums of the losses, a loss that is not finite, a
-signal that it has received. About twice a second, after the same step on every rank, one all_reduce
-adds these parts, and every rank then acts on the same result. The ranks wait for it and for their
-devices, so it does not run after every step: clocks differ between ranks, and rank 0 says in each
-exchange how many steps lie before the next one. Between these exchanges only rows that are due
-every N steps need another one; their sums are copied to the host while the next steps run, and no
-rank waits for them.
+signal that it has received, the time that its work has taken. About twice a second, after the same
+step on every rank, one all_reduce adds these parts, and every rank then acts on the same result.
+The ranks wait for it and for their devices, so it does not run after every step: clocks differ
+between ranks, and rank 0 says in each exchange how many steps lie before the next one. Between
+these exchanges only rows that are due every N steps need another one; their sums are copied to the
+host while the next steps run, and no rank waits for them.
 """
 
 import math
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ class Exchanged(NamedTuple):
         not_finite: (step, rank) of the first loss since the last exchange that is not finite; None
             if all are finite.
         weights_not_finite: whether any of the given weights is not finite.
+        work: of all ranks, as from `RankWork.own_work`; empty if it is not exchanged.
     """
 
     position: Progress
@@ -53,6 +54,18 @@ class Exchanged(NamedTuple):
     flags: tuple[bool, ...]
     not_finite: tuple[int, int] | None
     weights_not_finite: bool
+    work: list[float]
+
+
+class RankWork(Protocol):
+    """What compares how long the ranks work."""
+
+    def own_work(self) -> list[float]:
+        """Return this rank's values since the last call, among zeros in the places of others."""
+        ...
+
+    def read(self, exchanged: Exchanged) -> None:
+        """Take the values of all ranks, `Exchanged.work`."""
 
 
 class PendingReduce(NamedTuple):
@@ -63,12 +76,14 @@ class PendingReduce(NamedTuple):
         arrived: None on a CPU, and if the ranks wait.
         first_bad: step of this rank's first loss that is not finite, [] on the device; inf if there
             is none. None: not wanted.
+        number_of_work: how many values are those of `RankWork`.
         position, time: as in `Exchanged`.
     """
 
     values: torch.Tensor
     arrived: torch.cuda.Event | None
     first_bad: torch.Tensor | None
+    number_of_work: int
     position: Progress
     time: float
 
@@ -83,6 +98,7 @@ class Sync:
         flags: returns what this rank has to say, for example whether it was asked to stop. None:
             nothing is ever decided.
         read: gets the results after steps, in order, from which rows are made.
+        work: compares the ranks, in the exchanges for which they wait; None: they are not compared.
 
     Attributes:
         next: the first step after which `after_step` has something to do; while a rank waits for
@@ -97,12 +113,14 @@ class Sync:
         every: Every,
         flags: Callable[[], Sequence[bool]] | None = None,
         read: Callable[[Exchanged], None] | None = None,
+        work: RankWork | None = None,
     ):
         self.strategy = strategy
         self.running_sums = running_sums
         self.every = every
         self.flags = flags or (lambda: ())
         self.read = read or (lambda exchanged: None)
+        self.work = work
         self.period = min(PERIOD, every.seconds or PERIOD)
         self.next = sys.maxsize
         self.recorded: list[float] = []
@@ -228,11 +246,13 @@ class Sync:
             self._last_step = step
             self._last_time = now
 
+        work = self.work.own_work() if self.work is not None and waits else []
         host = [
             waited,
             float(is_main * ahead),
             float(is_main and is_row),
             *map(float, self.flags()),
+            *work,
         ]
 
         own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
@@ -256,7 +276,7 @@ class Sync:
             arrived = torch.cuda.Event()
             values = values.to("cpu", non_blocking=True)
             arrived.record()
-        return PendingReduce(values, arrived, first_bad, replace(position), now)
+        return PendingReduce(values, arrived, first_bad, len(work), replace(position), now)
 
     def _receive(self, sent: PendingReduce) -> Exchanged:
         """Return what the ranks have sent.
@@ -268,7 +288,9 @@ class Sync:
         waited, ahead, is_row, *rest = sent.values.tolist()
         number_of_flags = len(self.flags())
         flags = tuple(bool(count) for count in rest[:number_of_flags])
-        is_bad, bad_weights, *rest = rest[number_of_flags:]
+        rest = rest[number_of_flags:]
+        work = rest[: sent.number_of_work]
+        is_bad, bad_weights, *rest = rest[sent.number_of_work :]
         if ahead:
             self._exchange_at = self._last_step + int(ahead)
 
@@ -276,7 +298,7 @@ class Sync:
         not_finite = None
         if is_bad and sent.first_bad is not None:
             not_finite = self._find_first(sent.first_bad)
-        return Exchanged(
+        exchanged = Exchanged(
             position=sent.position,
             time=sent.time,
             sums=sums,
@@ -286,7 +308,11 @@ class Sync:
             flags=flags,
             not_finite=not_finite,
             weights_not_finite=bool(bad_weights),
+            work=work,
         )
+        if self.work is not None and work:
+            self.work.read(exchanged)
+        return exchanged
 
     def _find_first(self, first_bad: torch.Tensor) -> tuple[int, int]:
         """Return the first step of all ranks whose loss is not finite, and the first rank with it.

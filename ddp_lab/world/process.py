@@ -127,7 +127,13 @@ def die_with_torchrun() -> None:
 
     Otherwise it would survive a SIGKILL of the agent.
     """
-    if run_id() is not None and sys.platform == "linux":
+    if run_id() is not None:
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Arrange for this process to be killed when its parent dies, on Linux."""
+    if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -42,7 +42,8 @@ class Runtime(Ranks):
         device: The device of this rank.
         devices: The devices that a one-process strategy may use: every visible GPU, the requested
             one, or the CPU. "auto" means the CUDA GPUs if there are any, else the CPU. A Mac's GPU
-            (mps) must be requested: it has never been tested here.
+            (mps) must be requested: it has never been tested here. Each rank may see another GPU
+            only.
         half: the dtype of mixed precision; None with precision=float32.
 
     Args:
@@ -95,7 +96,7 @@ class Runtime(Ranks):
         else:
             devices = [first]
 
-        if self.local_world_size > len(devices):
+        if self.local_world_size > len(devices) and not self._sees_only_its_gpu(name, devices):
             remedy = f"Use --nproc_per_node={len(devices)}, or set device=cpu"
             if name != "cuda":
                 remedy += ", or select GPUs with CUDA_VISIBLE_DEVICES and device=cuda"
@@ -105,6 +106,19 @@ class Runtime(Ranks):
                 f"{remedy}"
             )
         return devices
+
+    def _sees_only_its_gpu(self, name: str, devices: list[torch.device]) -> bool:
+        """Return whether each rank of this machine sees one GPU, and no other rank sees it.
+
+        Collective on the ranks of a machine that see fewer GPUs than it has ranks.
+
+        Slurm's --gpus-per-task does that. Each rank then has cuda:0.
+        """
+        if name != "cuda" or len(devices) != 1:
+            return False
+        from ddp_lab.world.visible_gpu import differ  # most launches do without it
+
+        return differ(self, str(torch.cuda.get_device_properties(devices[0]).uuid))
 
     @contextmanager
     def side_stream(self) -> Generator[None, None, None]:

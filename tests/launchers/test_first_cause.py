@@ -202,8 +202,9 @@ def succeed_everywhere() -> str:
 def failure_of(rank: int, tmp_path: Path, monkeypatch, **options) -> ProcessFailure:
     """Return what torch's launcher knows of a rank that has reported an error."""
     file = tmp_path / f"{rank}.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    show(f"error of rank {rank}", **options)
+    with monkeypatch.context() as of_rank:
+        of_rank.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        show(f"error of rank {rank}", **options)
     return ProcessFailure(rank, 1, options.get("code", 1), str(file))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from ddp_lab.config.errors import ConfigError, SampleError
-from ddp_lab.resilience import flight_recorder, heartbeats
+from ddp_lab.resilience import flight_recorder, heartbeats, stacks
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
 from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
 from ddp_lab.resilience.watchdog import Watchdog, describe
@@ -231,6 +231,94 @@ def test_waiting_rank_shows_it_long_before_a_hang_is_judged(act, waits, table, t
         assert not table.read(0) or not table.read(0)["waits"]
         watchdog.look()
     assert table.read(0)["waits"] == waits
+
+
+def test_waiting_rank_shows_it_after_20_seconds_however_long_the_timeout_is(
+    table, tmp_path, monkeypatch
+):
+    """`ddp-lab watch` shows it. The calls of all ranks are read only when a hang is likely."""
+    monkeypatch.setattr("ddp_lab.resilience.watchdog.SILENT", 2.0)
+    monkeypatch.setattr(flight_recorder, "last_calls", lambda: pytest.fail("too early"))
+    table.size = 1
+    wait = torch.futures.Future().wait
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    watchdog = watch(tmp_path, table, timeout=600)
+    watchdog._main = thread.ident
+    for _ in range(6):
+        watchdog.look()
+    assert table.read(0)["waits"]
+    watchdog.heartbeat.at("training", step=6)
+    watchdog.look()
+    watchdog.look()  # a look writes what the one before has found
+    assert not table.read(0)["waits"]
+
+
+def sleep_here(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.fixture
+def sleeping(table, tmp_path) -> Watchdog:
+    """Return the watchdog of a rank whose main thread sleeps in `sleep_here`."""
+    thread = threading.Thread(target=sleep_here, args=[20.0], daemon=True)
+    thread.start()
+    table.size = 1
+    watchdog = watch(tmp_path, table)
+    watchdog._main = thread.ident
+    return watchdog
+
+
+def test_rank_answers_a_request_with_its_stacks_once(sleeping, tmp_path, monkeypatch):
+    call = flight_recorder.LastCall("all_reduce 7 of ranks 0, 1 (Float [3])", has_ended=False)
+    monkeypatch.setattr(flight_recorder, "last_call", lambda: call)
+    sleeping.look()
+    assert not (tmp_path / "stacks").exists(), "nobody has asked"
+    number = stacks.request(tmp_path)
+    sleeping.heartbeat.at("training", epoch=2, step=9)
+    sleeping.look()
+    (text,) = stacks.answers(tmp_path, number).values()
+    head, last, _, first_thread, where, *_ = text.splitlines()
+    assert head.startswith("rank 0 on ")
+    assert ", epoch 2, step 9, training for " in head
+    assert last == f"last collective: {call.text}, which has not ended"
+    assert first_thread.startswith("Thread 0x")
+    assert where.endswith(" in sleep_here"), "the main thread comes first"
+    assert "in look\n" in text, "and all others follow"
+
+    (tmp_path / "stacks" / number / "rank_0.txt").unlink()
+    sleeping.look()
+    assert stacks.answers(tmp_path, number) == {}
+    later = stacks.request(tmp_path)
+    sleeping.look()
+    assert [*stacks.answers(tmp_path, later)] == [0]
+
+
+def test_rank_does_not_answer_requests_of_before_its_launch(table, tmp_path):
+    number = stacks.request(tmp_path)
+    watchdog = watch(tmp_path, table)
+    watchdog.look()
+    assert stacks.answers(tmp_path, number) == {}
+
+
+@pytest.mark.parametrize("text", ["../../elsewhere", "", "20261128-100000-000000\n"])
+def test_request_that_is_none_leads_nowhere(text, sleeping, tmp_path):
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "request").write_text(text)
+    sleeping.look()
+    assert [path.name for path in tmp_path.rglob("*")] == ["stacks", "request"]
+
+
+def test_stacks_are_written_if_the_recorder_fails(sleeping, tmp_path, monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(flight_recorder, "last_call", fail)
+    number = stacks.request(tmp_path)
+    sleeping.look()
+    (text,) = stacks.answers(tmp_path, number).values()
+    assert "unknown: torch's Flight Recorder failed (RuntimeError: no such backend)" in text
+    assert "sleep_here" in text
 
 
 def test_overview_of_nodes_equals_that_of_their_ranks():

@@ -7,7 +7,7 @@ import torch
 from launches import SMALL, launch
 
 from ddp_lab.launchers.short_run import ShortRun
-from scripts.compare import Entry, Result, rows
+from scripts.compare import COLUMNS, ENERGY, Entry, Result, report, rows
 
 STRATEGIES = ["scratch", "tp", "mesh strategy.pp=3 strategy.num_microbatches=3"]
 TITLES = [*STRATEGIES[:-1], "mesh pp=3 num_microbatches=3"]
@@ -115,6 +115,24 @@ def test_rows_compare_every_strategy_with_single(tmp_path):
         ("ddp", "2", "2.50", "160", "1.60", "80%", "not measured", "0.5000", "1.0e-08", "2.0e-03"),
         ("fsdp", "4", "2.00", "200", "2.00", "50%", "not measured", "0.5000", "3.0e-08", "1.0e-03"),
     ]
+
+
+def test_table_has_the_energy_where_a_run_has_counted_it():
+    """The first epoch is left out of the joules a sample; kWh are those of the whole run."""
+    results = [
+        result_of(Entry("single", [], None, 1), [9.0, 4.0, 4.0], [10.0, 100.0, 100.0]),
+        result_of(Entry("ddp", [], 2, 2), [9.0, 2.5, 2.5], [10.0, 160.0, 160.0]),
+    ]
+    joules = zip((9.0, 0.5, 0.25), (1.0, 1.5, 2.0), strict=True)
+    for record, (by_sample, total) in zip(results[0].run.records, joules, strict=True):
+        record |= {"joules_per_sample": by_sample, "energy_kWh": total}
+    place = COLUMNS.index(ENERGY[0])
+    table = rows(results)
+    assert [row[place : place + 2] for row in table] == [("0.375", "2"), ("", "")]
+    assert [len(row) for row in table] == [len(COLUMNS)] * 2
+    assert f"| {' | '.join(COLUMNS)} |" in report(table, [], [], True).splitlines()
+    without = [name for name in COLUMNS if name not in ENERGY]
+    assert f"| {' | '.join(without)} |" in report([], [], [], False).splitlines()
 
 
 def test_compare_ends_where_no_step_can_be_profiled(tmp_path):

@@ -8,10 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from stand_in_events import Event, replace_events
 from stand_in_graphs import replace_graphs
 from training import make_step
 
 from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.strategies.work_time import EventTimer
 from ddp_lab.training.step import Step
 
 
@@ -67,3 +69,34 @@ def test_captured_step_trains_like_an_eager_one(options, events):
     )
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
+
+
+def test_work_is_timed_in_a_graph_of_its_own(events, monkeypatch):
+    """The steps between two exchanges replay graphs without events, which would cost time."""
+    replace_events(monkeypatch)
+    step, loader = make_step()
+    timer = EventTimer()
+    step.strategy.timer = timer
+    compute = step.compute
+
+    def timed(batch) -> None:  # as ddp and scratch do
+        timer.begin()
+        compute(batch)
+        timer.end()
+
+    monkeypatch.setattr(step, "compute", timed)
+    graph = GraphStep(step, loader)
+    graph.capture(nullcontext())
+    assert events[-3:] == ["capture"] * 3, "of two batch sizes, and the larger one again"
+    replays: list[str] = []
+    for name, graphs in {"plain": graph.graphs, "timed": graph.timed}.items():
+        for captured in graphs.values():
+            monkeypatch.setattr(captured, "replay", lambda name=name: replays.append(name))
+    timer.take(4)  # 4 steps lie between two exchanges
+    for _ in range(4):
+        graph.compute(24)
+    assert replays == ["plain", "plain", "timed", "plain"]
+    monkeypatch.setattr(timer.started, "at", 1.0, raising=False)
+    monkeypatch.setattr(timer.ended, "at", 3.0, raising=False)
+    assert timer.take(4) == 4 * 2.0
+    assert Event.recorded == 2, "only where the events were created"

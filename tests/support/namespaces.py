@@ -3,12 +3,15 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from launches import ROOT
 
 
-def launch_where_mounted(mounted: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def launch_where_mounted(
+    mounted: str, *overrides: str, program: Sequence[str] = ("train.py",)
+) -> subprocess.CompletedProcess[str]:
     """Run train.py on two ranks of torchrun after a mount, and return how it has ended.
 
     Skips the test if this process has not the right to mount.
@@ -16,6 +19,7 @@ def launch_where_mounted(mounted: str, *overrides: str) -> subprocess.CompletedP
     Args:
         mounted: the arguments of `mount`.
         overrides: of train.py.
+        program: which is run in place of train.py, as arguments of torchrun.
     """
     namespace = ["unshare", "--mount", "sh", "-c", f'mount {mounted} && exec "$@"', "sh"]
     if (
@@ -29,7 +33,7 @@ def launch_where_mounted(mounted: str, *overrides: str) -> subprocess.CompletedP
         "torch.distributed.run",
         "--standalone",
         "--nproc_per_node=2",
-        "train.py",
+        *program,
     ]
     return subprocess.run(
         [*namespace, *launch, *overrides],

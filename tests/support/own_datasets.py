@@ -42,6 +42,14 @@ class Slow(Shapes):
         return super().__getitem__(index)
 
 
+class Costly(Shapes):
+    """Shapes of which each takes five milliseconds to read, as a picture of a camera."""
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
 class Tested(Shapes):
     """A dataset without a split val."""
 
