@@ -93,6 +93,10 @@ ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vi
 ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
 ALONE += each(f"{GRAPH} {GROUPED}", "single", "single adamw optimizer.fused=true undecayed")
 ALONE += each(f"{BOTH} {GROUPED}", f"single {EXACT_VIT} optimizer.layer_decay=0.5")
+CHUNKS = "task.head_chunks=5"
+CHUNKED = ("accumulate=3 tokens", "one_left clipped", "tied_head float64")
+ALONE += each(f"{GRAPH} {CHUNKS}", *(f"single {settings}" for settings in CHUNKED))
+ALONE += each(f"{BOTH} {CHUNKS}", *(f"single {settings} float64" for settings in CHUNKED))
 # In float64 the iteration has no bf16, in which a last digit changes an update by 0.4 %.
 MUON = "optimizer=muon optimizer.ns_dtype=float32"
 ALONE += each(f"{GRAPH} {MUON}", f"single {EXACT_VIT}", f"single {EXACT_VIT} accumulate=3 clipped")
@@ -124,6 +128,19 @@ TOGETHER = [
         "mesh tp=2 short adamw optimizer.fused=true",
         "tp tp=2 vit clipped",
         "tp tp=2 vit accumulate=2 recipe",
+    ),
+    *each(
+        f"{GRAPH} {CHUNKS}",
+        "scratch algorithm=bucketed tied_head accumulate=2",
+        "ddp one_left clipped",
+        "fsdp tied_head accumulate=2",
+        "mesh shard=null one_left",
+    ),
+    *each(
+        f"float64 {BOTH} {CHUNKS}",
+        "ddp tied_head accumulate=2",
+        "fsdp one_left clipped",
+        f"fsdp tokens {RECOMPUTED}",
     ),
     *each(f"{GRAPH} {GROUPED}", "ddp", "fsdp", "tp tp=2 vit"),
     *each(f"{GRAPH} {MUON}", f"ddp {EXACT_VIT}", f"fsdp {EXACT_VIT}"),

@@ -87,6 +87,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "strategy.find_unused_parameters": (False,),
     "strategy.algorithm": ("flat",),
     "strategy.keep_whole": ([],),
+    "task.head_chunks": (1,),
     "optimizer.fused": (None, False),
     "optimizer.groups": ([],),
     "optimizer.layer_decay": (None,),

@@ -42,6 +42,7 @@ from ddp_lab.observe.log import print_if_slow
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
+from ddp_lab.strategies.head_losses import check_head
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
 from ddp_lab.training.hooks import Hook
@@ -341,6 +342,8 @@ class Lab:
             idle=idle,
             checkpoint_activations=checkpoint_activations,
         )
+        if task.head_chunks > 1:
+            check_head(strategy, model, task)
         with print_if_slow(f"strategy={strategy.name}: dividing the model", self.is_main):
             strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
         if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):

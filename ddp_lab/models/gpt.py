@@ -90,7 +90,13 @@ class TokenHead(nn.Module):
     Args:
         width: size of a token.
         vocabulary: number of logits.
+
+    Attributes:
+        fusable_head: name of the layer, without a bias, whose outputs the block returns as they
+            are, so that a loss may be computed in it (task.head_chunks).
     """
+
+    fusable_head = "linear"
 
     def __init__(self, width: int, vocabulary: int):
         super().__init__()

@@ -233,6 +233,10 @@ def assemble(
         initial_weights=built.initial_weights,
         unsupported=excluded_by(dataset),
     )
+    if task.head_chunks > 1:
+        from ddp_lab.strategies.head_losses import check_head
+
+        check_head(strategy, model, task)
     with print_if_slow(f"strategy={strategy.name}: dividing the model", strategy.runtime.is_main):
         strategy.partition(model, sizes.samples_at_once)
 

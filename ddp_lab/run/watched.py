@@ -219,7 +219,7 @@ class Watched:
 
 def describe_numbers(newest: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return names and texts of what the last rows say of speed, memory and energy."""
-    rows = [row for kind, row in newest.items() if kind != "evaluation"]
+    rows = [newest[kind] for kind in ("step", "epoch") if kind in newest]  # no other has a speed
     if not rows:
         return []
     row = max(rows, key=lambda row: row["step"])

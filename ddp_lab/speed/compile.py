@@ -55,6 +55,8 @@ def compile_passes(strategy: Strategy, compile_fn: partial[Any]) -> str:
         What of the model is compiled, for the log.
     """
     compiled_measure = compile_fn(measure)
+    if strategy.head_losses is not None:
+        strategy.head_losses.compile(compile_fn)
     model = strategy.module
     if strategy.compiled_by_block or repeats(model):
         strategy.use_compiled(compiled_measure)

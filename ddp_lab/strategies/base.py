@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ddp_lab.data.trees import Tree
     from ddp_lab.models.initial_weights import Weights
     from ddp_lab.strategies.checkpointing import Recomputed
+    from ddp_lab.strategies.head_losses import HeadLosses
     from ddp_lab.strategies.loss_scale import LossScale
     from ddp_lab.strategies.parameter_hooks import Hooked, Key
     from ddp_lab.strategies.work_time import WorkTimer
@@ -117,6 +118,8 @@ class Strategy(ABC):
         global_size: number of samples in the GLOBAL batch that was begun last, without padding.
         accumulate: number of gradient-accumulation steps of that batch.
         in_loop: whether a loop of the user calls the model with that batch.
+        head_losses: computes the losses in the model's last layer; None: the model returns logits.
+            Known after `setup`.
         loss_scale: the scale of the loss with precision=fp16; else None. Known in `setup`.
         timer: of this rank's work in a step; None: it is not timed.
 
@@ -136,6 +139,8 @@ class Strategy(ABC):
     fp16_devices: ClassVar[frozenset[str]] = frozenset({"cuda"})  # that train with precision=fp16
     # a loop may call the complete model and the backward pass (Trainer.forward)
     supports_own_steps: ClassVar[bool] = False
+    # the complete model is called on one device, so that its last layer may compute the losses
+    computes_head_losses: bool = False
     # the supported ones of ALL_PERFORMANCE_OPTIONS
     supported_options: ClassVar[frozenset[str]] = frozenset()
     compiled_by_block: bool = False  # every block of the model is compiled alone
@@ -157,6 +162,7 @@ class Strategy(ABC):
     accumulate: int = 1
     in_loop: bool = False
     loss_scale: "LossScale | None" = None
+    head_losses: "HeadLosses | None" = None
 
     # These four by `expect`, which describes them.
     example: "Tree" = None
@@ -348,10 +354,15 @@ class Strategy(ABC):
 
             self.loss_scale = LossScale(self.device)
         self.setup(model)
+        if task.head_chunks > 1:
+            from ddp_lab.strategies.head_losses import HeadLosses
+
+            self.head_losses = HeadLosses(self.module, self.task)
         if self.recomputed is not None:
             from ddp_lab.strategies.checkpointing import recompute_blocks
 
-            recompute_blocks(self.module, self.recomputed)
+            head = None if self.head_losses is None else self.head_losses.path
+            recompute_blocks(self.module, self.recomputed, head)
         if self.idle and not self.may_leave_unused:
             from ddp_lab.strategies.idle import watch_idle
 
@@ -583,8 +594,13 @@ class Strategy(ABC):
         Returns:
             [loss_sum, *task.train_metrics, weight] of the micro-batch.
         """
-        with self._mixed_precision():
-            outputs = self._call(inputs)
+        if self.head_losses is not None:
+            forward = partial(self._outputs, inputs)
+            loss, results = self.head_losses.measure(forward, targets, num_valid, divisor)
+            loss.backward()
+            return results
+
+        outputs = self._outputs(inputs)
         if (
             not isinstance(inputs, torch.Tensor)
             or not isinstance(outputs, torch.Tensor)
@@ -646,8 +662,7 @@ class Strategy(ABC):
     @torch.no_grad()
     def predict(self, inputs: "Tree") -> Any:
         """Return the outputs of a local batch, such as logits [b, classes], without a gradient."""
-        with self._mixed_precision():
-            return self._call(inputs)
+        return self._outputs(inputs)
 
     def _mixed_precision(self) -> AbstractContextManager[object]:
         """Return the context of the forward pass.
@@ -657,6 +672,11 @@ class Strategy(ABC):
         if self.runtime.half is None and not torch.is_autocast_enabled(self.device.type):
             return nullcontext()
         return self.autocast()
+
+    def _outputs(self, inputs: "Tree") -> Any:
+        """Return the outputs of the model, in mixed precision if the run has it."""
+        with self._mixed_precision():
+            return self._call(inputs)
 
     def _call(self, inputs: "Tree") -> Any:
         """Return the outputs of the model."""

@@ -194,16 +194,18 @@ def choose_blocks(strategy: "Strategy", model: nn.Module) -> Recomputed:
     return Recomputed((*blocks,), draws_at_random(model, strategy.example))
 
 
-def recompute_blocks(module: nn.Module, recomputed: Recomputed) -> None:
+def recompute_blocks(module: nn.Module, recomputed: Recomputed, head: str | None = None) -> None:
     """Let the backward pass compute blocks again, in place. Called after `Strategy.setup`.
 
     Args:
         module: of this rank, with all blocks or some.
         recomputed: from `choose_blocks`.
+        head: path of the block that computes the losses and keeps no more than their gradients;
+            None: there is none.
     """
     modules = dict(module.named_modules())
     for path in recomputed.blocks:
-        if path in modules:
+        if path in modules and path != head:
             block = modules[path]
             block.__class__ = recomputing(type(block))
             assert isinstance(block, RecomputedBlock)

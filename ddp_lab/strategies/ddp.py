@@ -60,6 +60,7 @@ class DDP(Strategy):
     """
 
     supports_own_steps = True
+    computes_head_losses = True
     supported_options = ALL_PERFORMANCE_OPTIONS
     has_equal_work = True
     wrapper_class = DistributedDataParallel

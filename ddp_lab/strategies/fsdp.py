@@ -63,6 +63,7 @@ class FSDP(FullyShard):
 
     sharded = True
     supports_own_steps = True
+    computes_head_losses = True
 
     def __init__(
         self,

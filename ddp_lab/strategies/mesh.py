@@ -141,6 +141,7 @@ class Mesh(FullyShard):
         self.pp_rank = runtime.rank // (tp * dp)
         self.sharded = shard > 1
         self.keys = keys
+        self.computes_head_losses = pp == 1 and tp == 1
         self.of_module: MeshOfModule | None = None  # a complete one
         self.traced: TracedModel | None = None  # of a module that is cut by a trace
         self.executor: Executor | None = None

@@ -59,6 +59,7 @@ class Scratch(Strategy):
     """
 
     supports_own_steps = True
+    computes_head_losses = True
     supported_options = ALL_PERFORMANCE_OPTIONS
     has_equal_work = True
 

@@ -19,6 +19,7 @@ class Single(Strategy):
     one_process = True
     supports_mps = True
     supports_own_steps = True
+    computes_head_losses = True
     supported_options = ALL_PERFORMANCE_OPTIONS
 
     def __init__(self, runtime: Runtime, find_unused_parameters: bool = False):

@@ -2,13 +2,41 @@
 
 A value that a stage computes may be needed by any stage after it. All stages between them pass it
 on, so that only neighbours communicate, as all schedules require.
+
+Stages of torch 2.11 expect a gradient of every value that they pass on. So integers and booleans
+travel as floating-point numbers that represent them exactly, and get gradients of 0.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+
+CARRIERS = {torch.bool: torch.bfloat16, torch.uint8: torch.bfloat16, torch.int8: torch.bfloat16}
+
+
+def as_sent(value: torch.Tensor) -> torch.Tensor:
+    """Return a value of a trace as it travels between stages.
+
+    Integers from 2^53 on, which no position, mask or token reaches, would be rounded.
+    """
+    if value.is_floating_point() or value.is_complex():
+        return value
+    return value.to(CARRIERS.get(value.dtype, torch.float64))
+
+
+class ZeroGradients(torch.autograd.Function):
+    """The identity of a tensor. In the backward pass further tensors get gradients of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*others)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], *(torch.zeros_like(other) for other in ctx.saved_tensors)
 
 
 class TracedStage(nn.Module):
@@ -18,7 +46,7 @@ class TracedStage(nn.Module):
 
     Args:
         graph: the operations of the stage.
-        received: names of the values that it gets.
+        received: values that it gets, as they arrive, without data, by name.
         arguments: those of them that `graph` gets, in its order.
         computed: by the name of a value, its place in what `graph` returns; None: it is returned
             alone.
@@ -29,7 +57,7 @@ class TracedStage(nn.Module):
     def __init__(
         self,
         graph: nn.Module,
-        received: Sequence[str],
+        received: Mapping[str, torch.Tensor],
         arguments: Sequence[str],
         computed: Mapping[str, int | None],
         returned: Sequence[str],
@@ -41,19 +69,45 @@ class TracedStage(nn.Module):
         self._arguments = arguments
         self._computed = computed
         self._returned = returned
-        self.inputs = [examples[name] for name in received]
-        self.outputs = [examples[name] for name in returned]
+        self._dtypes = [examples[name].dtype for name in received]
+        self.inputs = [*received.values()]
+        self.outputs = [as_sent(examples[name]) for name in returned]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Copies, because the first operation may change a received tensor in place, which autograd
         # refuses for a leaf; and because torch 2.11 cannot cut the backward pass of a stage that
         # returns its own input.
-        copies = [tensor.clone() if tensor.requires_grad else tensor for tensor in tensors]
+        copies = [
+            (tensor.clone() if tensor.requires_grad else tensor).to(dtype)
+            for tensor, dtype in zip(tensors, self._dtypes, strict=True)
+        ]
         values = dict(zip(self._received, copies, strict=True))
         results = self.graph(*(values[name] for name in self._arguments))
         for name, place in self._computed.items():
             values[name] = results if place is None else results[place]
-        return tuple(values[name].contiguous() for name in self._returned)
+        returned = [as_sent(values[name]).contiguous() for name in self._returned]
+        return self._with_gradients(tensors, returned)
+
+    def _with_gradients(
+        self, tensors: Sequence[torch.Tensor], returned: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return tensors whose backward pass gives received numbers of a mask gradients of 0.
+
+        Args:
+            tensors: those that the stage got.
+            returned: what it returns.
+        """
+        sent_as_others = [
+            tensor
+            for tensor, dtype in zip(tensors, self._dtypes, strict=True)
+            if tensor.requires_grad and tensor.dtype != dtype
+        ]
+        if sent_as_others:
+            first = next(place for place, each in enumerate(returned) if each.requires_grad)
+            returned[first] = cast(
+                "torch.Tensor", ZeroGradients.apply(returned[first], *sent_as_others)
+            )
+        return tuple(returned)
 
 
 class Values:
@@ -112,6 +166,13 @@ class Values:
             if made_by < stage <= self.needed_by.get(name, -1)
         ]
 
+    def received_by(self, stage: int) -> dict[str, torch.Tensor]:
+        """Return the values that a stage gets, without data, as they arrive."""
+        examples = {name: self.examples[name] for name in self.before(stage)}
+        if stage == 0:  # they are the inputs of the model
+            return examples
+        return {name: as_sent(example) for name, example in examples.items()}
+
 
 def stages_of(pipe: Any) -> list[TracedStage]:
     """Return the stages of torch's Pipe, in which a stage may get values of any stage before it."""
@@ -119,7 +180,7 @@ def stages_of(pipe: Any) -> list[TracedStage]:
     return [
         TracedStage(
             pipe.get_stage_module(index),
-            values.before(index),
+            values.received_by(index),
             [value.name for value in call.args],
             {name: values.places[name] for name, by in values.made_by.items() if by == index},
             values.before(index + 1),

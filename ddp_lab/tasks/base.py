@@ -75,6 +75,8 @@ class Task(nn.Module):
             by it; equal weights are a factor of exactly 1. False: the weight of a batch is its
             size. That of a loss of one's own is its attribute of this name, or True.
         takes_logits: whether outputs that are no tensor are replaced by their part `logits`.
+        head_chunks: number of chunks of rows in which the model's last layer computes the losses of
+            a micro-batch in training (`losses_of_head`); 1: the model returns its outputs.
         gathers: whether the loss calls ddp_lab.gather, as a trial has found. Then it is called on
             all ranks, also on one that has no sample of a batch.
         check_first: function of outputs and targets that is called once in training, with the first
@@ -88,6 +90,7 @@ class Task(nn.Module):
     takes_logits: ClassVar[bool] = False
     weighted: bool = True
     labels: LabelRange | None = None
+    head_chunks: int = 1
     gathers: bool = False
 
     def __init__(self, loss: LossFunction | None = None):
@@ -218,6 +221,37 @@ class Task(nn.Module):
             losses, weights = returned
             return ((losses * weights).sum(), weights.sum()) if losses.dim() else returned
         return returned.sum(), torch.full((), returned.numel(), device=returned.device)
+
+    def losses_of_head(
+        self,
+        head: nn.Linear,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        factor: float | torch.Tensor = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `loss_sum` returns for the outputs of a linear layer, without all of them.
+
+        It computes the loss in `head_chunks` chunks of rows, and the gradients of `hidden` and of
+        the layer's weight with it. A task that overrides it has a `loss_fn` of the same loss.
+
+        Args:
+            head: the model's last layer, without a bias and with its complete weight.
+            hidden: inputs of the layer, [b, ..., width].
+            targets: of the same samples, [b, ...].
+            factor: what the sum will be multiplied by before the backward pass, a number or a
+                tensor []: gradients in half precision need it before they are rounded.
+
+        Raises:
+            TrainingError: the task computes its loss from outputs only.
+        """
+        raise TrainingError(f"{type(self).__name__}: computes its loss from the outputs only")
+
+    def compile_head(self, compile_fn: Callable[..., Any]) -> None:
+        """Compile what `losses_of_head` does with the logits of a chunk.
+
+        Args:
+            compile_fn: torch.compile with its options.
+        """
 
     def require_labels(self, targets: torch.Tensor, classes: int) -> None:
         """Check that targets are classes of the outputs, without a wait for a device.

@@ -1,15 +1,20 @@
 """Language modelling: the next token at every position."""
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ddp_lab.config.errors import SampleError
+from ddp_lab.config.errors import SampleError, TrainingError
+from ddp_lab.config.types import Count
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.tasks.base import Losses, LossFunction, Task, in_float32
+
+if TYPE_CHECKING:
+    from ddp_lab.tasks.chunked_loss import LossOfChunk
 
 IGNORE = -100  # the target of positions that do not count, as in F.cross_entropy
 
@@ -26,14 +31,20 @@ class Tokens(Task):
 
     Args:
         loss: as in `Task`.
+        head_chunks: number of chunks of rows in which the model's last layer computes the loss of a
+            micro-batch in training, so that the logits of one chunk exist at a time; 1: the model
+            returns all logits. For model=gpt and gpt2, and strategy=single, scratch, ddp, fsdp, and
+            mesh with pp=1 and tp=1.
     """
 
     takes_logits = True
     metric_mode: ClassVar = {"accuracy": "higher", "perplexity": "lower", "bits_per_byte": "lower"}
 
-    def __init__(self, loss: LossFunction | None = None):
+    def __init__(self, loss: LossFunction | None = None, head_chunks: Count = 1):
         super().__init__(loss)
         self.labels = LabelRange(IGNORE)
+        self.head_chunks = head_chunks
+        self._of_chunk: LossOfChunk | None = None
 
     def loss_fn(self, outputs: torch.Tensor, targets: torch.Tensor) -> Losses:
         require_int64(targets)
@@ -45,6 +56,40 @@ class Tokens(Task):
             reduction="none",
         )
         return losses.view(targets.shape), (targets != IGNORE).to(losses.dtype)
+
+    def losses_of_head(
+        self,
+        head: nn.Linear,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        factor: float | torch.Tensor = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from ddp_lab.tasks.chunked_loss import ChunkedLoss, Chunks, loss_of_chunk
+
+        require_int64(targets)
+        if hidden.shape[:-1] != targets.shape:
+            raise TrainingError(
+                f"{type(self).__name__}: needs a row of the last layer's inputs for every target, "
+                f"got inputs of {list(hidden.shape)} and targets of {list(targets.shape)}"
+            )
+        self.require_labels(targets, head.weight.size(0))
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            hidden = hidden.to(torch.get_autocast_dtype(device))
+        chunks = Chunks(self.head_chunks, self._of_chunk or loss_of_chunk)
+        total: Any = ChunkedLoss.apply(
+            hidden.flatten(0, -2),
+            head.weight,
+            targets.flatten(),
+            factor,
+            chunks,
+        )
+        return total, (targets != IGNORE).sum().to(total.dtype)
+
+    def compile_head(self, compile_fn: Callable[..., Any]) -> None:
+        from ddp_lab.tasks.chunked_loss import loss_of_chunk
+
+        self._of_chunk = compile_fn(loss_of_chunk)
 
     def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         valid = targets != IGNORE

@@ -69,6 +69,7 @@ def test_message_lists_every_key_without_a_template(tmp_path, command):
         ("precision=bf16", "precision=bf16"),
         ("model=vit model.drop_path=0.1", "model.drop_path=0.1"),
         ("callbacks=[mine.Hook]", "callbacks"),
+        ("task=tokens task.head_chunks=2", "task.head_chunks=2"),
     ],
 )
 def test_key_without_a_template_is_named(line, named, tmp_path, command):

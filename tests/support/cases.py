@@ -9,6 +9,7 @@ from training import Outcome, largest_difference
 
 # as on the command line, but without spaces
 PLAN = f"plan={json.dumps(PAIRS, separators=(',', ':'))}"
+CHUNKS = "task.head_chunks=5"
 MATRIX = [
     Case("single", settings="accumulate=5", ranks=(1,)),
     Case("single", settings="data.loader=workers accumulate=3 recipe", ranks=(1,)),
@@ -640,6 +641,38 @@ MATRIX = [
     Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "tp=2", task="tokens", settings="accumulate=2", slow=(2,)),
+    # losses that the last layer computes in chunks of rows, of unequal sizes
+    Case("single", task="tokens", settings=f"{CHUNKS} accumulate=3 float64", ranks=(1,)),
+    Case(
+        "single",
+        model="tied_head",
+        settings=f"{CHUNKS} checkpoint_activations=block",
+        ranks=(1,),
+    ),
+    Case("single", task="one_left", settings=f"{CHUNKS} float64", slow=(1,)),
+    Case("scratch", task="one_left", settings=f"{CHUNKS} float64", ranks=(2,), slow=(3,)),
+    Case(
+        "scratch",
+        "algorithm=bucketed",
+        model="tied_head",
+        settings=f"{CHUNKS} accumulate=2",
+        ranks=(2,),
+    ),
+    Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), slow=(4,)),
+    Case("ddp", "find_unused_parameters=true", task="one_left", settings=CHUNKS, slow=(2, 3)),
+    Case("ddp", task="one_left", settings=f"{CHUNKS} checkpoint_activations=block", slow=(2,)),
+    Case("fsdp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), slow=(3,)),
+    Case("fsdp", task="one_left", settings=f"{CHUNKS} float64 clipped", ranks=(2,), slow=(4,)),
+    Case(
+        "fsdp",
+        "reshard_after_forward=false",
+        task="tokens",
+        settings=f"{CHUNKS} checkpoint_activations=block",
+        slow=(2,),
+    ),
+    Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,)),
+    Case("mesh", "shard=1", task="one_left", settings=f"{CHUNKS} float64", slow=(2,)),
+    Case("mesh", "shard=2", model="tied_head", settings=CHUNKS, slow=(4,)),
 ]
 
 
@@ -658,7 +691,7 @@ def tolerance_of(case: str) -> float:
         "own=InPlace",
         "own=DirectWeights",
     }
-    if in_float64 & parts or "units=" in case:
+    if in_float64 & parts or "units=" in case or {CHUNKS, "float64"} <= parts:
         return 1e-12
     return 1e-9 if {"narrow", "resnet18", "book_resnet18"} & parts else 1e-6
 
