@@ -1,4 +1,5 @@
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,17 +20,20 @@ pytest.register_assert_rewrite("cases", "checkpoints", "run_checks")
 # These files take the longest and therefore start first, of them those that wait a lot. Each file
 # runs in a single pytest process.
 FIRST = [
+    "models_of_others",
     "tutorial",
-    "faults",
+    "machines",
     "equivalence",
+    "slurm",
+    "traced",
+    "verify_command",
+    "by_strategy",
+    "faults",
     "trackers",
     "exercises",
     "museum",
     "verify",
     "launch",
-    "traced",
-    "by_strategy",
-    "slurm",
     "user_hooks",
     "command",
     "sum_losses",
@@ -80,7 +84,11 @@ FIRST += [
 gc.set_threshold(20_000)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("extra"):
+            item.add_marker(pytest.mark.slow)  # which all commands leave out that want fast tests
     names = [f"test_{name}.py" for name in FIRST]
     items.sort(
         key=lambda item: names.index(item.path.name) if item.path.name in names else len(names)
@@ -88,7 +96,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """Start the server that launches are forked from, once for all pytest processes."""
+    """Start the server that launches are forked from, once for all pytest processes.
+
+    What this process spawns by multiprocessing is forked from it, too.
+    """
     if (
         sys.platform == "linux"
         and warm.VARIABLE not in os.environ
@@ -99,6 +110,8 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)
+    if warm.VARIABLE in os.environ:
+        multiprocessing.set_executable(str(warm.programs() / "python"))
 
 
 def pytest_unconfigure():

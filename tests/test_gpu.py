@@ -43,7 +43,7 @@ BY_SIZE = {
     size: [
         str(case)
         for case in MATRIX
-        if size in case.ranks + case.slow and "files" not in case.settings
+        if size in case.ranks + case.slow + case.extra and "files" not in case.settings
     ]
     for size in (2, 4, 8)
 }

@@ -5,6 +5,7 @@ Links of documents work.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ LISTED = (
 ORDER = [*re.findall(r"^(\w+) ", LISTED, re.MULTILINE), "__main__"]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def height(module: str) -> int:
     """Return how many subpackages are below that of a module, which is named without `ddp_lab.`."""
     return ORDER.index(module.partition(".")[0])
@@ -32,7 +38,7 @@ def height(module: str) -> int:
 def imports_of(path: Path) -> list[str]:
     """Return the modules of ddp_lab that a file imports, anywhere in it, without `ddp_lab.`."""
     imported = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ddp_lab":
             if (PACKAGE.parent / node.module.replace(".", "/")).is_dir():
                 imported += [f"{node.module}.{name.name}" for name in node.names]
@@ -72,7 +78,7 @@ def test_config_is_read_in_one_place():
     def imports_config_libraries(path: Path) -> bool:
         """Whether a file imports omegaconf or hydra, at its top or inside a function."""
         names = []
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
                 names.append(node.module or "")
             elif isinstance(node, ast.Import):
@@ -125,7 +131,7 @@ def test_models_are_known_to_nobody_above_them():
 def assigned_attributes(path: Path) -> list[str]:
     """Return the assignments of a file to attributes of a strategy or a task from outside of it."""
     assigned = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Attribute):
@@ -146,7 +152,7 @@ VAGUE = {"found", "given", "held", "own", "what"}
 def vague_names(path: Path) -> list[str]:
     """Return the names of a file that say nothing of what they are the name of."""
     vague = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         name = ""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
@@ -169,7 +175,7 @@ def test_names_say_what_they_name():
 def packed_assignments(path: Path) -> list[str]:
     """Return the lines of a file that assign several values at once."""
     packed = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Assign):
             unpacks = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
             if unpacks or len(node.targets) > 1:
@@ -227,7 +233,7 @@ def test_top_level_has_subpackages_with_docstrings_only():
     assert entries == set(ORDER)
     assert len(entries) <= 20, "too many subpackages to keep in mind"
     files = [PACKAGE / name / "__init__.py" for name in ORDER if (PACKAGE / name).is_dir()]
-    missing = [str(path) for path in files if not ast.get_docstring(ast.parse(path.read_text()))]
+    missing = [str(path) for path in files if not ast.get_docstring(tree_of(path))]
     assert not missing, "each needs a docstring that describes what belongs there"
 
 

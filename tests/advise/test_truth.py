@@ -31,15 +31,15 @@ VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss 
 ON_FOUR = (
     "scratch ema=0.8",
     f"ddp {VIT}",
-    f"scratch checkpoint_activations=block {VIT}",
     f"fsdp {VIT} adamw ema=0.8",  # shards of unequal size
-    f"fsdp checkpoint_activations=block {VIT}",
     f"pipeline {VIT}",
-    "tp tp=2 ema=0.8",
     f"mesh pp=2 tp=2 short {VIT} ema=0.8",
 )
 SECOND = (  # second examples, which are slow tests
     "scratch algorithm=bucketed",
+    f"scratch checkpoint_activations=block {VIT}",
+    f"fsdp checkpoint_activations=block {VIT}",
+    "tp tp=2 ema=0.8",
     f"fsdp reshard_after_forward=false {VIT}",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
     f"mesh shard=2 short {VIT} adamw",

@@ -19,7 +19,8 @@ from ddp_lab import Lab
 from ddp_lab.lab.pretrained import Pretrained
 from ddp_lab.models.transformers_models import transformers_model
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+LAYERS = 2
+SIZES = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 64}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -59,7 +60,7 @@ def adapted() -> Any:
 
 
 def gpt2() -> Any:
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": LENGTH}
+    sizes = {"n_embd": 32, "n_layer": LAYERS, "n_head": 2, "n_positions": LENGTH}
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     return transformers_model("gpt2", [LENGTH], WORDS, WORDS, **sizes, **dropout)
 
@@ -122,7 +123,7 @@ def test_model_and_adapters_equal_single(strategy, name, folder):
 
 def test_only_adapters_are_collected():
     names = Pretrained(adapted()).names
-    assert len(names) == 4 * 2 * 2 + 1
+    assert len(names) == LAYERS * 2 * 2 + 1
     assert all("lora_" in name or "modules_to_save" in name for name in names)
     assert Pretrained(llama()).names == {*llama().state_dict()}
     assert Pretrained.of(torch.nn.Linear(2, 2)) is None
@@ -133,7 +134,7 @@ def test_base_of_adapters_stays_frozen(folder):
     weights = load_file(folder / "single-adapters.safetensors")
     begun = adapted().state_dict()
     changed = {name for name, tensor in begun.items() if not torch.equal(weights[name], tensor)}
-    assert len(changed) == 4 * 2 * 2 + 1
+    assert len(changed) == LAYERS * 2 * 2 + 1
     assert all("lora_" in name or "modules_to_save" in name for name in changed)
 
 
@@ -164,6 +165,6 @@ def test_directory_of_adapters_has_them_alone_and_is_read_by_peft(strategy, fold
     assert (path / "adapter_config.json").exists()
     saved = load_file(path / "adapter_model.safetensors")
     assert all("lora_" in name or name.endswith("lm_head.weight") for name in saved)
-    assert len(saved) == 4 * 2 * 2 + 1
+    assert len(saved) == LAYERS * 2 * 2 + 1
     model = PeftModel.from_pretrained(base(), path).double().eval()
     assert torch.allclose(model(rank["inputs"]).logits, rank["logits"], atol=1e-12)

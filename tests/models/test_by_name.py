@@ -14,7 +14,7 @@ from ddp_lab.models.transformers_models import transformers_model
 
 LAYERS = [
     "+model.hidden_size=32",
-    "+model.num_hidden_layers=4",
+    "+model.num_hidden_layers=2",
     "+model.num_attention_heads=2",
     "+model.intermediate_size=64",
 ]
@@ -43,13 +43,17 @@ MODELS = {
     "llama": [*TEXT, "model=transformers", "model.name=llama", *LAYERS, "optimizer.lr=0.1"],
     "gpt2": [*TEXT, "model=transformers", "model.name={folder}/gpt2"],
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 16}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
 GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-STRATEGIES = [
-    ["ddp"],
-    ["fsdp"],
-    ["pipeline", "strategy.schedule=gpipe", "strategy.num_microbatches=2"],
-]
+STRATEGIES = {
+    "ddp": [],
+    "fsdp": [],
+    "pipeline": ["strategy.schedule=gpipe", "strategy.num_microbatches=2"],
+}
+# A pipeline traces its model several times, which takes seconds.
+QUICK = [("convnext", "ddp"), ("vit", "fsdp"), ("llama", "fsdp"), ("gpt2", "pipeline")]
+ALL = [(name, strategy) for name in MODELS for strategy in STRATEGIES]
+SLOW = [case for case in ALL if case not in QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +65,33 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, strategies: list[list[str]]) -> None:
-    for name, overrides in MODELS.items():
-        for strategy, *options in strategies:
-            root = [f"data.root={folder}/text.txt"] if "data=text" in overrides else []
-            chosen = [override.format(folder=folder) for override in overrides]
-            where = [f"runs_dir={folder}", f"name={name}-{strategy}", "device=cpu"]
-            main_in_world(*chosen, *root, *where, f"strategy={strategy}", *options)
+def train(folder, cases: list[tuple[str, str]]) -> None:
+    for name, strategy in cases:
+        overrides = MODELS[name]
+        root = [f"data.root={folder}/text.txt"] if "data=text" in overrides else []
+        chosen = [override.format(folder=folder) for override in overrides]
+        where = [f"runs_dir={folder}", f"name={name}-{strategy}", "device=cpu"]
+        options = STRATEGIES.get(strategy, [])
+        main_in_world(*chosen, *root, *where, f"strategy={strategy}", *options)
 
 
 @once
-def trained(folder):
-    run_world(1, train, folder, [["single"]], timeout=300)
-    run_world(2, train, folder, STRATEGIES, timeout=500)
+def references(folder):
+    run_world(1, train, folder, [(name, "single") for name in MODELS], timeout=300)
 
 
-@pytest.mark.parametrize("strategy", [strategy for strategy, *_ in STRATEGIES])
-@pytest.mark.parametrize("name", MODELS)
+@once
+def trained(folder, is_quick: bool):
+    run_world(2, train, folder, QUICK if is_quick else SLOW, timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
 def test_model_by_name_trains_as_on_one_device(name, strategy, folder):
-    trained(folder)
+    references(folder)
+    trained(folder, (name, strategy) in QUICK)
     (expected,) = read_metrics(folder / f"{name}-single")
     (row,) = read_metrics(folder / f"{name}-{strategy}")
     assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)

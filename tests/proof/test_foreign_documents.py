@@ -3,10 +3,10 @@
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 from launches import ROOT
+from warm import programs
 
 DOCUMENT = (ROOT / "docs/verify.md").read_text()
 SCRIPTS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", DOCUMENT, re.DOTALL))
@@ -16,9 +16,9 @@ EQUAL = ["1 rank equal", "2 ranks equal", "4 ranks equal"]
 def run(name: str, folder) -> subprocess.CompletedProcess:
     (folder / name).write_text(SCRIPTS[name])
     return subprocess.run(
-        [sys.executable, name],
+        [programs() / "python", name],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,

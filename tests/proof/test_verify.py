@@ -10,6 +10,7 @@ import foreign_steps
 import psutil
 import pytest
 from launches import ROOT, SUPPORT
+from warm import programs
 
 from ddp_lab import verify
 from ddp_lab.config.errors import ConfigError
@@ -193,9 +194,8 @@ if __name__ == "__main__":
 def run_script(text: str, folder, *options: str) -> subprocess.CompletedProcess:
     script = folder / "script.py"
     script.write_text(text)
-    arguments = [sys.executable, "-", *options] if "-" in options else [sys.executable, script]
     return subprocess.run(
-        arguments,
+        [programs() / "python", *(options or [script])],
         input=text,
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"},

@@ -188,7 +188,14 @@ LLAMA = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), VIT, LLAMA], ids=["lenet", "vit", "llama"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="lenet"),
+        pytest.param(VIT, id="vit", marks=pytest.mark.extra),
+        pytest.param(LLAMA, id="llama"),
+    ],
+)
 def test_all_strategies_of_a_model_are_equal_or_refused(overrides, tmp_path):
     file = tmp_path / "verify.json"
     options = ("accumulate=2", "max_grad_norm=1", "--json", str(file))

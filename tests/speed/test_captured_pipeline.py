@@ -57,32 +57,34 @@ def run_captured(case: str) -> tuple[Outcome, list[str]]:
 CASES = [
     "pipeline clipped",
     "pipeline schedule=interleaved1f1b recipe",
-    "pipeline tokens",
-    "ddp_pipeline pp=1 schedule=gpipe clipped",
     "mesh pp=2 vit",
 ]
+FURTHER = ["pipeline tokens", "ddp_pipeline pp=1 schedule=gpipe clipped"]  # slow
 
 
-def run_all_captured() -> dict[str, Any]:
-    return {case: run_captured(case) for case in CASES}
-
-
-@once
-def captured_world() -> list[dict[str, Any]]:
-    return run_world(2, run_all_captured, timeout=200)
+def run_all_captured(cases: list[str]) -> dict[str, Any]:
+    return {case: run_captured(case) for case in cases}
 
 
 @once
-def references() -> dict[str, Any]:
-    return run_world(1, run_cases, list(dict.fromkeys(map(reference_of, CASES))))[0]
+def captured_world(is_slow: bool) -> list[dict[str, Any]]:
+    return run_world(2, run_all_captured, FURTHER if is_slow else CASES, timeout=200)
 
 
-@pytest.mark.parametrize("case", CASES)
+@once
+def references(is_slow: bool) -> dict[str, Any]:
+    lines = dict.fromkeys(map(reference_of, FURTHER if is_slow else CASES))
+    return run_world(1, run_cases, list(lines))[0]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)]
+)
 def test_captured_pipeline_trains_as_one_device(case):
     """The steps of the warm-up are undone, and all ranks warm up and capture in the same order."""
-    (outcome, before), (_, other) = (outcomes[case] for outcomes in captured_world())
+    (outcome, before), (_, other) = (outcomes[case] for outcomes in captured_world(case in FURTHER))
     assert before == other == ORDER
-    expected = references()[reference_of(case)]
+    expected = references(case in FURTHER)[reference_of(case)]
     assert_equal(outcome, expected, tolerance_of(case))
 
 

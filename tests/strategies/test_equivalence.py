@@ -75,21 +75,34 @@ CHANGES = [
 ]
 QUICK = [(case, size) for case in MATRIX for size in case.ranks]
 SLOW = [(case, size) for case in MATRIX for size in case.slow]
+EXTRA = [(case, size) for case in MATRIX for size in case.extra]
+ALL = [*QUICK, *SLOW, *EXTRA]
+
+
+SUITES = {"test": QUICK, "test-slow": SLOW, "test-extra": EXTRA}
+
+
+def suite_of(case: Case, size: int) -> str:
+    """Return the target of the Makefile that runs a case."""
+    for name, pairs in SUITES.items():
+        if (case, size) in pairs:
+            return name
+    return "test"  # cases of this file alone
 
 
 @once
-def world(size: int, slow: bool) -> list[dict]:
-    """Return the outcomes of the cases of `make test` or of `make test-slow`, for each rank."""
-    cases = [case for case, ranks in (SLOW if slow else QUICK) if ranks == size]
-    if size == 2 and not slow:
+def world(size: int, suite: str) -> list[dict]:
+    """Return the outcomes of the cases of a suite, for each rank."""
+    cases = [case for case, ranks in SUITES[suite] if ranks == size]
+    if size == 2 and suite == "test":
         cases += [*LOCAL, *WRONG]
     return run_world(size, run_cases, list(map(str, cases)), timeout=600)
 
 
 @once
-def references(slow: bool) -> dict:
-    cases = [case for case, _ in (SLOW if slow else QUICK)]
-    if not slow:
+def references(suite: str) -> dict:
+    cases = [case for case, _ in SUITES[suite]]
+    if suite == "test":
         cases += [*LOCAL, *WRONG, SINGLE, UNDECAYED, *CHANGES]
     lines = dict.fromkeys(str(case.reference()) for case in cases)
     return run_world(1, run_cases, list(lines), timeout=300)[0]
@@ -97,20 +110,19 @@ def references(slow: bool) -> dict:
 
 def outcomes(case: Case, size: int) -> list[Outcome]:
     """Return the case's outcome on each of `size` ranks."""
-    return [rank[str(case)] for rank in world(size, (case, size) in SLOW)]
+    return [rank[str(case)] for rank in world(size, suite_of(case, size))]
 
 
 def alone(case: Case, size: int = 1) -> Outcome:
     """Return what the case must equal, or must not: the outcome of `single`."""
-    return references((case, size) in SLOW)[str(case.reference())]
+    return references(suite_of(case, size))[str(case.reference())]
 
 
 def params(pairs: list[tuple[Case, int]]) -> list:
-    """Return the parameters (case, size) of a test; slow ones are marked."""
+    """Return the parameters (case, size) of a test; those that are not fast are marked."""
+    marks = {"test": [], "test-slow": [pytest.mark.slow], "test-extra": [pytest.mark.extra]}
     return [
-        pytest.param(
-            case, size, id=f"{case} on {size}", marks=[pytest.mark.slow] * ((case, size) in SLOW)
-        )
+        pytest.param(case, size, id=f"{case} on {size}", marks=marks[suite_of(case, size)])
         for case, size in pairs
     ]
 
@@ -133,7 +145,7 @@ def test_reference_trains_clips_and_augments():
     assert largest_difference(alone(DECAYED).weights, alone(UNDECAYED).weights) > 1e-4
 
 
-@pytest.mark.parametrize(("case", "size"), params(QUICK + SLOW))
+@pytest.mark.parametrize(("case", "size"), params(ALL))
 def test_strategy_equals_single(case, size):
     """The weights and sums are those of `single`, the same on every rank.
 
@@ -175,7 +187,7 @@ def is_cut_or_sharded(case: Case) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "size"),
-    params([(case, size) for case, size in QUICK + SLOW if size > 1 and is_cut_or_sharded(case)]),
+    params([(case, size) for case, size in ALL if size > 1 and is_cut_or_sharded(case)]),
 )
 def test_ranks_allocate_their_own_part_of_the_model_and_one_block(case, size):
     model = make_model("vit", SEED)

@@ -35,6 +35,8 @@ EQUAL: dict[str, tuple[type[nn.Module], dict, dict | None]] = {
     "none": (Planned, {}, {}),
     "dropout of what is complete": (Pairs, {"dropout": 0.5}, PAIRS),
 }
+FURTHER = ["own, tied", "config", "none"]  # slow
+QUICK = [name for name in EQUAL if name not in FURTHER]
 # The same of plans that are refused by the trial, with the message.
 WRONG: dict[str, tuple[dict, dict, str]] = {
     "row in place of column": ({}, {"layers.*.up": "row"}, "layers.0.up fails: RuntimeError: "),
@@ -104,11 +106,11 @@ def trained(
         return load_file(folder / "weights.safetensors") if lab.is_main else {}
 
 
-def train_all(strategy: str, folder: Path) -> dict[str, Any]:
+def train_all(strategy: str, folder: Path, names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {
-        name: trained(strategy, *case, folder / strategy / name) for name, case in EQUAL.items()
+        name: trained(strategy, *EQUAL[name], folder / strategy / name) for name in names
     }
-    if strategy == "tp":
+    if strategy == "tp" and names == QUICK:
         for name, (options, plan, _) in WRONG.items():
             results[name] = trained(strategy, Pairs, options, plan, folder)
     return results
@@ -123,8 +125,10 @@ def continue_all(strategy: str, folder: Path) -> list[Any]:
 
 
 @once
-def outcomes(strategy: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    return run_world(ranks, train_all, strategy, folder)
+def outcomes(
+    strategy: str, ranks: int, folder: Path, is_slow: bool = False
+) -> list[dict[str, Any]]:
+    return run_world(ranks, train_all, strategy, folder, FURTHER if is_slow else QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +142,14 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(weights[name], tensor, atol=1e-12, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
+)
 def test_model_with_a_plan_equals_single(name, folder):
-    outcome = outcomes("tp", 2, folder)[0][name]
+    is_slow = name in FURTHER
+    outcome = outcomes("tp", 2, folder, is_slow)[0][name]
     assert isinstance(outcome, dict), outcome
-    assert_same(outcome, outcomes("single", 1, folder)[0][name])
+    assert_same(outcome, outcomes("single", 1, folder, is_slow)[0][name])
 
 
 @pytest.mark.parametrize("name", WRONG)

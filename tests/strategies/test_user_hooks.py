@@ -257,7 +257,14 @@ def test_hooks_change_what_single_trains(kind):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        # a pipeline whose replicas are as those of ddp
+        pytest.param(strategy, marks=[pytest.mark.slow] if strategy == "ddp_pipeline" else [])
+        for strategy in STRATEGIES
+    ],
+)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
     outcome = trained(strategy)[kind]
     message = refusal_of(kind, strategy)

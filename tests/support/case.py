@@ -123,6 +123,8 @@ class Case:
         settings: other keys of the config, and other presets.
         ranks: numbers of ranks in `make test`.
         slow: numbers of ranks in `make test-slow`.
+        extra: numbers of ranks in `make test-extra`: a further number of a case that the other two
+            have.
     """
 
     strategy: str
@@ -132,6 +134,7 @@ class Case:
     settings: str = ""
     ranks: tuple[int, ...] = ()
     slow: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
 
     @classmethod
     @cache

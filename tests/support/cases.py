@@ -44,14 +44,16 @@ MATRIX = [
         settings="checkpoint_activations=block accumulate=3",
         ranks=(2,),
     ),
-    Case("ddp", settings="checkpoint_activations=block recipe almost-empty", ranks=(2,), slow=(3,)),
+    Case(
+        "ddp", settings="checkpoint_activations=block recipe almost-empty", ranks=(2,), extra=(3,)
+    ),
     Case(
         "ddp",
         "batch_norm=sync",
         model="narrow",
         settings="checkpoint_activations=block samples=61",
         ranks=(2,),
-        slow=(4,),
+        extra=(4,),
     ),
     Case(
         "fsdp",
@@ -91,38 +93,38 @@ MATRIX = [
         model="vit_drop",
         settings="checkpoint_activations=block accumulate=2 almost-empty",
         ranks=(2,),
-        slow=(4,),
+        extra=(4,),
     ),
     Case("tp", settings="checkpoint_activations=block recipe", slow=(2,)),
     Case("scratch", "algorithm=per_tensor", settings="shifted", ranks=(2,)),
-    Case("scratch", "algorithm=star", settings="almost-empty", ranks=(3,), slow=(2,)),
-    Case("scratch", "algorithm=ring", settings="clipped", ranks=(3,), slow=(4,)),
+    Case("scratch", "algorithm=star", settings="almost-empty", ranks=(3,), extra=(2,)),
+    Case("scratch", "algorithm=ring", settings="clipped", ranks=(3,), extra=(4,)),
     Case(
         "scratch",
         "algorithm=bucketed",
         settings="accumulate=3 channels_last=true clipped float64",
         ranks=(3,),
-        slow=(2, 4),
+        extra=(2, 4),
     ),
     Case("scratch", "algorithm=bucketed", model="vit", settings="accumulate=3 clipped", slow=(2,)),
-    Case("scratch", settings="augmented", ranks=(2,), slow=(4,)),
-    Case("ddp", settings="shifted", ranks=(2,), slow=(3,)),
-    Case("ddp", settings="accumulate=3 clipped", ranks=(2,), slow=(1, 4)),
-    Case("ddp", settings="data.loader=workers recipe almost-empty", ranks=(2,), slow=(3,)),
-    Case("ddp", settings="focal almost-empty", slow=(2, 4)),
-    Case("ddp", settings="files", ranks=(2,), slow=(4,)),
+    Case("scratch", settings="augmented", ranks=(2,), extra=(4,)),
+    Case("ddp", settings="shifted", ranks=(2,), extra=(3,)),
+    Case("ddp", settings="accumulate=3 clipped", ranks=(2,), extra=(1, 4)),
+    Case("ddp", settings="data.loader=workers recipe almost-empty", ranks=(2,), extra=(3,)),
+    Case("ddp", settings="focal almost-empty", slow=(2,), extra=(4,)),
+    Case("ddp", settings="files", ranks=(2,), extra=(4,)),
     Case("ddp", model="vit_drop", settings="accumulate=3", ranks=(2,)),
-    Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), slow=(4,)),
-    Case("fsdp", settings="almost-empty", ranks=(3,), slow=(1, 2)),
-    Case("fsdp", settings="accumulate=2 clipped", slow=(2, 4)),
-    Case("fsdp", settings="recipe", slow=(2, 4)),
+    Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), extra=(4,)),
+    Case("fsdp", settings="almost-empty", ranks=(3,), extra=(1, 2)),
+    Case("fsdp", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
+    Case("fsdp", settings="recipe", slow=(2,), extra=(4,)),
     Case("fsdp", settings="files", slow=(4,)),
     # streams
     Case("single", settings="readers accumulate=3 data.num_workers=2", ranks=(1,)),
-    Case("scratch", settings="stream", slow=(2, 4)),
-    Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), slow=(4,)),
-    Case("fsdp", settings="readers", slow=(2, 4)),
-    Case("pipeline", "num_microbatches=5", settings="readers", ranks=(2,), slow=(4,)),
+    Case("scratch", settings="stream", slow=(2,), extra=(4,)),
+    Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), extra=(4,)),
+    Case("fsdp", settings="readers", slow=(2,), extra=(4,)),
+    Case("pipeline", "num_microbatches=5", settings="readers", ranks=(2,), extra=(4,)),
     Case("tp", settings="stream", slow=(2,)),
     Case("ddp_pipeline", settings="readers data.num_workers=0", slow=(4,)),
     Case("fsdp", settings="model.init=by_block", slow=(2,)),
@@ -142,12 +144,18 @@ MATRIX = [
     Case("pipeline", settings="files", slow=(2,)),
     # the first stage has neither parameters nor buffers
     Case("pipeline", "cut=[first]", model="unbiased", settings="clipped", ranks=(2,)),
-    Case("pipeline", "num_microbatches=7", settings="almost-empty", ranks=(3,), slow=(2,)),
+    Case("pipeline", "num_microbatches=7", settings="almost-empty", ranks=(3,), extra=(2,)),
     Case("pipeline", "num_microbatches=5", settings="clipped", slow=(4,)),
-    Case("pipeline", model="vit", settings="clipped", ranks=(2,)),
+    Case("pipeline", model="vit", settings="clipped", slow=(2,)),
     Case("pipeline", "num_microbatches=5", model="vit_drop", slow=(2,)),
     Case("pipeline", "num_microbatches=5", model="vit", settings="almost-empty", slow=(4,)),
-    Case("ddp_pipeline", "pp=1 schedule=gpipe", settings="accumulate=2 clipped", slow=(1, 2)),
+    Case(
+        "ddp_pipeline",
+        "pp=1 schedule=gpipe",
+        settings="accumulate=2 clipped",
+        slow=(2,),
+        extra=(1,),
+    ),
     Case("ddp_pipeline", "num_microbatches=5", settings="almost-empty", ranks=(4,)),
     Case("ddp_pipeline", settings="accumulate=2 recipe", slow=(4,)),
     Case(
@@ -161,21 +169,23 @@ MATRIX = [
     Case("ddp_pipeline", "schedule=interleaved1f1b", settings="clipped", slow=(4,)),
     Case("tp", "tp=1", settings="clipped", ranks=(1,)),
     Case("tp", settings="data.loader=workers almost-empty", ranks=(2,)),
-    Case("tp", "tp=2", settings="accumulate=3 clipped", slow=(2, 4)),
+    Case("tp", "tp=2", settings="accumulate=3 clipped", slow=(2,), extra=(4,)),
     Case("tp", settings="recipe", slow=(2,)),
     Case("tp", settings="clipped", ranks=(4,)),  # which does not divide 50 channels and 10 units
-    Case("tp", "tp=2", model="vit", settings="clipped", slow=(2, 4)),
+    Case("tp", "tp=2", model="vit", settings="clipped", slow=(2,), extra=(4,)),
     Case(
         "tp",
         "tp=2",
         model="vit_drop",
         settings="accumulate=2 recipe almost-empty",
-        ranks=(2,),
-        slow=(4,),
+        slow=(2,),
+        extra=(4,),
     ),
     Case("tp", model="vit", settings="adamw optimizer.fused=true clipped", slow=(4,)),
-    Case("mesh", model="short", slow=(1, 2)),
-    Case("mesh", "shard=null", model="short", settings="almost-empty clipped", slow=(1, 2)),
+    Case("mesh", model="short", slow=(2,), extra=(1,)),
+    Case(
+        "mesh", "shard=null", model="short", settings="almost-empty clipped", slow=(2,), extra=(1,)
+    ),
     # clipping would hide a wrong factor
     Case(
         "mesh",
@@ -254,14 +264,14 @@ MATRIX = [
         model="narrow",
         settings="samples=25 epochs=2",
         ranks=(2,),
-        slow=(4,),
+        extra=(4,),
     ),
-    Case("ddp", "batch_norm=sync", model="narrow", settings="samples=61", ranks=(2,), slow=(4,)),
-    Case("fsdp", "batch_norm=sync", model="narrow", settings="samples=49", slow=(2, 4)),
+    Case("ddp", "batch_norm=sync", model="narrow", settings="samples=61", ranks=(2,), extra=(4,)),
+    Case("fsdp", "batch_norm=sync", model="narrow", settings="samples=49", slow=(2,), extra=(4,)),
     Case(
         "fsdp", "batch_norm=sync", model="narrow-step", settings="model.init=by_block", ranks=(2,)
     ),
-    Case("tp", "tp=2 batch_norm=sync", model="narrow", slow=(2, 4)),
+    Case("tp", "tp=2 batch_norm=sync", model="narrow", slow=(2,), extra=(4,)),
     Case("pipeline", "schedule=gpipe num_microbatches=1", model="narrow-step", ranks=(2,)),
     Case(
         "ddp_pipeline",
@@ -285,11 +295,11 @@ MATRIX = [
     ),
     # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so
     # one value per channel.
-    Case("scratch", "batch_norm=sync", model="normalized", ranks=(3,), slow=(2,)),
-    Case("ddp", "batch_norm=sync", model="normalized", ranks=(3,), slow=(2,)),
-    Case("fsdp", "batch_norm=sync", model="normalized", ranks=(3,), slow=(2, 4)),
-    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(4,), slow=(2,)),
-    Case("mesh", "batch_norm=sync", model="normalized", slow=(2, 3)),
+    Case("scratch", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
+    Case("ddp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
+    Case("fsdp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2, 4)),
+    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(4,), extra=(2,)),
+    Case("mesh", "batch_norm=sync", model="normalized", slow=(2,), extra=(3,)),
     Case("mesh", "shard=null batch_norm=sync", model="normalized", slow=(3,)),
     Case(
         "mesh",
@@ -346,14 +356,14 @@ MATRIX = [
         settings="unused max_grad_norm=0.05",
         ranks=(2,),
     ),
-    Case("scratch", "find_unused_parameters=true", model="experts", ranks=(1,), slow=(2, 4)),
+    Case("scratch", "find_unused_parameters=true", model="experts", ranks=(1,), extra=(2, 4)),
     Case(
         "scratch",
         "find_unused_parameters=true",
         model="experts",
         settings="almost-empty accumulate=3",
         ranks=(3,),
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "scratch",
@@ -378,7 +388,7 @@ MATRIX = [
         model="experts",
         settings="almost-empty accumulate=3",
         ranks=(3,),
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "scratch",
@@ -400,7 +410,7 @@ MATRIX = [
         model="experts",
         settings="accumulate=2 clipped",
         ranks=(2,),
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "scratch",
@@ -415,7 +425,7 @@ MATRIX = [
         model="experts",
         settings="almost-empty",
         ranks=(3,),
-        slow=(2, 4),
+        extra=(2, 4),
     ),
     Case(
         "ddp",
@@ -423,7 +433,7 @@ MATRIX = [
         model="experts",
         settings="accumulate=3 clipped",
         ranks=(2,),
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "ddp",
@@ -454,19 +464,19 @@ MATRIX = [
         model="units=Containers",
         settings="accumulate=3 adamw max_grad_norm=0.05 almost-empty",
         ranks=(2,),
-        slow=(1, 3),
+        extra=(1, 3),
     ),
     Case("fsdp", "reshard_after_forward=false", model="units=Containers", slow=(2,)),
-    Case("fsdp", model="units=Around", settings="clipped", ranks=(3,), slow=(2,)),
+    Case("fsdp", model="units=Around", settings="clipped", ranks=(3,), extra=(2,)),
     Case(
-        "fsdp", model="units=Mixture", settings="decayed max_grad_norm=0.05", ranks=(2,), slow=(1,)
+        "fsdp", model="units=Mixture", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(1,)
     ),
     Case(
         "fsdp",
         model="units=Mixture",
         settings="accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty",
         ranks=(3,),
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "fsdp",
@@ -481,7 +491,7 @@ MATRIX = [
         model="units=Mixture model.where=units",
         settings="decayed",
         ranks=(2,),
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "fsdp",
@@ -491,7 +501,7 @@ MATRIX = [
         ranks=(3,),
     ),
     Case(
-        "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), slow=(3,)
+        "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
     ),
     Case("fsdp", model="units=Recomputed", settings="decayed", ranks=(2,)),
     Case(
@@ -512,9 +522,9 @@ MATRIX = [
     Case("dp", model="tied_head", settings="accumulate=2", slow=(1,)),
     Case("split", "num_microbatches=3", model="tied_head", settings="accumulate=2", slow=(1,)),
     Case("scratch", model="tied_head", settings="accumulate=2", slow=(2,)),
-    Case("scratch", "algorithm=bucketed", model="tied_head", ranks=(2,), slow=(3,)),
-    Case("ddp", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(3,)),
-    Case("fsdp", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(3, 4)),
+    Case("scratch", "algorithm=bucketed", model="tied_head", ranks=(2,), extra=(3,)),
+    Case("ddp", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3,)),
+    Case("fsdp", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3, 4)),
     Case(
         "fsdp",
         "reshard_after_forward=false",
@@ -522,33 +532,33 @@ MATRIX = [
         settings="model.init=default",
         slow=(3,),
     ),
-    Case("tp", "tp=2", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(4,)),
-    Case("pipeline", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(3,)),
+    Case("tp", "tp=2", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(4,)),
+    Case("pipeline", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3,)),
     Case("pipeline", model="tied_head", settings="checkpoint_activations=block", slow=(2,)),
     Case("pipeline", "schedule=interleaved1f1b", model="tied_head", slow=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="tied_head", slow=(2,)),
     Case("pipeline", model="tied_head", settings="model.init=default", slow=(2,)),
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
     Case("ddp_pipeline", model="tied_head", settings="accumulate=2", ranks=(4,)),
-    Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", ranks=(2,), slow=(3,)),
+    Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3,)),
     Case("mesh", "shard=2", model="tied_head", slow=(4,)),
     Case(
         "mesh",
         "tp=2 sequence_parallel=true",
         model="tied_head",
         settings="accumulate=2",
-        ranks=(2,),
+        slow=(2,),
     ),
-    Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", ranks=(2,)),
+    Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2 schedule=interleaved1f1b", model="tied_head", slow=(2,)),
     Case("mesh", "shard=null pp=2", model="tied_head", settings="accumulate=2", slow=(4,)),
-    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", ranks=(4,)),
+    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", slow=(4,)),
     Case("mesh", "shard=null", model="own=one_weight", slow=(2,)),
     Case("split", model="own=one_weight", slow=(1,)),
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
     Case("pipeline", "cut=['5']", model="own=one_weight", ranks=(2,)),
     # plans of any module
-    Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     # Without the bias of the keys, whose gradients are rounding errors of 1e-19. AdamW divides them
     # by their own size, and the bias would differ by 4e-12.
     Case(
@@ -557,11 +567,11 @@ MATRIX = [
         model="pairs model.key_bias=false",
         settings="adamw almost-empty",
         ranks=(2,),
-        slow=(4,),
+        extra=(4,),
     ),
-    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", ranks=(2,), slow=(4,)),
+    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
     Case("tp", "plan={}", model="planned", slow=(2,)),
-    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", ranks=(2,)),
+    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     Case(
         "mesh", f"tp=2 shard=null {PLAN}", model="pairs", settings="clipped almost-empty", slow=(4,)
     ),
@@ -570,7 +580,7 @@ MATRIX = [
     # any module without a plan
     Case("mesh", "shard=2", model="pairs", settings="accumulate=2 clipped almost-empty", slow=(4,)),
     Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,)),
-    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", ranks=(2,)),
+    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", slow=(2,)),
     Case(
         "mesh",
         "pp=2 schedule=gpipe num_microbatches=2 cut=[layers.1]",
@@ -583,8 +593,8 @@ MATRIX = [
     Case("tp", model="own=attention", ranks=(2,)),
     Case("tp", model="own=special_layers", ranks=(2,)),
     Case("tp", model="own=Plain", slow=(2,)),  # no chain
-    Case("tp", model="own=InPlace", settings="float64 clipped", ranks=(2,), slow=(4,)),
-    Case("tp", "tp=2", model="own=DirectWeights", settings="float64", ranks=(2,), slow=(4,)),
+    Case("tp", model="own=InPlace", settings="float64 clipped", ranks=(2,), extra=(4,)),
+    Case("tp", "tp=2", model="own=DirectWeights", settings="float64", ranks=(2,), extra=(4,)),
     Case("tp", model="own=SomeSteps", settings="max_grad_norm=0.05", ranks=(2,)),
     # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and
     # batches weigh unequally.
@@ -608,8 +618,8 @@ MATRIX = [
     ),
     Case("scratch", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("ddp", task="segmentation", settings="accumulate=2", ranks=(2,)),
-    Case("ddp", task="sums", settings="accumulate=2 clipped", ranks=(3,), slow=(2,)),
-    Case("fsdp", task="sums", settings="accumulate=2", slow=(2, 3)),
+    Case("ddp", task="sums", settings="accumulate=2 clipped", ranks=(3,), extra=(2,)),
+    Case("fsdp", task="sums", settings="accumulate=2", slow=(2,), extra=(3,)),
     Case("scratch", task="sums", slow=(3,)),
     Case(
         "split",
@@ -628,7 +638,7 @@ MATRIX = [
     Case("pipeline", task="tokens", ranks=(2,)),
     Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("tp", task="segmentation", settings="accumulate=2", ranks=(2,)),
-    Case("mesh", task="tokens", settings="accumulate=2", ranks=(2,)),
+    Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "tp=2", task="tokens", settings="accumulate=2", slow=(2,)),
     # losses that the last layer computes in chunks of rows, of unequal sizes

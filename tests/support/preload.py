@@ -4,11 +4,17 @@ import matplotlib.backends.backend_agg
 import matplotlib.pyplot  # noqa: F401
 import preload_rank  # noqa: F401
 import pytest  # noqa: F401
-import sklearn.datasets  # noqa: F401
+import sklearn.datasets
+import sklearn.metrics  # noqa: F401
+import torch._export.passes.replace_autocast_with_hop_pass
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-import torch.distributed.tensor.parallel  # noqa: F401
+import torch.distributed.tensor.parallel
+import torch.export._trace
+import torch.fx.experimental.validator  # noqa: F401
+import torchmetrics  # noqa: F401
 import torchvision.transforms.v2  # noqa: F401
 import training  # noqa: F401
 import worlds  # noqa: F401

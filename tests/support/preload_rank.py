@@ -3,10 +3,14 @@
 Slurm jobs import these alone.
 """
 
+import functools
 import gc
 import importlib
+import importlib.metadata
 import inspect
+import multiprocessing.popen_fork  # noqa: F401
 import pkgutil
+import string
 import weakref
 
 import hydra
@@ -18,7 +22,9 @@ import quick_compose  # noqa: F401
 import torch
 import torch.distributed.rendezvous
 import torch.distributed.run
+import torch.utils.serialization.config
 import torch.utils.tensorboard
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
 
 import ddp_lab
@@ -31,9 +37,18 @@ for package in (ddp_lab, hydra._internal.core_plugins):
         importlib.import_module(module.name)
 
 # Operations that are slow only the first time: torchrun's agent calls inspect.stack(), which looks
-# at the file of every loaded module (0.7 s), Hydra's parser fills its caches, pydantic builds its
-# validators, an optimizer's step imports parts of torch.
+# at the file of every loaded module (0.7 s), Hydra's parser fills its caches by the characters that
+# it has seen (0.05 s), pydantic builds its validators, a process group looks for backends in all
+# installed packages (0.05 s), an optimizer's step imports parts of torch.
 inspect.stack()
+NAMES = string.ascii_letters + string.digits + "_"
+VALUES = ("1", "-0.25", "1e-3", "true", "false", "null", "[a,1,0.5]", "{a: 1, b: null}", "auto")
+VALUES += (string.ascii_lowercase, string.digits, "'a b'", "/tmp/x-gw0/a.b_c", "a:1", "")
+OverridesParser.create().parse_overrides(
+    [f"{name}={value}" for value in VALUES for name in ("a", "a.b", "+a.b", "++a", NAMES)]
+)
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+importlib.metadata.entry_points(group="torch.distributed.backends")
 with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"):
     cfg = hydra.compose(
         "config",

@@ -1,15 +1,15 @@
 """Metrics of torchmetrics: over the complete set, the same for any strategy and number of ranks."""
 
+import importlib
 import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from case import config_of, reference_of
 from checkpoints import start
 from configs import config
@@ -36,6 +36,12 @@ from ddp_lab.training.metrics_trial import MetricsTrial
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
+
+
+def torchmetrics() -> ModuleType:
+    """Return the package, whose import takes seconds in each process of pytest."""
+    return importlib.import_module("torchmetrics")
+
 
 AUROC = {"_target_": "torchmetrics.AUROC", "task": "multiclass", "num_classes": 10}
 METRICS = [AUROC, "own_metrics.Ordered", "own_metrics.Seen"]
@@ -109,7 +115,7 @@ def metrics_of_whole_set(job) -> dict[str, float]:
     batch = job.loaders["test"].first(31)
     assert len(batch.inputs) == len(samples) == 31
     logits = job.strategy.predict(batch.inputs)
-    auroc = torchmetrics.AUROC(task="multiclass", num_classes=10)
+    auroc = torchmetrics().AUROC(task="multiclass", num_classes=10)
     classes = sorted(set(batch.targets.tolist()))
     assert len(classes) > 5
     per_class = [
@@ -435,7 +441,8 @@ def test_logits_within_0_and_1_are_not_taken_for_probabilities():
     targets = torch.randint(4, (40,), generator=generator)
     node = {"_target_": "torchmetrics.AUROC", "task": "multiclass", "num_classes": 4}
     value = over(make_metrics([node]), logits, targets, Classification(), 8)["auroc"]
-    expected = torchmetrics.AUROC(task="multiclass", num_classes=4)(logits.softmax(1), targets)
+    of_all = torchmetrics().AUROC(task="multiclass", num_classes=4)
+    expected = of_all(logits.softmax(1), targets)
     assert value == pytest.approx(float(expected), abs=1e-7)
 
 
@@ -455,23 +462,24 @@ def test_metrics_of_several_labels_and_of_pixels(size):
     assert values["jaccard_index"] == pytest.approx(values["mean_iou"], abs=1e-6)
 
 
-NAMES = [
-    (torchmetrics.AUROC(task="binary"), "auroc"),
-    (torchmetrics.F1Score(task="multiclass", num_classes=3), "f1_score"),
-    (torchmetrics.R2Score, "r2_score"),
-    (torchmetrics.MeanSquaredError, "mean_squared_error"),
-    ({"_target_": "torchmetrics.CohenKappa", "task": "binary"}, "cohen_kappa"),
-    ({"_target_": "torchmetrics.R2Score", "name": "fit"}, "fit"),
-]
+NAMES = {
+    "auroc": lambda: torchmetrics().AUROC(task="binary"),
+    "f1_score": lambda: torchmetrics().F1Score(task="multiclass", num_classes=3),
+    "r2_score": lambda: torchmetrics().R2Score,
+    "mean_squared_error": lambda: torchmetrics().MeanSquaredError,
+    "cohen_kappa": lambda: {"_target_": "torchmetrics.CohenKappa", "task": "binary"},
+    "fit": lambda: {"_target_": "torchmetrics.R2Score", "name": "fit"},
+}
 
 
-@pytest.mark.parametrize(("node", "name"), NAMES, ids=lambda value: str(value)[:20])
-def test_metric_is_named_by_its_class(node, name):
-    assert list(make_metrics([node]).metrics) == [name]
+@pytest.mark.parametrize("name", NAMES)
+def test_metric_is_named_by_its_class(name):
+    assert list(make_metrics([NAMES[name]()]).metrics) == [name]
 
 
 def test_metrics_in_a_dict_have_its_names():
-    metrics = make_metrics({"first": torchmetrics.R2Score(), "second": torchmetrics.R2Score})
+    score = torchmetrics().R2Score
+    metrics = make_metrics({"first": score(), "second": score})
     assert list(metrics.metrics) == ["first", "second"]
     assert metrics.higher_is_better == {"first": True, "second": True}
 
@@ -505,4 +513,4 @@ def test_outputs_that_are_no_tensor_have_their_logits_measured():
 
 def test_class_that_needs_arguments_is_refused():
     with pytest.raises(ConfigError, match="Pass an instance"):
-        make_metrics([torchmetrics.AUROC])
+        make_metrics([torchmetrics().AUROC])
