@@ -4,6 +4,7 @@ torch's view of GPUs is faked. What real ones answer is tested in tests/test_gpu
 """
 
 import os
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from worlds import run_world
 
 from ddp_lab.config.errors import NodeError
-from ddp_lab.world import visible_gpu
+from ddp_lab.world import ranks, visible_gpu
 from ddp_lab.world.runtime import Runtime
 
 
@@ -24,6 +25,7 @@ def device_with(uuids: list[list[str]]) -> str:
     visible = uuids[int(os.environ["RANK"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(visible_gpu, "PATIENCE", 2.0)
+        patch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=30))
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: len(visible))
         patch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -35,7 +37,7 @@ def device_with(uuids: list[list[str]]) -> str:
             ),
         )
         try:
-            runtime = Runtime("auto")
+            runtime = Runtime("auto", timeout=30)
         except NodeError as error:
             return str(error)
         if len({len(each) for each in uuids}) > 1:
