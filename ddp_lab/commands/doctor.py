@@ -90,11 +90,12 @@ def examine_machines(cfg: DictConfig) -> None:
 
 
 def count_workers(cfg: DictConfig) -> int:
-    """Return the number of worker processes of each rank.
+    """Return the number of worker processes of each rank that the config asks for.
 
     With data.loader=auto the datasets that are in memory are held by the device; that they fit
-    there is assumed.
+    there is assumed. data.num_workers=auto asks for none: it stays within the CPUs.
     """
     in_memory = str(cfg.data.dataset._target_).startswith("ddp_lab.data.datasets.")
     on_device = cfg.data.loader == "device" or (cfg.data.loader == "auto" and in_memory)
-    return 0 if on_device else cfg.data.num_workers
+    chosen_by_run = cfg.data.num_workers == "auto"
+    return 0 if on_device or chosen_by_run else cfg.data.num_workers

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from child_calls import leaves, prepares, sleeps
+from configs import config
 from fabric_cases import (
     Case,
     Report,
@@ -439,3 +440,15 @@ def test_container_without_shared_memory_is_named_by_ranks_of_torchrun(tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "warning  shared memory: /dev/shm has 64.0 MiB free, and 2 ranks" in ended.stdout
     assert "\nok       pair 0-1: " in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers"),
+    [
+        (["data.loader=workers", "data.num_workers=3"], 3),
+        (["data.loader=workers", "data.num_workers=auto"], 0),
+        (["data.loader=device", "data.num_workers=3"], 0),
+    ],
+)
+def test_worker_processes_are_those_that_the_config_asks_for(overrides, workers):
+    assert doctor.count_workers(config(*overrides)) == workers
