@@ -12,7 +12,7 @@ QUICK := config data/test_loader.py data/test_images.py models/test_models.py ob
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-quick test-slow test-extra test-ci test-all test-versions test-oldest test-newest constraints lint mutants compare bench tensorboard site
+.PHONY: help train test test-quick test-slow test-extra test-all test-versions test-oldest test-newest constraints lint mutants compare bench tensorboard site
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -32,10 +32,7 @@ test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits
 test-extra: .venv/installed-dev ## run further rows of the slow tests, which `.ci/run` omits
 	$(BIN)/$(PYTEST) -m extra
 
-test-ci: .venv/installed-dev ## run the tests of `make test` and `make test-slow` in one call
-	$(BIN)/$(PYTEST) -m "not extra"
-
-test-all: test-ci test-extra ## run all tests
+test-all: test test-slow test-extra ## run all tests
 
 test-versions: test-oldest test-newest ## run test-quick on the oldest and on the newest versions that pyproject.toml allows
 
