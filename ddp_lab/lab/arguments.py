@@ -139,8 +139,14 @@ def as_task(loss: LossFunction | Task) -> Task:
     return loss if isinstance(loss, Task) else Task(loss)
 
 
-def make_further_metrics(metrics: Sequence[Any] | Mapping[str, Any]) -> "GatheredMetrics | None":
+def make_further_metrics(
+    metrics: Sequence[Any] | Mapping[str, Any], batch_size: int
+) -> "GatheredMetrics | None":
     """Return the metrics of a trainer that are no sums; None if there are none.
+
+    Args:
+        metrics: of the user.
+        batch_size: samples in a GLOBAL batch.
 
     Raises:
         ConfigError: `metrics` is neither a list nor a dict, or as `make_metrics`.
@@ -154,7 +160,7 @@ def make_further_metrics(metrics: Sequence[Any] | Mapping[str, Any]) -> "Gathere
         return None
     from ddp_lab.training.gathered_metrics import make_metrics
 
-    return make_metrics(metrics)
+    return make_metrics(metrics, batch_size)
 
 
 def make_further_hooks(callbacks: Sequence[Any]) -> "list[Callback]":

@@ -307,7 +307,7 @@ class Lab:
             "readers": readers,
         }
         validate(TrainerKeys, {**sizes, **averaging, **others})
-        further_metrics = make_further_metrics(metrics)
+        further_metrics = make_further_metrics(metrics, batch_size)
         further_hooks = make_further_hooks(callbacks)
         named = {"metrics": [*further_metrics.metrics] if further_metrics else []}
         self._calls.begin("called lab.trainer", {**sizes, **averaging, **others, **named})

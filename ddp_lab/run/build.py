@@ -153,13 +153,19 @@ def build(
                 check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
             )
     job = assemble(cfg, strategy, dataset, sizes, built, task)
-    job = replace(job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg))
+    job = replace(
+        job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg, sizes.global_batch_size)
+    )
     job.notes.extend(job.loaders["train"].notes())
     return job
 
 
-def make_metrics(cfg: DictConfig) -> "GatheredMetrics | None":
+def make_metrics(cfg: DictConfig, batch_size: int) -> "GatheredMetrics | None":
     """Return the metrics of the key `metrics`; None if there are none.
+
+    Args:
+        cfg: the config.
+        batch_size: samples in a GLOBAL batch.
 
     Raises:
         ConfigError: as `gathered_metrics.make_metrics`.
@@ -168,7 +174,7 @@ def make_metrics(cfg: DictConfig) -> "GatheredMetrics | None":
         return None
     from ddp_lab.training import gathered_metrics
 
-    return gathered_metrics.make_metrics(plain(cfg)["metrics"])
+    return gathered_metrics.make_metrics(plain(cfg)["metrics"], batch_size)
 
 
 def make_callbacks(cfg: DictConfig) -> "list[Callback]":

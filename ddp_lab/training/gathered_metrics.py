@@ -10,8 +10,9 @@ torchmetrics can add the states of the ranks by itself. It is not used for that,
 - A class of the user that does not declare how its states are added would silently be wrong.
 
 Predictions and targets of each GLOBAL batch are therefore gathered on rank 0, in the order of the
-samples and without padding. Its metrics get the same calls as on one device. This costs the
-communication and the memory of the outputs of one batch, and what the metric keeps.
+samples and without padding. Its metrics get the same calls as on one device, of batches of the size
+of training, however many samples an evaluation computes at once. This costs the communication and
+the memory of the outputs of one batch, and what the metric keeps.
 """
 
 import re
@@ -46,6 +47,8 @@ class GatheredMetrics:
         metrics: by name.
         labels: import paths of their classes, by name.
         higher_is_better: by name; None: not known.
+        batch_size: samples of a GLOBAL batch; None: batches are what an evaluation computes at
+            once.
     """
 
     def __init__(
@@ -53,10 +56,13 @@ class GatheredMetrics:
         metrics: "Mapping[str, Metric]",
         labels: Mapping[str, str],
         higher_is_better: Mapping[str, bool | None],
+        batch_size: int | None = None,
     ):
         self.metrics = metrics
         self.labels = labels
         self.higher_is_better = higher_is_better
+        self.batch_size = batch_size
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # for the rest of their batch
         self._is_trial = False
         self._problem = ""  # why a metric has failed on rank 0
 
@@ -64,6 +70,7 @@ class GatheredMetrics:
         """Begin an evaluation, without the state of the last one."""
         self.strategy = strategy
         self._problem = ""
+        self._waiting = []
         if not strategy.runtime.is_main:
             return
         for name, metric in self.metrics.items():
@@ -94,9 +101,36 @@ class GatheredMetrics:
         expected = gather_on_rank0(strategy, expected[:num_valid], f"{KEY}: the targets")
         if predictions is None or expected is None:
             return
-        place = f"for predictions {describe(predictions)} and targets {describe(expected)}"
-        for name, metric in self.metrics.items():
-            self._call(name, f"update {place}", partial(metric.update, predictions, expected))
+        if self._waiting and self._waiting[-1][0].shape[1:] != predictions.shape[1:]:
+            self._update(is_complete=False)  # samples of another length make no batch together
+        self._waiting.append((predictions, expected))
+        if sum(len(rows) for rows, _ in self._waiting) >= (self.batch_size or 1):
+            self._update(is_complete=True)
+
+    def _update(self, is_complete: bool) -> None:
+        """Give the metrics the batches that wait.
+
+        Args:
+            is_complete: whether the samples after the last complete batch go on to wait.
+        """
+        if len(self._waiting) == 1:
+            ((predictions, expected),) = self._waiting
+        else:
+            predictions = torch.cat([rows for rows, _ in self._waiting])
+            expected = torch.cat([rows for _, rows in self._waiting])
+        self._waiting = []
+        size = self.batch_size or len(predictions)
+        end = len(predictions)
+        if is_complete:
+            end = end // size * size
+        if end < len(predictions):
+            self._waiting = [(predictions[end:], expected[end:])]
+        for first in range(0, end, size):
+            rows = predictions[first : min(first + size, end)]
+            labels = expected[first : min(first + size, end)]
+            place = f"for predictions {describe(rows)} and targets {describe(labels)}"
+            for name, metric in self.metrics.items():
+                self._call(name, f"update {place}", partial(metric.update, rows, labels))
 
     def values(self, taken: Collection[str]) -> dict[str, float]:
         """Return the metrics of the samples so far, by name, the same on every rank. Collective.
@@ -153,6 +187,8 @@ class GatheredMetrics:
 
     def _compute(self) -> list[float] | str:
         """Return the metrics in their order, on rank 0; or why one has failed."""
+        if self._waiting:
+            self._update(is_complete=False)
         numbers: list[float] = []
         for name, metric in self.metrics.items():
             value = self._call(name, "compute", metric.compute, is_lenient=self._is_trial)
@@ -215,12 +251,15 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def make_metrics(values: Sequence[Any] | Mapping[str, Any]) -> GatheredMetrics | None:
+def make_metrics(
+    values: Sequence[Any] | Mapping[str, Any], batch_size: int | None = None
+) -> GatheredMetrics | None:
     """Construct the metrics that a user names; return None if there are none.
 
     Args:
         values: each an import path, a dict with `_target_` and options, a class or an instance; in
             a list, or in a dict by name.
+        batch_size: as in `GatheredMetrics`.
 
     Raises:
         ConfigError: torchmetrics is not installed, one cannot be constructed or is no metric, or
@@ -256,7 +295,7 @@ def make_metrics(values: Sequence[Any] | Mapping[str, Any]) -> GatheredMetrics |
         metrics[name] = part.value
         labels[name] = part.label
         higher[name] = direction_of(part)
-    return GatheredMetrics(metrics, labels, higher)
+    return GatheredMetrics(metrics, labels, higher, batch_size)
 
 
 def missing_package() -> ConfigError:

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "mlartifacts/*": "tests/observe/test_trackers.py",
     "tracker.NAME.json": "tests/observe/test_trackers.py",
     "config.2.yaml": "tests/run/test_config_changes.py",
+    "stacks/": "tests/run/test_watch.py",
 }
 
 

@@ -207,6 +207,8 @@ def execute(program: list[str]) -> None:
     sys.argv = program
     sys.executable = str(programs() / "python")
     multiprocessing.set_executable(sys.executable)
+    # from where what is spawned reads the script; of the server, it is another directory
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     if name == "multiprocessing.spawn":
         _, command, *sys.argv[1:] = program
         exec(command)

@@ -21,12 +21,10 @@ from settings import (
 from torch import Tensor, nn
 
 
-def batches(samples: int, epoch: int | None = None) -> Iterator[Tensor]:
+def batches(samples: int, epoch: int) -> Iterator[Tensor]:
     """Yield the indices of the samples of each batch, in the random order of an epoch."""
-    order = torch.arange(samples)
-    if epoch is not None:
-        generator = torch.Generator().manual_seed(SEED + epoch)
-        order = torch.randperm(samples, generator=generator)
+    generator = torch.Generator().manual_seed(SEED + epoch)
+    order = torch.randperm(samples, generator=generator)
     yield from order.split(BATCH_SIZE)
 
 
@@ -79,7 +77,7 @@ def evaluate(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
     model.eval()
     inputs, targets = samples
     sums = torch.zeros(3, dtype=torch.float64, device=targets.device)
-    for index in batches(len(inputs)):
+    for index in torch.arange(len(inputs)).split(-(-BATCH_SIZE // ACCUMULATE)):
         _, results = measure(model(model_inputs(inputs[index])), targets[index])
         sums += results
     return sums

@@ -43,15 +43,17 @@ def connect() -> torch.device:
         return device
 
 
-def batches(samples: int, epoch: int | None = None) -> Iterator[tuple[Tensor, int, int]]:
+def batches(
+    samples: int, batch_size: int, epoch: int | None = None
+) -> Iterator[tuple[Tensor, int, int]]:
     """Yield this rank's indices of each batch, how many are no padding, and the global size."""
     world_size = dist.get_world_size()
-    assert BATCH_SIZE % world_size == 0, "the ranks share every batch equally"
+    assert batch_size % world_size == 0, "the ranks share every batch equally"
     sampler = DistributedSampler(range(samples), shuffle=epoch is not None, seed=SEED)
     sampler.set_epoch(epoch or 0)
     order = torch.tensor(list(sampler))
-    for number, index in enumerate(order.split(BATCH_SIZE // world_size)):
-        size = min(BATCH_SIZE, samples - number * BATCH_SIZE)
+    for number, index in enumerate(order.split(batch_size // world_size)):
+        size = min(batch_size, samples - number * batch_size)
         yield index, len(range(dist.get_rank(), size, world_size)), size
 
 
@@ -62,7 +64,7 @@ def train_epoch(model, samples, epoch, optimizer, scheduler) -> Tensor:
     sums = torch.zeros(3, dtype=torch.float64, device=targets.device)
     if CROP_PADDING > 0 or FLIP:
         offsets = draw_offsets(len(inputs), epoch)
-    for index, valid, size in batches(len(inputs), epoch):
+    for index, valid, size in batches(len(inputs), BATCH_SIZE, epoch):
         if MODEL_MAY_DRAW:
             step = scheduler.last_epoch
             torch.manual_seed(seed_of(f"masks seed={SEED} step={step} replica={dist.get_rank()}"))
@@ -119,7 +121,9 @@ def evaluate(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
             dist.broadcast(buffer, src=0)
     inputs, targets = samples
     sums = torch.zeros(3, dtype=torch.float64, device=targets.device)
-    for index, valid, _ in batches(len(inputs)):
+    world_size = dist.get_world_size()
+    micro_batch = -(-BATCH_SIZE // (world_size * ACCUMULATE))
+    for index, valid, _ in batches(len(inputs), world_size * micro_batch):
         logits = model(model_inputs(inputs[index]))
         _, results = measure(logits[:valid], targets[index][:valid])
         sums += results
