@@ -43,16 +43,13 @@ def connect() -> torch.device:
         return device
 
 
-def batches(
-    samples: int, batch_size: int, epoch: int | None = None
-) -> Iterator[tuple[Tensor, int, int]]:
+def batches(samples: int, batch_size: int, epoch=None) -> Iterator[tuple[Tensor, int, int]]:
     """Yield this rank's indices of each batch, how many are no padding, and the global size."""
     world_size = dist.get_world_size()
     assert batch_size % world_size == 0, "the ranks share every batch equally"
     sampler = DistributedSampler(range(samples), shuffle=epoch is not None, seed=SEED)
     sampler.set_epoch(epoch or 0)
-    order = torch.tensor(list(sampler))
-    for number, index in enumerate(order.split(batch_size // world_size)):
+    for number, index in enumerate(torch.tensor(list(sampler)).split(batch_size // world_size)):
         size = min(batch_size, samples - number * batch_size)
         yield index, len(range(dist.get_rank(), size, world_size)), size
 
@@ -121,11 +118,9 @@ def evaluate(model: nn.Module, samples: tuple[Tensor, Tensor]) -> Tensor:
             dist.broadcast(buffer, src=0)
     inputs, targets = samples
     sums = torch.zeros(3, dtype=torch.float64, device=targets.device)
-    world_size = dist.get_world_size()
-    micro_batch = -(-BATCH_SIZE // (world_size * ACCUMULATE))
-    for index, valid, _ in batches(len(inputs), world_size * micro_batch):
-        logits = model(model_inputs(inputs[index]))
-        _, results = measure(logits[:valid], targets[index][:valid])
+    micro_batch = -(-BATCH_SIZE // (dist.get_world_size() * ACCUMULATE))
+    for index, valid, _ in batches(len(inputs), dist.get_world_size() * micro_batch):
+        _, results = measure(model(model_inputs(inputs[index]))[:valid], targets[index][:valid])
         sums += results
     dist.all_reduce(sums)
     return sums
