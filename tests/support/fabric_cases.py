@@ -145,7 +145,7 @@ def is_slow(kept: dict[str, Any], meeting: Meeting) -> float:
 
 
 def needs_detour(kept: dict[str, Any], meeting: Meeting) -> float:
-    """Fail like a GPU whose direct access is blocked, unless NCCL is told to do without."""
+    """Fail like a GPU whose direct access is blocked, unless NCCL does without it."""
     if os.environ.get("NCCL_P2P_DISABLE") != "1":
         raise RuntimeError("no direct access")
     return measure_pair(kept, meeting)

@@ -122,7 +122,7 @@ class Rows(Logger):
 
 
 class Begun:
-    """The hook of one rank, which is told of exchanges by hand."""
+    """The hook of one rank, whose exchanges the test calls itself."""
 
     def __init__(self, monkeypatch, step: int = 0, rank: int = 0):
         self.now = 100.0
