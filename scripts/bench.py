@@ -37,6 +37,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def measure_ours(
     """Return samples or tokens per second of every repeat of a loop of train.py, and its memory.
 
     The memory is the peak in bytes of the rank that needs the most; None: it was not measured.
+    Options that the run has disabled are noted in the row.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -142,6 +144,8 @@ def measure_ours(
     run = train(line, ranks if ranks > 1 else None, folder, "run", arguments.patience)
     if run.problem:
         raise RuntimeError(run.problem)
+    printed = (folder / "run" / "run.output.txt").read_text()
+    row["disabled"] = sorted(set(re.findall(r"(cuda_graph|compile)=true is disabled", printed)))
     peaks = [int(path.read_text()) for path in folder.glob("peak*")]
     return [rate * model.units for rate in run.rates], max(peaks, default=None)
 

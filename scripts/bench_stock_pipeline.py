@@ -74,12 +74,10 @@ def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> 
         stage: Autocast(nn.Sequential(*parts[stage]), arguments.half, sent)
         for stage in range(rank, number, layout.pp)
     }
-    if number - 1 in mine:
-        mine[number - 1].dtype = torch.float32
     stages = list[Any]()
     for stage, module in mine.items():
         before = torch.empty(size, *shapes[stage], device=device, dtype=sent, requires_grad=True)
-        after = torch.empty(size, *shapes[stage + 1], device=device, dtype=module.dtype)
+        after = torch.empty(size, *shapes[stage + 1], device=device, dtype=sent)
         # Their shapes are known, so that no stage runs to find them.
         stages.append(
             PipelineStage(

@@ -37,11 +37,13 @@ def table(rows: list[dict]) -> str:
     its share of the number of devices; of a pipeline also without the idle time of its schedule.
     `GiB` is the peak of the fullest device, as torch counts it on a GPU, and on a CPU the resident
     size of the largest process; `planned GiB` what `ddp-lab advise` plans. The last column is the
-    ratio to the strongest loop that is not ours, of the same strategy.
+    ratio to the strongest loop that is not ours, of the same strategy. A loop that is named with
+    "no cuda_graph" was asked for it, and the run has disabled it.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for row in rows:
-        cells = [row["model"], str(row["devices"]), row["strategy"], row["loop"]]
+        without = "".join(f", no {option}" for option in row.get("disabled", []))
+        cells = [row["model"], str(row["devices"]), row["strategy"], f"{row['loop']}{without}"]
         cells += rate_cells(row, rows) if "rate" in row else other_cells(row)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -70,11 +70,14 @@ def test_table_has_the_planned_memory_and_the_bubble_of_a_pipeline():
     four = one | {"devices": 4, "strategy": "pipeline"}
     rows = [
         one | {"rate": 500.0, "spread": 0.01, "peak": 3 * 2**30, "planned": 4 * 2**30},
-        four | {"rate": 1600.0, "spread": 0.0, "bubble": 0.2, "planned": 2**30},
+        four
+        | {"rate": 1600.0, "spread": 0.0, "bubble": 0.2, "planned": 2**30, "disabled": ["compile"]},
         four | {"loop": "stock", "skipped": "torch has no loop like strategy=x"},
         four | {"devices": 8, "planned": 2**29},
     ]
-    cells = [line.split(" | ")[4:] for line in table(rows).splitlines()[2:]]
+    lines = [line.split(" | ") for line in table(rows).splitlines()[2:]]
+    assert [line[3] for line in lines] == ["ours", "ours, no compile", "stock", "ours"]
+    cells = [line[4:] for line in lines]
     assert cells == [
         ["500", "1.0%", "1.00x", "100%", "3.00", "4.00", " |"],
         ["1,600", "0.0%", "3.20x", "80%; 100% without the bubble of 20%", "", "1.00", " |"],
