@@ -46,6 +46,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -395,7 +396,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(f"error: --strategies: {error}")
     rows = resumed(wanted, before["rows"])
-    record = before
+    record: dict[str, Any] = before
     if not arguments.plan:
         on_cpu = arguments.gpus == [0]
         record["where"] = f"{os.cpu_count()} CPU cores" if on_cpu else torch.cuda.get_device_name()

@@ -44,11 +44,11 @@ class Autocast(nn.Module):
     def __init__(self, blocks: nn.Module, half: bool, dtype: torch.dtype):
         super().__init__()
         self.blocks = blocks
-        self.half = half
+        self.computes_in_half = half
         self.dtype = dtype
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.half):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.computes_in_half):
             outputs = self.blocks(inputs)
         return outputs.to(self.dtype)
 
@@ -147,7 +147,7 @@ def wrapped(module: Autocast, mesh: DeviceMesh, arguments: Namespace) -> nn.Modu
     for block in blocks:
         block.compile()
     if replicas > 1:
-        module.half = False  # fully_shard's policy takes its place
+        module.computes_in_half = False  # fully_shard's policy takes its place
         shard(module, blocks, mesh, arguments, reshard_after_forward=False)
     return module
 

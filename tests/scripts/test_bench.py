@@ -198,6 +198,7 @@ def test_bench_pairs_our_loop_with_the_bare_one(tmp_path):
 
 
 STOCKS = ["ddp", "fsdp", "scratch-bucketed", "pipeline", "mesh tp=2"]
+STOCKS.append("pipeline schedule=interleaved1f1b")
 
 
 @pytest.mark.slow
@@ -210,3 +211,23 @@ def test_every_strategy_has_a_stock_loop_that_runs_on_two_ranks(tmp_path):
     assert [row["strategy"] for row in rows] == ["single", *STOCKS]
     assert not [row["skipped"] for row in rows if "skipped" in row]
     assert all(row["rate"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_bench_measures_what_was_planned_and_says_what_is_left_out(tmp_path):
+    line = "python scripts/bench.py --gpus 0 --models gpt_tiny --repeats 2 --steps 4 --patience 100"
+    chosen = ["--json", str(tmp_path / "b.json"), "--loops", "ours eager", "--strategies"]
+    chosen += ["mesh shard=null", "mesh pp=2 tp=2"]
+    code, output = launch(f"{line} --plan cpu", *chosen)
+    assert code == 0, output
+    left_out = "left out: gpt_tiny on 2, mesh pp=2 tp=2: strategy.pp=2 strategy.tp=2: cannot lay 2"
+    assert left_out in output
+    planned = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [row["strategy"] for row in planned] == ["single", "mesh shard=null"]
+    assert all(row["planned"] > 0 and not row["launches"] for row in planned)
+    code, output = launch(line, *chosen)
+    assert code == 0, output
+    measured = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [row["planned"] for row in measured] == [row["planned"] for row in planned]
+    assert all(row["rate"] > 0 and row["peak"] > 2**27 for row in measured), output
+    assert left_out in output

@@ -80,15 +80,3 @@ def test_losses_of_two_ranks_are_those_of_one(model, overrides, tmp_path):
     again, _ = launch(line, *chosen)
     assert again == 0
     assert json.loads((tmp_path / "losses.json").read_text())["rows"] == rows
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--gpus 8", "error: --gpus 8: this machine shows 0; use 0 for the CPU\n"),
-        ("--gpus 0 --steps 4", "error: --steps 4: must be at least 5\n"),
-    ],
-)
-def test_invalid_options_are_refused(options, message, tmp_path):
-    out = str(tmp_path / "out")
-    assert launch(f"python scripts/same_losses.py {options}", "--out", out) == (1, message)
