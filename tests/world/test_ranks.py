@@ -169,9 +169,9 @@ def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
 
 
 def test_find_launch_returns_the_directory_of_a_launch_also_if_some_nodes_were_replaced(tmp_path):
-    for name, launch in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
+    for name, text in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / LAUNCH_FILE).write_text(launch)
+        (tmp_path / name / LAUNCH_FILE).write_text(text)
     # for root, too, whom permissions do not stop
     (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)
     launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "host-2-20", "node1-1-50", "node"]
