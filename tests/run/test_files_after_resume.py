@@ -88,6 +88,9 @@ def resumed(tmp_path_factory) -> Path:
     assert (run_dir / ".injected").exists()
     (run_dir / "failure.json").write_text(json.dumps({"message": EARLIER}))
     (run_dir / "checkpoints" / "step_99999999.tmp").write_bytes(b"part of a checkpoint")
+    for folder in ("step_8", "step_8.1", "step_9"):  # of this launch, and of one before it
+        (run_dir / "flight_recorder" / folder).mkdir(parents=True)
+        (run_dir / "flight_recorder" / folder / "rank_7").write_text(folder)
     run_world(2, main_in_world, *LINE, "timeout=99", *where)
     return run_dir
 
@@ -233,6 +236,19 @@ def check_profile(resumed: Path, straight: Path) -> None:
     assert (resumed / "profile").stat().st_mtime > (resumed / "config.1.yaml").stat().st_mtime
 
 
+def check_flight_recorder(resumed: Path, straight: Path) -> None:
+    """A hang at the same step must not mix with those of other ranks, which may be fewer."""
+    dumps = {
+        str(path.relative_to(resumed / "flight_recorder")): path.read_text()
+        for path in (resumed / "flight_recorder").glob("*/*")
+    }
+    assert dumps == {
+        "step_8.1/rank_7": "step_8.1",
+        "step_8.2/rank_7": "step_8",
+        "step_9.1/rank_7": "step_9",
+    }
+
+
 CHECKS: dict[str, Callable[[Path, Path], None]] = {
     "config.yaml": check_config,
     "config.1.yaml": check_config_before,
@@ -250,6 +266,7 @@ CHECKS: dict[str, Callable[[Path, Path], None]] = {
     ".lock": check_lock,
     ".injected": check_injected,
     "profile/*": check_profile,
+    "flight_recorder/*": check_flight_recorder,
 }
 
 
