@@ -118,6 +118,28 @@ def test_pipeline_sends_the_activations_of_a_batch_at_the_cut(case, ranks, accum
     assert in_stages == size, "the stages do not make up the model"
 
 
+@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bf16", 2)])
+def test_pipeline_sends_activations_and_their_gradients_in_the_precision(
+    precision, size, monkeypatch
+):
+    for rank in (0, 1):
+        with world(monkeypatch, rank, 2, precision) as runtime:
+            counted = second_step(set_up("pipeline", runtime, "lenet", 1), 1)
+        activations = SAMPLES * 20 * 13 * 13
+        assert counted.bytes["send"] == counted.bytes["receive"] == size * activations
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cuts"), [("1f1b", 1), ("interleaved1f1b", 3), ("interleavedzerobubble", 3)]
+)
+def test_several_stages_of_a_rank_send_a_message_for_each_cut(schedule, cuts, monkeypatch):
+    """Two ranks with v stages each have 2 v - 1 cuts, at each of which one sends, and one back."""
+    for rank in (0, 1):
+        case = f"pipeline schedule={schedule} num_microbatches=4"
+        counted, _, _ = traffic(monkeypatch, case, 2, rank, name="vit")
+        assert counted.calls["send"] == counted.calls["receive"] == 4 * cuts
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_pipelines_of_mesh_gather_once_and_sum_after_every_part(accumulate, monkeypatch):
     """A block's activations are 16 tokens of 16 numbers."""
