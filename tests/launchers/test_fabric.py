@@ -7,6 +7,7 @@ functions that take the place of the real ones in the child processes. The other
 
 import math
 import re
+import socket
 from itertools import combinations
 from pathlib import Path
 
@@ -397,6 +398,15 @@ def test_interface_of_gloo_has_an_address_of_the_host_name(monkeypatch):
     assert choose("gloo", "", ALL) == LOOPBACK
     addresses[:] = ["192.0.2.1"]
     assert choose("gloo", "", ALL) == LOOPBACK, "gloo falls back to it"
+
+
+def test_host_name_without_an_address_leaves_gloo_the_loopback(monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert interfaces_module.addresses_of_host() == []
+    assert choose("gloo", "", ALL) == LOOPBACK
 
 
 def test_failed_pairs_with_one_rank_in_common_name_it():

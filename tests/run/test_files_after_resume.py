@@ -21,6 +21,7 @@ from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import read_rows
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import TrackedRun
+from ddp_lab.run.data_record import LATER
 
 LINE = (
     *SMALL,
@@ -87,6 +88,10 @@ def resumed(tmp_path_factory) -> Path:
     assert 0 < status["step"] <= STEPS - 20, "the rest is long enough for a profile"
     assert (run_dir / ".injected").exists()
     (run_dir / "failure.json").write_text(json.dumps({"message": EARLIER}))
+    (run_dir / "environment.json").write_text("{}")  # as on another machine, with other versions
+    data = json.loads((run_dir / "data.json").read_text())
+    earlier = {name: value for name, value in data.items() if name not in LATER}
+    (run_dir / "data.json").write_text(json.dumps(earlier))  # as of an earlier version
     (run_dir / "checkpoints" / "step_99999999.tmp").write_bytes(b"part of a checkpoint")
     for folder in ("step_8", "step_8.1", "step_9"):  # of this launch, and of one before it
         (run_dir / "flight_recorder" / folder).mkdir(parents=True)
@@ -115,10 +120,12 @@ def check_config_before(resumed: Path, straight: Path) -> None:
 
 
 def check_data(resumed: Path, straight: Path) -> None:
+    """It is that of the last launch."""
     assert (resumed / "data.json").read_text() == (straight / "data.json").read_text()
 
 
 def check_environment(resumed: Path, straight: Path) -> None:
+    """It is that of the last launch."""
     actual, expected = (
         json.loads((folder / "environment.json").read_text()) for folder in (resumed, straight)
     )
