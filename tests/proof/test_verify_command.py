@@ -179,8 +179,8 @@ def test_lab_verifies_the_training_that_its_arguments_describe(monkeypatch):
         },
     ):
         Lab(seed=7).verify(model, loss, data(), **arguments)
-    (first, by_default), (second, given) = verified
-    assert (by_default, given) == ((None, 4, ()), (0.25, 2, ("ddp",)))
+    (first, by_default), (second, further) = verified
+    assert (by_default, further) == ((None, 4, ()), (0.25, 2, ("ddp",)))
     assert (first.accumulate, first.targets, first.collate_fn, first.seed) == (1, 1, None, 7)
     assert isinstance(first.optimizer(model.parameters()), torch.optim.SGD)
     assert (second.accumulate, second.targets, second.collate_fn) == (2, 0, tuple)
