@@ -5,6 +5,7 @@ of a group's collectives. A rank whose last number is smaller than that of a cal
 wait has not made that call.
 """
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,6 +66,18 @@ def save(run_dir: Path, step: int, rank: int) -> None:
 def folder_of(run_dir: Path, step: int) -> Path:
     """Return the directory of the dumps of a hang that was reported at `step`."""
     return run_dir / FOLDER / f"step_{step}"
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename the dumps of earlier launches.
+
+    A later hang at the same step, on fewer ranks or with one that cannot write, would mix with
+    them.
+    """
+    for folder in (run_dir / FOLDER).glob("step_*"):
+        if "." not in folder.name:
+            names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+            folder.rename(next(name for name in names if not name.exists()))
 
 
 def last_calls() -> dict[str, Any]:

@@ -79,6 +79,10 @@ class RunDir:
 
             failure = read_json(path / "failure.json")  # of an earlier attempt
             (path / "failure.json").unlink(missing_ok=True)
+            if (path / "flight_recorder").exists():
+                from ddp_lab.resilience import flight_recorder
+
+                flight_recorder.set_aside(path)
             (path / LAUNCH_FILE).write_text(launch)
         except OSError as error:
             from ddp_lab.world.write_errors import explain_write

@@ -11,6 +11,8 @@ that a step with the learning rate 0.1 multiplies w by 0.35. The decay of the av
 """
 
 import json
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -87,6 +89,36 @@ def test_step_follows_the_schedule(lab):
     assert weight(trainer) == pytest.approx(0.675 * 0.35)
 
 
+def own_step(trainer, parts: int = 1) -> float:
+    """Take the step of `step` by the methods with which a loop computes its own."""
+    for number in range(parts):
+        inputs, targets = (tensor[number::parts] for tensor in SAMPLES.tensors)
+        is_last = number == parts - 1
+        with nullcontext() if is_last else trainer.accumulating():
+            losses, weights = loss(trainer.forward(inputs), targets)
+            trainer.backward((losses * weights).sum(), weights.sum())
+    return float(trainer.update())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_own_step_returns_the_weighted_mean_and_updates_the_averages(lab, parts):
+    trainer = trainer_of(lab)
+    losses = [own_step(trainer, parts), own_step(trainer, parts)]
+    assert losses == pytest.approx([13 / 4, 13 / 4 * 0.35**2])
+    assert weight(trainer) == pytest.approx(0.1225)
+    assert trainer.evaluate(SAMPLES) == pytest.approx({"loss": 13 / 4 * SECOND**2})
+
+
+def test_own_step_clips_and_follows_the_schedule(lab):
+    trainer = trainer_of(lab, max_grad_norm=1.3)
+    own_step(trainer)
+    assert weight(trainer) == pytest.approx(1 - 0.13)
+    trainer = trainer_of(lab, schedule=lambda step: (1 + step) / 2)
+    own_step(trainer)
+    own_step(trainer)
+    assert weight(trainer) == pytest.approx(0.675 * 0.35)
+
+
 def test_classification_with_a_weighted_loss_divides_the_gradient_by_the_weights(lab):
     """Logits (w x, 0) and class 1: the gradient by w at 0 is x / 2 for each sample."""
 
@@ -157,6 +189,59 @@ def test_fit_logs_the_weighted_mean_since_the_last_row(tmp_path):
     assert [row["loss"] for row in rows[:2]] == pytest.approx([first, second])
     mean = (weight_of_first * first + weight_of_second * second) / 4
     assert rows[2]["train_loss"] == pytest.approx(mean)
+
+
+class Slow(nn.Linear):
+    """Takes two seconds of a clock of the test for a forward pass of training."""
+
+    now = 100.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Slow.now += 2 * self.training
+        return super().forward(input)
+
+
+def test_fit_logs_every_so_many_seconds(tmp_path, monkeypatch):
+    """Six steps of two seconds: a row after 4 s, 8 s and 12 s."""
+    monkeypatch.setattr(time, "perf_counter", lambda: Slow.now)
+    data = TensorDataset(torch.ones(6, 1), torch.ones(6, 2))
+    with Lab(device="cpu", run_dir=tmp_path) as lab:
+        trainer = lab.trainer(Slow(1, 1), loss, SGD, batch_size=1)
+        trainer.fit(data, None, epochs=1, log_every="4s")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [2, 4, 6]
+    assert [row["samples_per_second"] for row in steps] == pytest.approx([0.5] * 3)
+    assert [row["eta"] for row in steps] == pytest.approx([8, 4, 0])
+    assert (rows[-1]["kind"], rows[-1]["seconds"]) == ("epoch", pytest.approx(12))
+
+
+class Counting(nn.Linear):
+    passes = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Counting.passes += 1
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(("activations", "passes"), [("none", 2), ("block", 4)])
+def test_checkpoint_activations_computes_blocks_again(lab, activations, passes):
+    model = nn.Sequential(Counting(1, 1), Counting(1, 1))
+    trainer = lab.trainer(model, loss, SGD, batch_size=2, checkpoint_activations=activations)
+    step(trainer)
+    Counting.passes = 0
+    step(trainer)
+    assert Counting.passes == passes
+
+
+def test_tracker_options_reach_the_tracker(tmp_path):
+    options = {"own_trackers": {"Lines": {"file": "mine.jsonl"}}}
+    with Lab(
+        device="cpu", run_dir=tmp_path, tracker="own_trackers.Lines", tracker_options=options
+    ) as lab:
+        lab.log(step=3, loss=0.25)
+    records = [json.loads(line)[1:] for line in (tmp_path / "mine.jsonl").read_text().splitlines()]
+    assert ["metrics", None, 3, None] in records
 
 
 def test_checkpoint_and_resume_restore_weights_averages_and_position(lab, tmp_path):

@@ -7,10 +7,12 @@ functions that take the place of the real ones in the child processes. The other
 
 import math
 import re
+import socket
 from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from child_calls import leaves, prepares, sleeps
 from configs import config
 from fabric_cases import (
@@ -39,7 +41,7 @@ from worlds import once, run_world
 
 from ddp_lab.commands import doctor
 from ddp_lab.launchers.fabric import interfaces as interfaces_module
-from ddp_lab.launchers.fabric import links, nvidia_smi, processors
+from ddp_lab.launchers.fabric import links, nvidia_smi, processors, transfer
 from ddp_lab.launchers.fabric.child import Child
 from ddp_lab.launchers.fabric.clocks import check_clocks
 from ddp_lab.launchers.fabric.interfaces import Interface, check_interface, choose
@@ -200,6 +202,23 @@ def test_healthy_ranks_have_no_warning_and_a_measured_pair(root):
     assert report.lines("pairs")[0].startswith("ok       pairs: all exchange at ")
     assert "gloo will use " in report.lines("interface")[0]
     assert not list((root / "healthy/runs").iterdir()), "the locked file is removed"
+
+
+@pytest.mark.parametrize(
+    ("rate", "largest"), [(1e9, transfer.LARGEST_BYTES["cpu"]), (8e6, transfer.FIRST_BYTES)]
+)
+def test_bandwidth_is_that_of_the_measured_exchanges(rate, largest, monkeypatch):
+    """A link of so many bytes a second, whose first exchange also connects the ranks for 9 s."""
+    exchanged: list[int] = []
+
+    def exchange(device: torch.device, role: int, size: int, repeats: int) -> float:
+        exchanged.append(size * repeats)
+        connecting = 9.0 if len(exchanged) == 1 else 0.0
+        return size * repeats / rate + connecting
+
+    monkeypatch.setattr(transfer, "exchange", exchange)
+    assert transfer.bandwidth(torch.device("cpu"), 0) == pytest.approx(rate / 1e9)
+    assert exchanged[-1] == transfer.REPEATS * largest
 
 
 @pytest.mark.parametrize("name", ["interface", "garbled"])
@@ -379,6 +398,15 @@ def test_interface_of_gloo_has_an_address_of_the_host_name(monkeypatch):
     assert choose("gloo", "", ALL) == LOOPBACK
     addresses[:] = ["192.0.2.1"]
     assert choose("gloo", "", ALL) == LOOPBACK, "gloo falls back to it"
+
+
+def test_host_name_without_an_address_leaves_gloo_the_loopback(monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert interfaces_module.addresses_of_host() == []
+    assert choose("gloo", "", ALL) == LOOPBACK
 
 
 def test_failed_pairs_with_one_rank_in_common_name_it():

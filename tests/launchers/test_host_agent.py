@@ -34,7 +34,8 @@ class Host:
         self.connection = Connection(command, "a", sys.executable, self.answers)
         self.connection.is_started = True
         self.connection.ask("check", directory=str(STUB), environment={}, count_gpus=False)
-        self.connection.ask("start", arguments=["train", f"name={behaviour}"], wants_outcome=False)
+        arguments = ["train", f"name={behaviour}", f"runs_dir={folder / 'saved'}"]
+        self.connection.ask("start", arguments=arguments, wants_outcome=False)
         self.lines: list[str] = []
 
     def read_until(self, kind: str, text: str = "") -> dict:
@@ -113,8 +114,8 @@ def test_closed_connection_leaves_no_process(tmp_path):
 
 
 def test_launcher_may_save_after_its_connection_was_closed(tmp_path):
-    """It gets SIGTERM, and ends before it would be killed."""
-    host = Host(tmp_path, "waits")
+    """It gets SIGTERM, and has some seconds until it would be killed."""
+    host = Host(tmp_path, "saves")
     host.read_until("line", "ready")
     agent = psutil.Process(host.connection.process.pid)
     launcher = launcher_of(agent)
@@ -122,6 +123,7 @@ def test_launcher_may_save_after_its_connection_was_closed(tmp_path):
     host.connection.close()
     wait_for_end([agent, launcher])
     assert time.monotonic() - begin < host_agent.GRACE + BUSY
+    assert (tmp_path / "saved").read_text() == "saved"
 
 
 def test_silent_connection_counts_as_lost(tmp_path, monkeypatch):

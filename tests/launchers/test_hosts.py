@@ -184,8 +184,9 @@ def test_other_ddp_lab_is_named_by_its_version_or_its_first_file(fake, monkeypat
 
     monkeypatch.setattr(hosts, "version_of", lambda package: "0.0.1")
     text = refusal(fake, directory=str(package.parent))
-    number = len(host_agent.fingerprint(str(Path(hosts.__file__).parents[1])))
-    assert f"{A}: has another ddp_lab than this machine, in {number} files, the first of" in text
+    files = host_agent.fingerprint(str(Path(hosts.__file__).parents[1]))
+    differs = f"{A}: has another ddp_lab than this machine, in {len(files)} files, the first of"
+    assert f"{differs} which is {min(files)}" in text
 
 
 def test_python_without_torch_is_named(fake):

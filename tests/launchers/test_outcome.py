@@ -71,6 +71,19 @@ def test_launch_whose_rank_is_killed_has_the_signal(tmp_path):
     assert record["checkpoints"] == []
 
 
+def test_run_of_which_one_rank_alone_was_asked_to_stop_is_preempted_with_code_0(tmp_path):
+    file = tmp_path / "outcome.json"
+    where = [f"runs_dir={tmp_path}/runs", "name=mine", "--json", str(file)]
+    endless = ["epochs=100000", "inject=sigterm@rank=1,step=6"]
+    code, output = launch(TWO, *where, *SMALL, *VALIDATED, *endless)
+    assert code == 0, output
+    record = outcome_of(file, 0)
+    assert (record["status"], record["error"], record["result"]) == ("preempted", None, None)
+    assert record["metrics"]["epoch"] >= 1
+    assert record["step"] > 5
+    assert record["checkpoints"][-1].endswith(f"step_{record['step']:08}.pt")
+
+
 @pytest.mark.parametrize("line", [ONE, TWO])
 @pytest.mark.parametrize(
     ("overrides", "error"),
@@ -93,7 +106,11 @@ def test_refused_run_has_the_message_and_no_directory(line, overrides, error, tm
 @pytest.mark.parametrize("line", [ONE, TWO])
 @pytest.mark.parametrize(
     ("number", "code", "status"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 75, "preempted")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 75, "preempted"),
+        (signal.SIGUSR1, 75, "preempted"),
+    ],
 )
 def test_run_that_is_stopped_by_a_signal_has_its_checkpoint(line, number, code, status, tmp_path):
     file = tmp_path / "outcome.json"

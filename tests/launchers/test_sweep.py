@@ -46,6 +46,10 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
     code, output = launch(SWEEP, *line)
     assert code == 1, output
     assert jobs(tmp_path) == {"scratch 0.01": "finished", "single 0.01": "finished"}
+    rates = {
+        path.parent.name: read_metrics(path.parent)[-1]["samples_per_second"]
+        for path in (tmp_path / "sweep").glob("*/metrics.jsonl")
+    }
     sizes = {
         path.parent.name.split("strategy=")[1].split(",")[0]: read_metrics(path.parent)[0][
             "world_size"
@@ -65,6 +69,9 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
         output
     )
     assert all("did not start (exit code" in row for row in summary[1::2])
+    for row in summary[::2]:
+        name = row.split(": finished")[0].split("] ")[-1].strip()
+        assert row.endswith(f", {rates[name]:,.0f} samples/s")
     assert "optimizer.lr=-1: must be a number above 0" in output
     code, output = launch(SWEEP, *line)
     assert code == 1

@@ -16,7 +16,7 @@ import ddp_lab.observe.metrics_file
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.observe.log import log, setup_logging
 from ddp_lab.observe.logger import FileLogger
-from ddp_lab.observe.metrics_file import append_row, describe_result
+from ddp_lab.observe.metrics_file import append_row, describe_result, describe_steps
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
 from ddp_lab.observe.plot import beside
 from ddp_lab.observe.trackers.background import Trackers
@@ -111,6 +111,35 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
     (image,) = events.Images("confusion")
     assert image.step == 2, "only the last confusion matrix is drawn"
     assert Image.open(recorded / "confusion.png").size == (image.width, image.height)
+
+
+def test_line_of_an_epoch_has_its_seconds_and_its_rate(recorded):
+    log_file = (recorded / "train.log").read_text()
+    line = next(line for line in log_file.splitlines() if " INFO epoch 2: " in line)
+    metrics = "train loss 1.5000 accuracy 0.2500 | val loss 4.0000 accuracy 0.6250 | test "
+    assert f"epoch 2: {metrics}" in line
+    assert line.endswith(" | lr 0.5, 2.00 s, 64 samples/s")
+
+
+def test_line_of_steps_has_each_number_with_its_unit():
+    row = {
+        "epoch": 2,
+        "step": 70,
+        "loss": 0.12345,
+        "accuracy": 0.75,
+        "lr": 0.05,
+        "samples_per_second": 12345.6,
+        "data_wait": 0.125,
+        "gradient_norm": 3.5,
+        "mfu": 0.4321,
+        "peak_memory_MiB": 2345.6,
+        "eta_epoch": 61.0,
+        "eta": 3723.0,
+    }
+    assert describe_steps(row) == (
+        "loss 0.1235, accuracy 0.7500, gradient norm 3.5000, lr 0.05, 12,346 samples/s, 12% "
+        "waiting for data, MFU 43.2%, 2,346 MiB, left: 01:01 of the epoch, 1:02:03 of the run"
+    )
 
 
 def test_full_disk_and_a_failing_picture_are_logged_and_do_not_end_the_run(recorded):

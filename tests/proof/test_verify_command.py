@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_lab import Lab
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.proof import verify_lab as verify_lab_module
 
 SMALL = ("--nproc", "2", "--only", "ddp", *OWN)
 TINY = (*SMALL, "data.dataset.image_size=8")
@@ -118,6 +120,14 @@ def data(samples: int = 60) -> TensorDataset:
     )
 
 
+def stacked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch whose inputs are the arguments of `network`, by another name than theirs."""
+    return {
+        "input": torch.stack([sample["inputs"] for sample in samples]),
+        "label": torch.stack([sample["label"] for sample in samples]),
+    }
+
+
 def verify_in_lab() -> None:
     """Print the reports of a right and a wrong script."""
     from wrong_strategies import MeanTwice
@@ -132,8 +142,50 @@ def verify_in_lab() -> None:
             name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])
         ]
         assert not changed
-    wrong = Lab(MeanTwice).verify(network(), loss, data(), nproc=2, only=["dp"])
+    samples = [{"inputs": inputs, "label": target} for inputs, target in data()]
+    wrong = Lab(MeanTwice).verify(
+        network(),
+        loss,
+        samples,
+        partial(torch.optim.SGD, lr=0.5),
+        targets="label",
+        collate_fn=stacked,
+        nproc=2,
+        only=["dp"],
+    )
     print(json.dumps([report.as_json(), wrong.as_json()]))
+
+
+def test_lab_verifies_the_training_that_its_arguments_describe(monkeypatch):
+    """With the batches and the optimizer of the arguments, and the seed of the Lab."""
+    verified: list[tuple[verify_lab_module.LabRun, tuple[object, ...]]] = []
+    monkeypatch.setattr(
+        verify_lab_module,
+        "verify_lab",
+        lambda lab, run, *more: verified.append((run, more)),
+    )
+    model = network()
+    adam = partial(torch.optim.AdamW, lr=0.5)
+    for arguments in (
+        {},
+        {
+            "optimizer": adam,
+            "accumulate": 2,
+            "max_grad_norm": 0.25,
+            "targets": 0,
+            "collate_fn": tuple,
+            "nproc": 2,
+            "only": ["ddp"],
+        },
+    ):
+        Lab(seed=7).verify(model, loss, data(), **arguments)
+    (first, by_default), (second, further) = verified
+    assert (by_default, further) == ((None, 4, ()), (0.25, 2, ("ddp",)))
+    assert (first.accumulate, first.targets, first.collate_fn, first.seed) == (1, 1, None, 7)
+    assert isinstance(first.optimizer(model.parameters()), torch.optim.SGD)
+    assert (second.accumulate, second.targets, second.collate_fn) == (2, 0, tuple)
+    assert second.optimizer is adam
+    assert (first.model, first.loss) == (second.model, second.loss) == (model, loss)
 
 
 def test_lab_verifies_a_model_a_loss_and_a_dataset():

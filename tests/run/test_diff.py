@@ -215,6 +215,22 @@ def test_command_prints_the_cause_and_exits_with_1(root, command):
     assert not rest, "the order of the samples follows from the seed"
 
 
+def test_command_exits_with_0_if_all_losses_are_equal_and_with_1_if_there_are_none(
+    root, tmp_path, command
+):
+    base = train(root, "base")
+    equal = edited(base, tmp_path / "equal", {}, 1, 1)
+    code, output, errors = command(runs.main, "diff", base, equal)
+    assert (code, errors) == (0, ""), output
+    assert "no recorded loss differs, of " in output
+
+    empty = edited(base, tmp_path / "empty", {}, 1, 1)
+    (empty / "metrics.jsonl").write_text("")
+    code, output, errors = command(runs.main, "diff", base, empty)
+    assert (code, errors) == (1, ""), output
+    assert "nothing to compare: " in output
+
+
 def test_runs_of_older_versions_are_compared_by_what_they_have(root, tmp_path, command):
     base = train(root, "base")
     edits = {CONFIG: ("precision: float32", "precision: bf16")}

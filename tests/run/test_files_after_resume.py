@@ -21,6 +21,7 @@ from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import read_rows
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import TrackedRun
+from ddp_lab.run.data_record import LATER
 
 LINE = (
     *SMALL,
@@ -87,7 +88,14 @@ def resumed(tmp_path_factory) -> Path:
     assert 0 < status["step"] <= STEPS - 20, "the rest is long enough for a profile"
     assert (run_dir / ".injected").exists()
     (run_dir / "failure.json").write_text(json.dumps({"message": EARLIER}))
+    (run_dir / "environment.json").write_text("{}")  # as on another machine, with other versions
+    data = json.loads((run_dir / "data.json").read_text())
+    earlier = {name: value for name, value in data.items() if name not in LATER}
+    (run_dir / "data.json").write_text(json.dumps(earlier))  # as of an earlier version
     (run_dir / "checkpoints" / "step_99999999.tmp").write_bytes(b"part of a checkpoint")
+    for folder in ("step_8", "step_8.1", "step_9"):  # of this launch, and of one before it
+        (run_dir / "flight_recorder" / folder).mkdir(parents=True)
+        (run_dir / "flight_recorder" / folder / "rank_7").write_text(folder)
     run_world(2, main_in_world, *LINE, "timeout=99", *where)
     return run_dir
 
@@ -112,10 +120,12 @@ def check_config_before(resumed: Path, straight: Path) -> None:
 
 
 def check_data(resumed: Path, straight: Path) -> None:
+    """It is that of the last launch."""
     assert (resumed / "data.json").read_text() == (straight / "data.json").read_text()
 
 
 def check_environment(resumed: Path, straight: Path) -> None:
+    """It is that of the last launch."""
     actual, expected = (
         json.loads((folder / "environment.json").read_text()) for folder in (resumed, straight)
     )
@@ -233,6 +243,19 @@ def check_profile(resumed: Path, straight: Path) -> None:
     assert (resumed / "profile").stat().st_mtime > (resumed / "config.1.yaml").stat().st_mtime
 
 
+def check_flight_recorder(resumed: Path, straight: Path) -> None:
+    """A hang at the same step must not mix with those of other ranks, which may be fewer."""
+    dumps = {
+        str(path.relative_to(resumed / "flight_recorder")): path.read_text()
+        for path in (resumed / "flight_recorder").glob("*/*")
+    }
+    assert dumps == {
+        "step_8.1/rank_7": "step_8.1",
+        "step_8.2/rank_7": "step_8",
+        "step_9.1/rank_7": "step_9",
+    }
+
+
 CHECKS: dict[str, Callable[[Path, Path], None]] = {
     "config.yaml": check_config,
     "config.1.yaml": check_config_before,
@@ -250,6 +273,7 @@ CHECKS: dict[str, Callable[[Path, Path], None]] = {
     ".lock": check_lock,
     ".injected": check_injected,
     "profile/*": check_profile,
+    "flight_recorder/*": check_flight_recorder,
 }
 
 

@@ -167,7 +167,7 @@ def test_run_without_any_file_but_that_of_its_launch_is_shown(tmp_path, serve):
 
 
 def test_running_run_shows_speed_memory_and_its_heartbeats(running, serve):
-    add_rows(running, step_row(9))
+    add_rows(running, epoch_row(1, energy_kWh=0.012361), step_row(9) | {"mfu": 0.4321})
     now = time.time()
     here = {"host": HERE, "pid": os.getpid()}
     write_table(running, [beat(0, 10, now - 3, **here), beat(1, 10, now - 30, **here)])
@@ -176,10 +176,13 @@ def test_running_run_shows_speed_memory_and_its_heartbeats(running, serve):
     assert numbers["throughput"] == "500 samples/s"
     assert numbers["peak memory of rank 0"] == "321 MiB"
     assert (numbers["waiting for data"], numbers["left of the run"]) == ("25%", "01:30")
+    assert (numbers["MFU"], numbers["energy"]) == ("43.2%", "0.01236 kWh")
     first, second = state["lights"]
     assert (first["colour"], first["step"], first["phase"]) == ("green", 10, "training")
     assert 3 <= first["age"] < 20
-    assert first["memory_MiB"] > 20, "of this process"
+    pages = int(Path("/proc/self/statm").read_text().split()[1])  # in memory, of this process
+    resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    assert first["memory_MiB"] == pytest.approx(resident, rel=0.1)
     assert (second["colour"], second["text"][:31]) == (
         "amber",
         "no progress: training for 30 s"[:31],

@@ -248,6 +248,7 @@ class FakeSlot:
         self.arrived = None
 
     def barrier(self, channel: int) -> None:
+        assert channel == 0, "the ranks of a pair wait on one channel, of which torch has few"
         self.noted.append(("barrier", self))
 
     def there(self, like: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,15 @@ def test_ring_sends_a_part_of_the_gradients_in_each_of_2_w_minus_2_rounds(accumu
 
 
 def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Return calls and elements of a step with large and with small buckets.
+    """Return calls and elements of steps: with large and small buckets, and unused parameters.
 
     A fake group has no DDP.
     """
     steps = []
-    for bucket_cap_mb in (25, 0.01):
+    for option in ("bucket_cap_mb=25", "bucket_cap_mb=0.01", "find_unused_parameters=true"):
         with Runtime("cpu", timeout=30) as runtime:
             runtime.open_group()
-            strategy = set_up(f"ddp bucket_cap_mb={bucket_cap_mb}", runtime, "lenet", accumulate)
+            strategy = set_up(f"ddp {option}", runtime, "lenet", accumulate)
             counted = second_step(strategy, accumulate)
             steps.append((dict(counted.calls), dict(counted.elements)))
             del strategy
@@ -46,11 +46,13 @@ def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_ddp_sums_every_gradient_once_in_a_step(accumulate):
-    size = 129_068  # of LeNet
-    for (calls, elements), (small_calls, small_elements) in run_world(2, ddp_steps, accumulate):
-        assert (calls, elements) == ({"all_reduce": 1}, {"all_reduce": size})
-        assert small_elements == {"all_reduce": size}
-        assert small_calls["all_reduce"] > 1
+    size = 129_068  # of LeNet, which has 8 parameters
+    for steps in run_world(2, ddp_steps, accumulate):
+        large, small, unused = steps
+        assert large == ({"all_reduce": 1}, {"all_reduce": size})
+        assert small[1] == {"all_reduce": size}
+        assert small[0]["all_reduce"] > 1
+        assert unused == ({"all_reduce": 2}, {"all_reduce": size + 8})
 
 
 def calls_with_buffers() -> dict[str, int]:
@@ -116,6 +118,28 @@ def test_pipeline_sends_the_activations_of_a_batch_at_the_cut(case, ranks, accum
         assert counted.elements["all_reduce"] == replicated * (in_stage + 1)
         in_stages += in_stage
     assert in_stages == size, "the stages do not make up the model"
+
+
+@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bf16", 2)])
+def test_pipeline_sends_activations_and_their_gradients_in_the_precision(
+    precision, size, monkeypatch
+):
+    for rank in (0, 1):
+        with world(monkeypatch, rank, 2, precision) as runtime:
+            counted = second_step(set_up("pipeline", runtime, "lenet", 1), 1)
+        activations = SAMPLES * 20 * 13 * 13
+        assert counted.bytes["send"] == counted.bytes["receive"] == size * activations
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cuts"), [("1f1b", 1), ("interleaved1f1b", 3), ("interleavedzerobubble", 3)]
+)
+def test_several_stages_of_a_rank_send_a_message_for_each_cut(schedule, cuts, monkeypatch):
+    """Two ranks with v stages each have 2 v - 1 cuts, at each of which one sends, and one back."""
+    for rank in (0, 1):
+        case = f"pipeline schedule={schedule} num_microbatches=4"
+        counted, _, _ = traffic(monkeypatch, case, 2, rank, name="vit")
+        assert counted.calls["send"] == counted.calls["receive"] == 4 * cuts
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

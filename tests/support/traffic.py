@@ -37,12 +37,13 @@ KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """Counts calls and elements of each kind of collective, by the larger side."""
+    """Counts calls, elements and bytes of each kind of collective, by the larger side."""
 
     def __init__(self):
         super().__init__()
         self.calls = Counter[str]()
         self.elements = Counter[str]()
+        self.bytes = Counter[str]()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
@@ -54,25 +55,27 @@ class Traffic(TorchDispatchMode):
                 .replace("all_gather", "allgather")
             )
             kind = next(kind for start, kind in KINDS.items() if start in bare)
-            sizes = [each.numel() for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
             out = function(*args, **kwargs or {})
+            leaves = tree_leaves(args)
             if name.startswith("_c10d_functional"):
-                sizes += [
-                    each.numel() for each in tree_leaves(out) if isinstance(each, torch.Tensor)
-                ]
+                leaves += tree_leaves(out)
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
             self.calls[kind] += 1
-            self.elements[kind] += max(sizes)
+            self.elements[kind] += max(each.numel() for each in tensors)
+            self.bytes[kind] += max(each.nbytes for each in tensors)
             return out
         return function(*args, **kwargs or {})
 
 
 @contextmanager
-def world(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> Iterator[Runtime]:
+def world(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, precision: str = "float32"
+) -> Iterator[Runtime]:
     """Be one rank of a world without the others."""
     places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     for key, value in places.items():
         monkeypatch.setenv(key, str(value))
-    with Runtime("cpu") as runtime:
+    with Runtime("cpu", precision) as runtime:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield runtime
 

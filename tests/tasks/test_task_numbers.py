@@ -216,6 +216,28 @@ def test_tokens_with_a_weighted_loss():
     assert trained(Tokens(weighted), *sentences()) == approx(loss=9 * LN2 / 8)
 
 
+@pytest.mark.parametrize("chunks", [2, 4, 6])
+def test_tokens_whose_loss_is_computed_in_chunks_of_rows(chunks):
+    """The sum of `test_tokens`, 5 ln 2 of a weight of 4.
+
+    The gradients of the logits of a row are (1/4, 1/4, 1/2) less 1 for its target. The rows of 0,
+    2, 2 and 2 add up to (1, 1, 2) - (1, 0, 3) = (0, 1, -1), which the announced 1/4 multiplies. A
+    row has the gradient ln 2 / 2 of its input, less ln 2 if its target is 2, and 0 if it is none.
+    """
+    head = torch.nn.Linear(1, 3, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[0.0], [0.0], [LN2]]))
+    hidden = torch.ones(2, 3, 1, requires_grad=True)
+    _, targets = sentences()
+    total, weight = Tokens(head_chunks=chunks).losses_of_head(head, hidden, targets, factor=1 / 4)
+    (total / 4).backward()
+    assert (total.item(), weight.item()) == (pytest.approx(5 * LN2), 4)
+    assert head.weight.grad.flatten().tolist() == pytest.approx([0, 1 / 4, -1 / 4], abs=1e-6)
+    of_rows = [LN2 / 2, 0, -LN2 / 2, -LN2 / 2, -LN2 / 2, 0]
+    expected = [each / 4 for each in of_rows]
+    assert hidden.grad.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_task_with_a_function():
     # one loss for each sample: (1 + 0 + 9) / 3; with weights 1, 2, 4: (1 + 0 + 36) / 7
     def squared(outputs, targets):

@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ddp_lab.training.hooks import Exchanges, Hook, Run
 from ddp_lab.training.loop import fit
 from ddp_lab.training.meter import Meter
 from ddp_lab.training.metrics import RunningSums
-from ddp_lab.training.plan import FitSettings
+from ddp_lab.training.plan import FitSettings, StepLimit
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.sync import Sync
 from ddp_lab.world.runtime import Runtime
@@ -134,7 +135,12 @@ class Positions(Hook):
 def run(monkeypatch):
     """Return a function that trains from a position and returns rows and positions."""
 
-    def train(progress: Progress, log_every: Every | None = None, hook: Hook | None = None) -> Rows:
+    def train(
+        progress: Progress,
+        log_every: Every | None = None,
+        hook: Hook | None = None,
+        **limits: Any,
+    ) -> Rows:
         clock = Clock()
         monkeypatch.setattr(time, "perf_counter", clock.perf_counter)
         monkeypatch.setattr(meter, "peak_memory_bytes", lambda: PEAK)
@@ -144,7 +150,8 @@ def run(monkeypatch):
         sums = RunningSums(strategy.task, strategy.device)
         rows = Rows()
         eager = SimpleNamespace(strategy=strategy, ema=None, running_sums=sums, lr=0.25)
-        settings = FitSettings(EPOCHS, log_every=log_every or Every(steps=2), full_rate=FULL_RATE)
+        every = log_every or Every(steps=2)
+        settings = FitSettings(EPOCHS, log_every=every, full_rate=FULL_RATE, **limits)
         loaders = {"train": Loading(clock), "val": Evaluating(clock)}
         step = Working(clock, sums)
         measured = Meter(strategy.task, settings, rows)
@@ -192,6 +199,30 @@ def test_rows_of_steps_have_the_rate_and_the_time_that_is_left(run):
         assert row["mfu"] == pytest.approx(RATE / FULL_RATE)
         assert row["peak_memory_MiB"] == 3
         assert row["lr"] == 0.25
+
+
+def test_time_that_is_left_ends_at_the_limit_that_is_reached_first(run):
+    """Eleven steps: after step 2 nine are left, which take 18 s, and after step 10 one."""
+    rows = run(Progress(), limits=(StepLimit("max_steps", 11, 11),)).of_steps
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10]
+    assert [row["eta"] for row in rows] == pytest.approx([18, 14, 10, 6, 2])
+    # of the epoch, which max_steps does not shorten before its last one
+    assert [row["eta_epoch"] for row in rows] == pytest.approx([6, 2, 8, 4, 0])
+
+
+def test_time_that_is_left_ends_with_max_minutes_of_training(run):
+    """0.3 minutes are 18 s, of which evaluations take none: nine steps of 2 s.
+
+    The guard would end the run then; here nobody does.
+    """
+    rows = run(Progress(), max_minutes=0.3).of_steps
+    assert [row["step"] for row in rows[:4]] == [2, 4, 6, 8]
+    assert [row["eta"] for row in rows[:4]] == pytest.approx([14, 10, 6, 2])
+    # a launch before has trained for 10 s, 4 s of which were in this epoch
+    resumed = Progress(samples=2, step=2, sums=[2.0, 2.0], seconds=4.0, trained=6.0)
+    rows = run(resumed, max_minutes=0.3).of_steps
+    assert [row["step"] for row in rows[:2]] == [4, 6]
+    assert [row["eta"] for row in rows[:2]] == pytest.approx([4, 0])
 
 
 def test_rows_every_so_many_seconds_come_then(run):

@@ -221,6 +221,16 @@ def test_exchange_within_an_evaluation_moves_the_beginning_of_the_next_steps_onc
     assert begun.logger.rows[0]["slower"] == pytest.approx(1.0)
 
 
+def test_steps_between_an_exchange_and_an_evaluation_count_with_the_next_ones(monkeypatch):
+    """6 s before an evaluation and 4 s after it, in 5 s of which rank 1 waits."""
+    begun = Begun(monkeypatch)
+    for _ in range(6):
+        begun.now += 6.0 + 100.0
+        begun.hook.on_evaluated(begun.run.position, {}, 100.0)
+        begun.exchange(4.0, 10, [0.0, 0.0, 5.0, 0.0, 0.0, 0.0])
+    assert [row["slower"] for row in begun.logger.rows] == [pytest.approx(1.0)]
+
+
 def test_own_work_is_that_since_the_last_exchange(monkeypatch):
     begun = Begun(monkeypatch, rank=1)
     begun.run.strategy.timer = SimpleNamespace(take=lambda steps: 0.25 * steps)

@@ -26,6 +26,14 @@ def save(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def save_slowly(number: int, frame: object) -> None:
+    """Save into the file `runs_dir` for a second, as a rank its checkpoint."""
+    time.sleep(1)
+    with open(next(each[9:] for each in arguments if each.startswith("runs_dir=")), "w") as file:
+        file.write("saved")
+    sys.exit(128 + number)
+
+
 def start_stubborn() -> None:
     """Start a process that is in a session of its own and ignores signals, for two minutes."""
     ignoring = "trap '' TERM INT HUP; echo $$; for i in $(seq 120); do sleep 1; done"
@@ -57,6 +65,10 @@ elif behaviour == "refuses":
 elif behaviour == "waits":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, save)
+    print("ready", flush=True)
+    time.sleep(120)
+elif behaviour == "saves":
+    signal.signal(signal.SIGTERM, save_slowly)
     print("ready", flush=True)
     time.sleep(120)
 elif behaviour == "leaves":
