@@ -86,7 +86,7 @@ def test_virtual_local_rank_trains_as_without_it(tmp_path, monkeypatch):
     losses = []
     for name, more in (("plain", []), ("virtual", ["--virtual-local-rank"])):
         code, output = launch(
-            line, *more, *SMALL, "epochs=1", f"name={name}", f"runs_dir={tmp_path}"
+            line, *more, *SMALL, "epochs=1", f"name={name}", f"runs_dir={tmp_path}", gpus=True
         )
         assert code == 0, output
         losses.append([row["train_loss"] for row in read_metrics(tmp_path / name)])
