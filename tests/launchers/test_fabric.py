@@ -7,6 +7,7 @@ functions that take the place of the real ones in the child processes. The other
 
 import math
 import re
+import socket
 from itertools import combinations
 from pathlib import Path
 
@@ -268,6 +269,20 @@ def test_command_takes_the_options_of_train(command, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     code, _, errors = command(doctor.main, "--fabric")
     assert (code, errors.startswith("error: srun started 4 tasks")) == (2, True), errors
+
+
+def test_options_of_ssh_without_fabric_are_refused_with_it(command):
+    code, _, errors = command(doctor.main, "--hosts", "a,b")
+    expected = "error: --hosts: is an option of `ddp-lab doctor --fabric`, which examines several "
+    assert (code, errors.startswith(expected)) == (2, True), errors
+
+
+def test_port_of_another_program_is_refused_before_the_config(command, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"--rdzv-endpoint=127.0.0.1:{server.getsockname()[1]}"
+        code, _, errors = command(doctor.main, "--fabric", "--nnodes=2", place, "device=cpu")
+    assert (code, "the port is in use; choose another one" in errors) == (2, True), errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9])
