@@ -139,7 +139,8 @@ def measure(cfg: Any, runtime: Runtime, pairs: int, seconds: float) -> None:
     if not jobs[0].strategy.has_equal_work:
         raise SystemExit(f"strategy={jobs[0].strategy.name}: only the wait for batches is compared")
     with jobs[0].options.backend_flags(runtime):
-        timed, plain = Turns(jobs[0], True), Turns(jobs[1], False)
+        timed = Turns(jobs[0], True)
+        plain = Turns(jobs[1], False)
         each = max(turns.take(20) / 20 for turns in (plain, timed, plain, timed))
         number = runtime.broadcast_from_rank0("steps", lambda: max(1, round(seconds / each)))
         list(ratios_of(timed, plain, WARM_UP, number))

@@ -159,7 +159,8 @@ def memory_plot(advisor: Advisor, row: Row | None = None) -> Plot:
     bars = {
         name: {part: size / GiB for part, size in parts.items()} for name, parts in bars.items()
     }
-    return stacked(title, "GiB", bars, limit=advisor.devices.memory / GiB)
+    limit = advisor.devices.memory / GiB
+    return stacked(title, "GiB", bars, limit=limit, limit_label="memory of a GPU")
 
 
 def page(advisor: Advisor) -> str:

@@ -12,6 +12,7 @@ train.py would refuse the launch, else 0.
 
 ddp-lab doctor --fabric                                                   ranks that it starts
 torchrun --nnodes=2 --nproc_per_node=8 ... -m ddp_lab doctor --fabric     those of this launch
+ddp-lab doctor --fabric --hosts node1,node2                               those of hosts, over ssh
 
 --fabric measures each pair of ranks instead of constructing the run, and looks for what makes
 launches hang or slow. Without torchrun it starts a rank for each GPU, or two on a CPU, and takes
@@ -27,7 +28,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_lab.config.build import leaves
 from ddp_lab.config.check import check
-from ddp_lab.launchers.command import run_with_config
+from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.command import OVER_SSH, run_with_config
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.world.process import env_int
 
@@ -35,9 +37,19 @@ FABRIC = "--fabric"
 
 
 def main(arguments: list[str]) -> None:
+    over_ssh = sorted({each.partition("=")[0] for each in arguments} & OVER_SSH)
     if FABRIC not in arguments:
+        if over_ssh:
+            raise ConfigError(
+                f"{over_ssh[0]}: is an option of `ddp-lab doctor --fabric`, which examines several "
+                "machines, and of `ddp-lab train`; add --fabric"
+            )
         return run_with_config(examine, arguments)
     others = [each for each in arguments if each != FABRIC]
+    if over_ssh:
+        from ddp_lab.launchers.hosts import launch_on_hosts
+
+        sys.exit(launch_on_hosts(others, wants_outcome=False, command=["doctor", FABRIC]))
     if "RANK" not in os.environ:
         from ddp_lab.launchers.fabric.start import read_launch, start
 

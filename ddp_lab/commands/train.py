@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.launchers.command import (
+    OVER_SSH,
     PREEMPTED,
     command,
     end_on_requests,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from ddp_lab.run.job import Job
     from ddp_lab.world.runtime import Runtime
 
-# options of a launch on several machines, whose ranks this command starts over ssh
-OVER_SSH = {"--hosts", "--hostfile", "--ssh", "--python", "--directory"}
 EXIT_CODES = {"preempted": PREEMPTED, "interrupted": 130}  # 128 + SIGINT, as in a shell
 
 

@@ -37,6 +37,8 @@ TASKS = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
     "PMI_SIZE": ("mpirun", "PMI_RANK"),
 }
+# options of a launch on several machines, whose ranks a command starts over ssh
+OVER_SSH = {"--hosts", "--hostfile", "--ssh", "--python", "--directory"}
 # set for a process that is to be killed when its standard input closes
 ENDS_WITH_STDIN = "DDP_LAB_ENDS_WITH_STDIN"
 

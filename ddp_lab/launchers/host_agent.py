@@ -192,11 +192,14 @@ class Agent:
             return
         self.say("connected", error=None)
 
-    def start(self, arguments: Sequence[str], wants_outcome: bool) -> None:
+    def start(
+        self, arguments: Sequence[str], wants_outcome: bool, command: Sequence[str] = ("train",)
+    ) -> None:
         """Start the launcher of this host.
 
         Args:
-            arguments: of `ddp-lab train`.
+            arguments: of the command.
+            command: of ddp_lab, with its own options.
             wants_outcome: whether its --json file is to be sent back.
         """
         if self.listener:
@@ -216,7 +219,7 @@ class Agent:
             arguments = ["--json", os.path.join(self.folder, "outcome.json"), *arguments]
         set_process(PR_SET_CHILD_SUBREAPER, 1)
         launcher = subprocess.Popen(
-            [sys.executable, "-m", "ddp_lab", "train", *arguments],
+            [sys.executable, "-m", "ddp_lab", *command, *arguments],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -40,6 +40,7 @@ class HostLaunch:
         config_dir: Of --config-dir.
         others: Overrides and other options of torchrun, for the hosts.
         cfg: The composed config.
+        trains: Whether its ranks train, with a strategy, or examine the machines.
     """
 
     hosts: list[Host]
@@ -50,12 +51,13 @@ class HostLaunch:
     config_dir: str | None
     others: list[str]
     cfg: DictConfig
+    trains: bool = True
 
     @property
     def counts_gpus(self) -> bool:
         """Whether the number of ranks of some host is that of its GPUs."""
         has_numbers = self.nproc or all(host.slots for host in self.hosts)
-        several = self.cfg.strategy["_target_"] not in ONE_PROCESS
+        several = not self.trains or self.cfg.strategy["_target_"] not in ONE_PROCESS
         return not has_numbers and several and self.cfg.device in ("auto", "cuda")
 
     def ranks(self, gpus: Mapping[str, int | None]) -> dict[str, int]:
@@ -65,8 +67,12 @@ class HostLaunch:
         }
 
 
-def read_command_line(arguments: list[str]) -> HostLaunch:
+def read_command_line(arguments: list[str], trains: bool = True) -> HostLaunch:
     """Return the launch that a command line asks for.
+
+    Args:
+        arguments: Of the command.
+        trains: As in `HostLaunch`.
 
     Raises:
         ConfigError: An option or the config has a mistake.
@@ -97,6 +103,7 @@ def read_command_line(arguments: list[str]) -> HostLaunch:
         config_dir=options.config_dir,
         others=others,
         cfg=cfg,
+        trains=trains,
     )
 
 

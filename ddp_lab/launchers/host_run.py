@@ -156,7 +156,8 @@ class HostRun:
             return PREEMPTED
         for name, facts in failed.items():
             print(f"{name}: ended with exit code {facts['code']}", file=sys.stderr)
-        return 1
+        is_refused = {facts["code"] for facts in failed.values()} == {REFUSED}
+        return REFUSED if is_refused else 1
 
     def report_first(self, errors: Mapping[str, dict[str, Any]]) -> int:
         """Print the error that came first, and return the exit code of the command.

@@ -298,6 +298,18 @@ def number_of(text: str) -> float | None:
         return None
 
 
+def reason_of(message: str) -> str:
+    """Return the message of a failure in one line: without the lines of a traceback, if it has one.
+
+    Those are indented; the exception itself is not.
+    """
+    first, *others = message.splitlines()
+    if not first.endswith(":"):
+        return first
+    raised = next((line for line in others if line and not line.startswith(" ")), "")
+    return f"{first} {raised}".rstrip()
+
+
 def describe(job: Job, code: int | None) -> str:
     """Return a one-line summary of how a job ended."""
     status = read_json(job.run_dir / "status.json")
@@ -308,7 +320,7 @@ def describe(job: Job, code: int | None) -> str:
         return f"{job.name}: finished, {name.replace('_', ' ')} {value:.4f}, {rate:,.0f} samples/s"
 
     failure = read_json(job.run_dir / "failure.json")
-    reason = failure["message"].splitlines()[0] if failure else "see its output above"
+    reason = reason_of(failure["message"]) if failure else "see its output above"
     if status:
         state = status["status"]
     elif job.run_dir.parent.exists():

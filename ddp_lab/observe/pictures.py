@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMED = 30  # largest number of classes whose names and counts are drawn
+SHORT = 2  # characters of a name that fits below its column without being turned
 SHOWN = 8  # images of a prediction grid
 
 
@@ -50,7 +51,8 @@ def confusion_figure(counts: torch.Tensor, classes: list[str], title: str = "") 
 
     if size <= NAMED:
         names = [clipped(name) for name in drawable_names(classes)]
-        axes.set_xticks(range(size), names, rotation=90)
+        are_short = all(len(name) <= SHORT for name in names)
+        axes.set_xticks(range(size), names, rotation=0 if are_short else 90)
         axes.set_yticks(range(size), names)
         for row, column in counts.nonzero().tolist():
             colour = "white" if fractions[row, column] > 0.5 else "black"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 STYLE = Path(__file__).with_name("house.mplstyle")
 GREY = "#595959"
@@ -37,7 +38,8 @@ ALGORITHMS = ("star", "per_tensor", "flat", "ring", "bucketed", "library", "your
 STRATEGIES = ("scratch", "ddp", "fsdp", "pipeline", "ddp_pipeline", "tp", "single", "dp", "split")
 LOOKS = {name: place for names in (ALGORITHMS, STRATEGIES) for place, name in enumerate(names)}
 LOOKS["mesh"] = len(STRATEGIES)
-OTHER_COLOURS = {"mesh": "#7A5C00"}  # the cycle has nine
+NUM_COLOURS = 9  # of the cycle
+OTHER_COLOURS = {"mesh": "#7A5C00"}
 
 
 class Curve(NamedTuple):
@@ -174,7 +176,11 @@ def dots(title: str, label: str, values: Mapping[str, float]) -> Plot:
 
 
 def stacked(
-    title: str, label: str, values: dict[str, dict[str, float]], limit: float = math.inf
+    title: str,
+    label: str,
+    values: dict[str, dict[str, float]],
+    limit: float = math.inf,
+    limit_label: str = "limit",
 ) -> Plot:
     """Return a plot of horizontal stacked bars that start at zero, one per name.
 
@@ -183,28 +189,33 @@ def stacked(
     Args:
         title: title of the plot.
         label: name or unit of the values.
-        values: the parts of each bar, by name; all bars have the same parts.
+        values: the parts of each bar, by name; all bars have the same parts. A part that all of
+            them lack is left out.
         limit: a dashed line marks it, if it is finite.
+        limit_label: what it is.
     """
     totals = [sum(parts.values()) for parts in values.values()]
-    colours = {part: f"C{number}" for number, part in enumerate(next(iter(values.values())))}
+    parts = list(next(iter(values.values())))
+    drawn = [part for part in parts if any(bar[part] for bar in values.values())] or parts
+    looks = {part: look_of_part(parts.index(part)) for part in drawn}
 
     def draw(axes: "Axes") -> None:
         left = [0.0] * len(values)
-        for part, colour in colours.items():
-            widths = [parts[part] for parts in values.values()]
-            axes.barh(range(len(values)), widths, left=left, height=0.75, color=colour)
+        for part, look in looks.items():
+            widths = [bar[part] for bar in values.values()]
+            axes.barh(range(len(values)), widths, left=left, height=0.75, **look)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for row, total in enumerate(totals):
             axes.text(total, row, f" {short(float(f'{total:.3g}'))}", va="center")
-        label_rows(axes, values, colours)
+        line: Line2D | None = None
+        if limit < math.inf:
+            line = axes.axvline(limit, color=GREY, linestyle="--", marker="", label=limit_label)
+        label_rows(axes, values, looks, line)
         highest = max(*totals, limit if limit < math.inf else 0.0)
         axes.set(xlim=(0, 1.2 * highest or 1), xlabel=label)  # the texts at the ends need room
         axes.xaxis.set_major_formatter(lambda value, _: short(value))
-        if limit < math.inf:
-            axes.axvline(limit, color=GREY, linestyle="--")
 
-    return Plot(title, len(values), draw)
+    return Plot(title, len(values) + len(looks) // 2, draw)
 
 
 def timeline(title: str, x_label: str, rows: Mapping[str, Sequence[Box]]) -> Plot:
@@ -246,21 +257,41 @@ def timeline(title: str, x_label: str, rows: Mapping[str, Sequence[Box]]) -> Plo
                     color="white",
                     fontsize=7,
                 )
-        label_rows(axes, rows, colours)
+        label_rows(axes, rows, {label: {"color": colour} for label, colour in colours.items()})
         axes.set_xlabel(x_label)
 
     return Plot(title, len(rows), draw)
 
 
-def label_rows(axes: "Axes", names: Iterable[str], colours: dict[str, str]) -> None:
-    """Label the rows at y = 0, 1, ... from the top, and add a legend of the colours, by label."""
+def look_of_part(number: int) -> dict[str, Any]:
+    """Return colour and hatch of a part of stacked bars: the cycle repeats after nine colours."""
+    look = {"facecolor": f"C{number}"}
+    return look | ({"hatch": "////", "edgecolor": "white"} if number >= NUM_COLOURS else {})
+
+
+def label_rows(
+    axes: "Axes",
+    names: Iterable[str],
+    looks: Mapping[str, Mapping[str, Any]],
+    line: "Line2D | None" = None,
+) -> None:
+    """Label the rows at y = 0, 1, ... from the top, and add a legend.
+
+    Args:
+        axes: with the rows.
+        names: of the rows.
+        looks: of the boxes, by label.
+        line: in the legend, too.
+    """
     from matplotlib.patches import Patch
 
     names = [clipped(name) for name in names]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
-    handles = [Patch(color=colour, label=clipped(label)) for label, colour in colours.items()]
+    handles: list[Any] = [Patch(label=clipped(label), **look) for label, look in looks.items()]
+    if line is not None:
+        handles.append(line)
     axes.figure.legend(handles=handles, loc="outside lower left", ncols=2, handlelength=1)
 
 

@@ -40,6 +40,7 @@ from namespaces import launch_where_mounted
 from worlds import once, run_world
 
 from ddp_lab.commands import doctor
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.fabric import interfaces as interfaces_module
 from ddp_lab.launchers.fabric import links, nvidia_smi, processors, transfer
 from ddp_lab.launchers.fabric.child import Child
@@ -287,6 +288,20 @@ def test_command_takes_the_options_of_train(command, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     code, _, errors = command(doctor.main, "--fabric")
     assert (code, errors.startswith("error: srun started 4 tasks")) == (2, True), errors
+
+
+def test_options_of_ssh_without_fabric_are_refused_with_it(command):
+    code, _, errors = command(doctor.main, "--hosts", "a,b")
+    expected = "error: --hosts: is an option of `ddp-lab doctor --fabric`, which examines several "
+    assert (code, errors.startswith(expected)) == (2, True), errors
+
+
+def test_port_of_another_program_is_refused_before_the_config(monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"--rdzv-endpoint=127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="the port is in use; choose another one"):
+            read_launch(["--nproc=1", "--nnodes=2", place, "epochs=none"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 9])

@@ -73,6 +73,18 @@ def test_two_hosts_have_the_losses_of_one_with_as_many_ranks(hosts, tmp_path):
     assert record["result"]["epoch"] == 2
 
 
+@pytest.mark.slow
+def test_doctor_measures_the_links_between_the_hosts(hosts, tmp_path):
+    """With the strategy of the defaults, `single`, which does not train on two ranks."""
+    options = ["--hosts", f"{A},{B}", "--ssh", hosts.option, "--nproc", "1"]
+    process = start("ddp-lab doctor --fabric", *options, "device=cpu", f"runs_dir={tmp_path}")
+    code, output = finish(process, 200)
+    assert code == 0, output
+    assert re.search(rf"^{A}: ok       pair 0-1: [\d.]+ GB/s, network$", output, re.MULTILINE)
+    for host in ADDRESSES:
+        assert f"{host}: ok       shared memory: " in output
+
+
 def test_host_without_a_server_is_named_with_the_words_of_ssh(hosts):
     code, out, err = launch_on(hosts, names=f"{A},127.0.0.4")
     assert (code, out) == (2, "")

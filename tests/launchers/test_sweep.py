@@ -13,7 +13,14 @@ from omegaconf import OmegaConf
 
 from ddp_lab.config.compose import quote
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.sweep import LONGEST, Job, by_swept, directory_name, is_finished
+from ddp_lab.launchers.sweep import (
+    LONGEST,
+    Job,
+    by_swept,
+    directory_name,
+    is_finished,
+    reason_of,
+)
 from ddp_lab.launchers.torchrun_launcher import TorchrunLauncher
 from ddp_lab.observe.plot import figure
 from ddp_lab.resilience.run_directory import write_status
@@ -241,3 +248,21 @@ def test_directory_names_are_plain_short_and_unique():
     assert odd[0] != odd[1]
     assert odd[0].startswith("data.mean=-0.1--")
     assert len(directory_name(["x=" + 300 * "y"])) < LONGEST + 20
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "error: the loss of step 3 is not finite\nmore",
+            "error: the loss of step 3 is not finite",
+        ),
+        (
+            "error: rank 0, starting: failed:\n    f(x)\n  File 'a.py', line 1\nKeyError: 'x'\nThe",
+            "error: rank 0, starting: failed: KeyError: 'x'",
+        ),
+        ("error: rank 0: failed:\n    f(x)", "error: rank 0: failed:"),
+    ],
+)
+def test_reason_of_a_failed_job_is_one_line_with_its_exception(message, reason):
+    assert reason_of(message) == reason

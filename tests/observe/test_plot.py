@@ -125,6 +125,19 @@ def test_texts_and_legends_of_a_plot_are_readable(name):
     )
 
 
+def test_parts_of_stacked_bars_look_different_and_the_limit_has_a_name():
+    parts = {f"part {number}": 1.0 for number in range(11)} | {"none": 0.0}
+    panel = panel_of(stacked("memory", "GiB", {"one": parts, "two": parts}, 12.0, "of a GPU"))
+    (legend,) = panel.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [*(f"part {number}" for number in range(11)), "of a GPU"]
+    looks = {(patch.get_facecolor(), patch.get_hatch()) for patch in legend.get_patches()}
+    assert len(looks) == 11
+    (axes,) = panel.axes
+    rows = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert not rows[0].overlaps(rows[1])
+
+
 def test_stacked_bars_start_at_zero_and_parts_are_adjacent():
     values = {"first": {"compute": 1.0, "idle": 3.0}, "second": {"compute": 2.0, "idle": 0.5}}
     (axes,) = panel_of(stacked("a title", "ms", values)).axes

@@ -72,7 +72,7 @@ def start_server(folder: Path) -> subprocess.Popen:
     search = os.pathsep.join(
         [str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    own = {
+    settings = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         # torch 2.11's compiler asks for a GPU when it is imported, after which no fork may use one;
@@ -83,7 +83,7 @@ def start_server(folder: Path) -> subprocess.Popen:
     with listener:
         return subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno()), str(os.getpid())],
-            env=os.environ | own,
+            env=os.environ | settings,
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )

@@ -41,7 +41,7 @@ def places(sizes: list[int], virtual: bool) -> list[tuple[RankInfo, int]]:
         sizes: Number of ranks by node.
         virtual: Whether LOCAL_RANK is 0 on all of them.
     """
-    found = []
+    known = []
     for node, size in enumerate(sizes):
         for local in range(size):
             environment = {
@@ -53,28 +53,28 @@ def places(sizes: list[int], virtual: bool) -> list[tuple[RankInfo, int]]:
                 "GROUP_WORLD_SIZE": len(sizes),
             }
             texts = {name: str(value) for name, value in environment.items()}
-            found.append((RankInfo.of(texts | {"TORCHELASTIC_RUN_ID": "x"}), local))
-    return found
+            known.append((RankInfo.of(texts | {"TORCHELASTIC_RUN_ID": "x"}), local))
+    return known
 
 
 @pytest.mark.parametrize("sizes", [[1], [4], [2, 2], [4, 2], [1, 3], [2, 2, 2]])
 @pytest.mark.parametrize("virtual", [False, True])
 def test_place_on_a_node_is_known_although_local_rank_is_0_everywhere(sizes, virtual):
-    for found, local in places(sizes, virtual):
-        assert found.local_rank == local
-        assert found.has_known_place
+    for known, local in places(sizes, virtual):
+        assert known.local_rank == local
+        assert known.has_known_place
 
 
 def test_ranks_that_all_take_themselves_for_the_first_are_refused():
     """On a node between others that have another number of ranks."""
     store = HashStore()
-    for found, local in places([1, 2, 2], virtual=False):
-        ranks = Ranks(found, timedelta(seconds=10))
-        if not found.has_known_place:
+    for known, local in places([1, 2, 2], virtual=False):
+        ranks = Ranks(known, timedelta(seconds=10))
+        if not known.has_known_place:
             ranks._require_one_first_rank(store)
-            assert (found.node, local) == (1, 0)
-    taken = [found for found, _ in places([1, 2, 2], virtual=True) if not found.has_known_place]
-    assert [(found.rank, found.node) for found in taken] == [(1, 1), (2, 1)]
+            assert (known.node, local) == (1, 0)
+    taken = [known for known, _ in places([1, 2, 2], virtual=True) if not known.has_known_place]
+    assert [(known.rank, known.node) for known in taken] == [(1, 1), (2, 1)]
     with pytest.raises(ConfigError, match="--virtual-local-rank: gives all ranks of a machine LOC"):
         Ranks(taken[1], timedelta(seconds=10))._require_one_first_rank(store)
 
@@ -86,7 +86,7 @@ def test_virtual_local_rank_trains_as_without_it(tmp_path, monkeypatch):
     losses = []
     for name, more in (("plain", []), ("virtual", ["--virtual-local-rank"])):
         code, output = launch(
-            line, *more, *SMALL, "epochs=1", f"name={name}", f"runs_dir={tmp_path}"
+            line, *more, *SMALL, "epochs=1", f"name={name}", f"runs_dir={tmp_path}", gpus=True
         )
         assert code == 0, output
         losses.append([row["train_loss"] for row in read_metrics(tmp_path / name)])

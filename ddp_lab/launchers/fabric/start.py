@@ -9,7 +9,13 @@ from hydra._internal.utils import get_args_parser as hydra_parser  # pyright: ig
 from ddp_lab.config.check import check
 from ddp_lab.launchers.command import quote_faults, refuse_tasks
 from ddp_lab.launchers.command_line import compose_config, split_config_dir
-from ddp_lab.launchers.start_ranks import choose_rendezvous, is_large, parse, start_ranks
+from ddp_lab.launchers.start_ranks import (
+    check_port,
+    choose_rendezvous,
+    is_large,
+    parse,
+    start_ranks,
+)
 
 ENTRY = ("-m", "ddp_lab")
 ON_CPU = 2  # ranks by default, so that there is a pair
@@ -43,6 +49,7 @@ def read_launch(arguments: list[str]) -> Launch | None:
     options, overrides = parse(others)
     refuse_tasks(is_large(options))
     choose_rendezvous(options)
+    check_port(options)
     cfg = compose_config(quote_faults(overrides), config_dir)
     check(cfg)
     options.nproc_per_node = options.nproc_per_node or str(count_ranks(cfg.device))
