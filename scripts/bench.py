@@ -4,6 +4,8 @@ python scripts/bench.py                             what our loop costs: `ours b
 python scripts/bench.py --gpus 1 2 --models vit_l16 gpt2 resnet18 \\
     --strategies ddp fsdp scratch-bucketed pipeline "mesh tp=2" --json runs/bench.json
                                                     what a second GPU brings, beside stock torch
+python scripts/bench.py --gpus 1 4 8 --models gpt2_tied --strategies fsdp "mesh shard=null tp=2" \\
+    --json runs/bench.json --plan H100              what `ddp-lab advise` plans for these rows
 
 The table has samples or, of gpt2, tokens per second of the training steps alone, on made-up
 samples, `--batch` of them on each device: the median over the repeats of all rounds, and half the
@@ -11,7 +13,12 @@ range between the quartiles. In each round the loops of a strategy run one after
 drift of the machine meets all of them. A launch that takes longer than `--patience` is ended. Every
 launch is written to the JSON file when it ends; a call with the same file measures only what is
 missing there, and `--minutes` ends a call in time, so that a long table can be measured in parts.
-The ratio is that to the strongest loop that is not ours.
+The ratio is that to the strongest loop that is not ours; bench_table.py describes the other
+columns. A strategy whose layout does not fit a number of devices or a model is left out, with the
+reason below the table. So is a stock loop that torch alone does not have, with the reason in it.
+
+`--plan` measures nothing. It adds to the rows of our loops the peak memory that `ddp-lab advise`
+plans, which needs no GPU, so that a later call on GPUs shows both.
 
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
@@ -30,6 +37,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -38,17 +46,28 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab.config.compose import quote  # noqa: E402
+from ddp_lab.config.errors import ConfigError  # noqa: E402
 from ddp_lab.launchers.short_run import run_in_time, train  # noqa: E402
+from scripts.bench_layouts import (  # noqa: E402
+    Layout,
+    config_of,
+    lay_out,
+    misfit,
+    strategy_overrides,
+)
 from scripts.bench_loops import LOOPS  # noqa: E402
 from scripts.bench_models import LR, MODELS  # noqa: E402
-from scripts.bench_pairs import lower_bound, ratios  # noqa: E402
-from scripts.bench_stock import STOCK  # noqa: E402
+from scripts.bench_pairs import ratios  # noqa: E402
+from scripts.bench_stock import why_no_stock_loop  # noqa: E402
+from scripts.bench_table import is_same, table  # noqa: E402
 
 FASTEST = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
 OURS = {
@@ -58,19 +77,10 @@ OURS = {
     "ours": FASTEST,
 }
 PAIRED = "ours beside bare"
-NUMBERS = ("rates", "ratios", "cpu_ratios")  # of a row
+KEYS = ("model", "devices", "strategy", "loop", "batch")  # of a row: which one it is
+NUMBERS = ("rates", "ratios", "cpu_ratios", "layout")  # of a row: what is not printed
 PAIRS = 24  # epochs of a launch
 NAMES = [*LOOPS, "stock", *OURS, PAIRED]
-
-
-def strategy_overrides(strategy: str) -> list[str]:
-    """Return the overrides of a strategy as in `--strategies`, such as "ddp" or "mesh tp=2"."""
-    first, *options = strategy.split()
-    name, _, algorithm = first.partition("-")
-    chosen = [f"strategy={name}", *(f"strategy.{option}" for option in options)]
-    if algorithm:
-        chosen.append(f"strategy.algorithm={algorithm}")
-    return chosen
 
 
 def overrides(model: str, ranks: int, arguments: argparse.Namespace) -> list[str]:
@@ -80,7 +90,6 @@ def overrides(model: str, ranks: int, arguments: argparse.Namespace) -> list[str
     usual = chosen.cpu_steps if arguments.gpus == [0] else chosen.steps
     steps = arguments.steps or usual
     return [
-        f"device={'cpu' if arguments.gpus == [0] else 'cuda'}",
         *chosen.overrides,
         *chosen.data(batch * steps),
         f"batch_size={batch}",
@@ -99,31 +108,55 @@ def size_of_batch(model: str, arguments: argparse.Namespace) -> int:
     return MODELS[model].cpu_batch if arguments.gpus == [0] else MODELS[model].batch
 
 
-def rates_of_ours(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
-    """Return samples or tokens per second of every repeat of a loop of train.py.
-
-    Raises:
-        RuntimeError: it took too long, or failed.
-    """
+def line_of_ours(row: dict, arguments: argparse.Namespace) -> list[str]:
+    """Return the overrides of train.py for a row of one of its loops, but for the device."""
     on_cpu = arguments.gpus == [0]
     options = ["compile=true"] if row["loop"] == "ours" and on_cpu else OURS[row["loop"]]
-    ranks = row["devices"]
-    line = [
-        *overrides(row["model"], ranks, arguments),
+    return [
+        *overrides(row["model"], row["devices"], arguments),
         *options,
         *strategy_overrides(row["strategy"]),
         f"epochs={arguments.repeats + 1}",
     ]
+
+
+def device_of(arguments: argparse.Namespace) -> str:
+    """Return the override of train.py for the devices."""
+    return f"device={'cpu' if arguments.gpus == [0] else 'cuda'}"
+
+
+def measure_ours(
+    row: dict, arguments: argparse.Namespace, folder: Path
+) -> tuple[list[float], int | None]:
+    """Return samples or tokens per second of every repeat of a loop of train.py, and its memory.
+
+    The memory is the peak in bytes of the rank that needs the most; None: it was not measured.
+    Options that the run has disabled are noted in the row.
+
+    Raises:
+        RuntimeError: it took too long, or failed.
+    """
+    ranks = row["devices"]
+    model = MODELS[row["model"]]
+    line = [device_of(arguments), *line_of_ours(row, arguments)]
+    if model.counts_memory:
+        out = quote(str(folder / "peak"))
+        line.append(f"callbacks=[{{_target_: scripts.bench_models.PeakMemory, out: {out}}}]")
     run = train(line, ranks if ranks > 1 else None, folder, "run", arguments.patience)
     if run.problem:
         raise RuntimeError(run.problem)
-    return [rate * MODELS[row["model"]].units for rate in run.rates]
+    printed = (folder / "run" / "run.output.txt").read_text()
+    row["disabled"] = sorted(set(re.findall(r"(cuda_graph|compile)=true is disabled", printed)))
+    peaks = [int(path.read_text()) for path in folder.glob("peak*")]
+    return [rate * model.units for rate in run.rates], max(peaks, default=None)
 
 
-def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> list[float]:
-    """Return samples or tokens per second of every repeat of a loop that is not ours.
+def measure_stock(
+    row: dict, arguments: argparse.Namespace, folder: Path
+) -> tuple[list[float], int | None]:
+    """Return samples or tokens per second of every repeat of a loop that is not ours, and its peak.
 
-    It takes a quarter of the steps.
+    It takes a quarter of the steps. The memory is as in `measure_ours`.
 
     Raises:
         RuntimeError: it took too long, or failed.
@@ -137,6 +170,8 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
         "loop": row["loop"],
         "strategy": row["strategy"].split()[0].partition("-")[0],
         "gpus": arguments.gpus != [0],
+        "layout": row["layout"],
+        "half": True,
         "batch": size_of_batch(row["model"], arguments),
         "repeats": arguments.repeats,
         "steps": max(5, steps // 4),
@@ -157,7 +192,8 @@ def rates_of_stock(row: dict, arguments: argparse.Namespace, folder: Path) -> li
     if code or not out.exists():
         errors = [line.strip() for line in printed.splitlines() if "rror" in line]
         raise RuntimeError(errors[-1] if errors else f"exit code {code}")
-    return json.loads(out.read_text())
+    measured = json.loads(out.read_text())
+    return measured["rates"], measured["peak"]
 
 
 def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> None:
@@ -172,6 +208,7 @@ def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> Non
     out = folder / "pairs"
     task = {"model": model, "batch": row["batch"], "steps": steps, "out": out}
     line = [
+        device_of(arguments),
         *overrides(model, ranks, arguments),
         "speed=off",
         *strategy_overrides(row["strategy"]),
@@ -188,25 +225,19 @@ def measure_pairs(row: dict, arguments: argparse.Namespace, folder: Path) -> Non
     row["rates"] += [rate * MODELS[model].units for rate in run.rates]
 
 
-def describe_pairs(row: dict) -> str:
-    """Return the median of the ratios of a row and their lower 95 % bounds."""
-    shown = []
-    for name, clock in (("ratios", "time"), ("cpu_ratios", "CPU time")):
-        median = statistics.median(row[name])
-        shown.append(f"{median:.3f}, at least {lower_bound(row[name]):.3f}, by {clock}")
-    return f"{'; '.join(shown)} ({len(row['ratios'])} pairs)"
-
-
 def measure(row: dict, arguments: argparse.Namespace) -> None:
     """Launch the loop of a row once more, and add its rates, or why there are none, to the row."""
     row["launches"] += 1
-    rates_of = rates_of_ours if row["loop"] in OURS else rates_of_stock
+    rates_and_peak = measure_ours if row["loop"] in OURS else measure_stock
     with tempfile.TemporaryDirectory() as folder:
         try:
             if row["loop"] == PAIRED:
                 measure_pairs(row, arguments, Path(folder))
             else:
-                row["rates"] += rates_of(row, arguments, Path(folder))
+                rates, peak = rates_and_peak(row, arguments, Path(folder))
+                row["rates"] += rates
+                if peak is not None:
+                    row["peak"] = max(peak, row.get("peak", 0))
         except RuntimeError as error:
             row["skipped"] = str(error)
             return
@@ -215,51 +246,23 @@ def measure(row: dict, arguments: argparse.Namespace) -> None:
     row["spread"] = (high - low) / 2 / row["rate"]
 
 
-def table(rows: list[dict]) -> str:
-    """Return the rates as a Markdown table.
+def plan(row: dict, arguments: argparse.Namespace) -> None:
+    """Add to a row of our loops the peak memory in bytes that `ddp-lab advise` plans, or a note.
 
-    `of one` is the rate in multiples of that of the same model on one device, by the loop `ours` or
-    by another of ours; the last column the ratio to the strongest loop that is not ours, of the
-    same strategy.
+    It is that of the fullest device, as torch counts it.
     """
-    head = [
-        "model",
-        "devices",
-        "strategy",
-        "loop",
-        "per second",
-        "+-",
-        "of one",
-        "against the strongest other",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for row in rows:
-        cells = [row["model"], str(row["devices"]), row["strategy"], row["loop"]]
-        if "rate" not in row:
-            lines.append(f"| {' | '.join(cells)} | not run: {row['skipped']} | | | |")
-            continue
-        alike = [each for each in rows if is_same(each, row, "model", "devices") and "rate" in each]
-        others = [each for each in alike if each["loop"] not in (*OURS, PAIRED)]
-        same = [each for each in others if each["strategy"] == row["strategy"]]
-        best = max((each["rate"] for each in same or others), default=None)
-        alone = [
-            each for each in rows if is_same(each, row, "model", "loop") and each["devices"] == 1
-        ]
-        one = next((each["rate"] for each in alone if "rate" in each), None)
-        times = f"{row['rate'] / one:.2f}x" if one else ""
-        ratio = f"{row['rate'] / best:.2f}x" if best else ""
-        if row["loop"] == PAIRED:
-            ratio = describe_pairs(row)
-        lines.append(
-            f"| {' | '.join(cells)} | {row['rate']:,.0f} | {row['spread']:.1%} | {times} | {ratio} "
-            "|"
-        )
-    return "\n".join(lines)
+    from ddp_lab.advise.advisor import Advisor
+    from ddp_lab.advise.devices import find_devices
+    from ddp_lab.advise.plan import CannotPlan
 
-
-def is_same(one: dict, other: dict, *keys: str) -> bool:
-    """Return whether two rows have the same values of some keys."""
-    return all(one[key] == other[key] for key in keys)
+    devices = find_devices(f"{row['devices']}x{arguments.plan}")
+    try:
+        advisor = Advisor.of(line_of_ours(row, arguments), None, devices)
+        planned = advisor.plan(advisor.chosen or ["strategy=single"])
+    except (ConfigError, CannotPlan) as error:
+        print(f"no plan: {row['model']} {row['strategy']} on {row['devices']}: {error}", flush=True)
+        return
+    row["planned"] = round(planned.fullest.allocated)
 
 
 def parse(gpus: int) -> argparse.Namespace:
@@ -269,11 +272,16 @@ def parse(gpus: int) -> argparse.Namespace:
     )
     number = {"type": int, "metavar": "N"}
     parser.add_argument(
-        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with 1 and 2 ranks", **number
+        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with --ranks", **number
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", default=[1, 2], help="with --gpus 0; by default 1 and 2", **number
     )
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"], choices=MODELS)
     parser.add_argument(
-        "--strategies", nargs="+", help="on several devices, ddp by default; scratch-ALGORITHM"
+        "--strategies",
+        nargs="+",
+        help='on several devices, ddp by default; scratch-ALGORITHM, or with options: "mesh tp=2"',
     )
     parser.add_argument("--batch", help="samples on each device; by default the model's", **number)
     parser.add_argument("--steps", help="per repeat of ours; others take a quarter", **number)
@@ -284,6 +292,9 @@ def parse(gpus: int) -> argparse.Namespace:
         "--minutes", type=float, default=float("inf"), help="no launch begins that might end later"
     )
     parser.add_argument(
+        "--plan", metavar="CARD", help="plan the memory on this card, as of advise; measure nothing"
+    )
+    parser.add_argument(
         "--loops", nargs="+", choices=["all", *NAMES], metavar="LOOP", help=", ".join(NAMES)
     )
     parser.add_argument(
@@ -292,7 +303,7 @@ def parse(gpus: int) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.repeats < 2:
         sys.exit(f"error: --repeats {arguments.repeats}: must be at least 2, for the quartiles")
-    if max(arguments.gpus) > gpus:
+    if max(arguments.gpus) > gpus and not arguments.plan:
         of_gpus = f"at most {gpus}, or " if gpus else ""
         allowed = f"{of_gpus}0 for the CPU"
         sys.exit(f"error: --gpus {max(arguments.gpus)}: this machine shows {gpus}; use {allowed}")
@@ -305,73 +316,125 @@ def parse(gpus: int) -> argparse.Namespace:
             "bare",
             "ours eager",
         ]
-    for strategy in arguments.strategies or ():
-        name = strategy.split()[0].partition("-")[0]
-        if "stock" in arguments.loops and name not in STOCK:
-            sys.exit(
-                f"error: --strategies {strategy}: has no stock loop; use {', '.join(STOCK)}, or "
-                "--loops ours"
-            )
     return arguments
 
 
-def rows_to_measure(arguments: argparse.Namespace) -> Iterator[dict]:
-    """Yield a row without rates for every loop, those of a strategy consecutively."""
-    counts = [1, 2] if arguments.gpus == [0] else arguments.gpus
-    for model, ranks in itertools.product(arguments.models, counts):
-        for strategy in ["single"] if ranks == 1 else arguments.strategies or ["ddp"]:
-            for loop in arguments.loops:
-                if loop in (*LOOPS, PAIRED) and strategy not in ("single", "ddp"):
-                    continue
-                row = {"model": model, "devices": ranks, "strategy": strategy, "loop": loop}
-                yield row | {"batch": size_of_batch(model, arguments), "rates": [], "launches": 0}
+def rows_to_measure(arguments: argparse.Namespace) -> tuple[list[dict], list[str]]:
+    """Return a row without rates for every loop, and what is left out, with the reasons.
+
+    The loops of a strategy are consecutive.
+    """
+    counts = arguments.ranks if arguments.gpus == [0] else arguments.gpus
+    strategies = arguments.strategies or ["ddp"]
+    configs = {strategy: config_of(strategy) for strategy in ("single", *strategies)}
+    rows: list[dict] = []
+    left_out: list[str] = []
+    for name, ranks in itertools.product(arguments.models, counts):
+        with torch.device("meta"):
+            model = MODELS[name].make()
+        batch = size_of_batch(name, arguments)
+        for strategy in ["single"] if ranks == 1 else strategies:
+            try:
+                layout = lay_out(configs[strategy], ranks, batch)
+            except ConfigError as error:
+                left_out.append(f"{name} on {ranks}, {strategy}: {error}")
+                continue
+            reason = misfit(layout, strategy, model)
+            if reason is not None:
+                left_out.append(f"{name} on {ranks}, {strategy}: {reason}")
+                continue
+            row = {"model": name, "devices": ranks, "strategy": strategy, "batch": batch}
+            rows += rows_of(row, layout, arguments.loops)
+    return rows, left_out
+
+
+def rows_of(row: dict, layout: Layout, loops: list[str]) -> Iterator[dict]:
+    """Yield a row for every loop of a strategy, with the reason of one that there is not."""
+    strategy = row["strategy"]
+    name = strategy.split()[0].partition("-")[0]
+    for loop in loops:
+        if loop in (*LOOPS, PAIRED) and strategy not in ("single", "ddp"):
+            continue
+        whole = row | {"loop": loop, "layout": layout._asdict(), "rates": [], "launches": 0}
+        if layout.pp > 1:
+            whole["bubble"] = layout.bubble
+        reason = why_no_stock_loop(name, layout) if loop == "stock" else None
+        if reason is not None:
+            whole["skipped"] = reason
+        yield whole
 
 
 def resumed(rows: list[dict], before: list[dict]) -> list[dict]:
     """Return the rows with what an earlier call has measured, and after them its other rows.
 
-    A row that could not be measured is tried again.
+    A row that could not be measured is tried again; what was planned for it remains.
     """
-    keys = ("model", "devices", "strategy", "loop", "batch")
     measured = [old for old in before if "skipped" not in old]
-    known = [next((old for old in measured if is_same(old, row, *keys)), row) for row in rows]
-    others = [old for old in before if not any(is_same(old, row, *keys) for row in rows)]
+    for row in rows:
+        for old in before:
+            if "planned" in old and is_same(old, row, *KEYS):
+                row["planned"] = old["planned"]
+    known = [row | next((old for old in measured if is_same(old, row, *KEYS)), {}) for row in rows]
+    others = [old for old in before if not any(is_same(old, row, *KEYS) for row in rows)]
     return [*known, *others]
+
+
+def late(begin: float, arguments: argparse.Namespace) -> bool:
+    """Return whether a launch that begins now might end too late."""
+    return time.monotonic() - begin + arguments.patience > 60 * arguments.minutes
 
 
 def main() -> None:
     begin = time.monotonic()
     gpus = torch.cuda.device_count()
     arguments = parse(gpus)
-    where = f"{os.cpu_count()} CPU cores" if arguments.gpus == [0] else torch.cuda.get_device_name()
-    record = {
-        "where": where,
-        "torch": torch.__version__,
-        "time": f"{datetime.now():%Y-%m-%d %H:%M}",
-    }
-    before = (
-        json.loads(arguments.json.read_text())
-        if arguments.json and arguments.json.exists()
-        else {"rows": []}
-    )
-    wanted = list(rows_to_measure(arguments))
+    before = {"rows": []}
+    if arguments.json and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())
+    try:
+        wanted, left_out = rows_to_measure(arguments)
+    except ConfigError as error:
+        sys.exit(f"error: --strategies: {error}")
     rows = resumed(wanted, before["rows"])
+    record: dict[str, Any] = before
+    if not arguments.plan:
+        on_cpu = arguments.gpus == [0]
+        record["where"] = f"{os.cpu_count()} CPU cores" if on_cpu else torch.cuda.get_device_name()
+        record["torch"] = torch.__version__
+        record["time"] = f"{datetime.now():%Y-%m-%d %H:%M}"
     record["rows"] = rows
-    groups = [
-        list(group)
-        for _, group in itertools.groupby(rows[: len(wanted)], lambda row: list(row.values())[:3])
-    ]
-    for group in groups:
+
+    def write() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(record, indent=1))
+
+    if arguments.plan:
+        for row in rows[: len(wanted)]:
+            if row["loop"] in OURS and "planned" not in row:
+                plan(row, arguments)
+                write()
+    else:
+        for row in measured_in_turn(rows[: len(wanted)], begin, arguments):
+            print({key: value for key, value in row.items() if key not in NUMBERS}, flush=True)
+            write()
+    if "where" in record:
+        print(f"\n{record['where']}, torch {record['torch']}, {record['time']}")
+    print(table([row for row in rows if row["launches"] or {"skipped", "planned"} & row.keys()]))
+    for line in left_out:
+        print(f"left out: {line}")
+
+
+def measured_in_turn(
+    rows: list[dict], begin: float, arguments: argparse.Namespace
+) -> Iterator[dict]:
+    """Measure the loops of each strategy one after another, and yield a row after each launch."""
+    groups = itertools.groupby(rows, lambda row: [row[key] for key in KEYS[:3]])
+    for group in [list(group) for _, group in groups]:
         for number, row in itertools.product(range(arguments.rounds), group):
-            late = time.monotonic() - begin + arguments.patience > 60 * arguments.minutes
-            if row["launches"] > number or "skipped" in row or late:
+            if row["launches"] > number or "skipped" in row or late(begin, arguments):
                 continue
             measure(row, arguments)
-            print({key: value for key, value in row.items() if key not in NUMBERS}, flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(record, indent=1))
-    print(f"\n{where}, torch {torch.__version__}, {record['time']}")
-    print(table([row for row in rows if row["launches"]]))
+            yield row
 
 
 if __name__ == "__main__":

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab.world.device import peak_memory_bytes  # noqa: E402
+from scripts.bench_layouts import Layout  # noqa: E402
 from scripts.bench_models import LR, MODELS, Model, made_up  # noqa: E402
 from scripts.bench_stock import STOCK  # noqa: E402
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-Step = Callable[[], None]
+Step = Callable[[], Any]
 
 
 def wrapped(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
@@ -146,9 +148,10 @@ def wait(device: torch.device) -> None:
 
 
 def main(arguments: Namespace) -> None:
-    """Run one loop on this rank and, on rank 0, write its samples or tokens per second by repeat.
+    """Run one loop on this rank and, on rank 0, write what it measured.
 
-    The first repeat, which compiles, does not count.
+    That is the samples or tokens per second of each repeat, but for the first one, which compiles,
+    and the peak memory in bytes of the rank that needs the most.
     """
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -159,6 +162,7 @@ def main(arguments: Namespace) -> None:
         dist.init_process_group("nccl" if arguments.gpus else "gloo")
     torch.manual_seed(0)
     model = MODELS[arguments.model]
+    arguments.layout = Layout(**arguments.layout)
     loops = STOCK if arguments.loop == "stock" else LOOPS
     step = loops[arguments.strategy if arguments.loop == "stock" else arguments.loop](
         model, device, arguments
@@ -172,8 +176,12 @@ def main(arguments: Namespace) -> None:
         wait(device)
         seconds = time.perf_counter() - start
         rates.append(arguments.steps * arguments.batch * ranks * model.units / seconds)
+    peak = torch.tensor(peak_memory_bytes(), device=device)
+    if ranks > 1:
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
-        Path(arguments.out).write_text(json.dumps(rates[1:]))
+        measured = {"rates": rates[1:], "peak": int(peak)}
+        Path(arguments.out).write_text(json.dumps(measured))
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -14,10 +15,12 @@ from torch.utils.data import TensorDataset
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ddp_lab import Hook  # noqa: E402
 from ddp_lab.models.gpt import gpt  # noqa: E402
 from ddp_lab.models.lenet import lenet  # noqa: E402
 from ddp_lab.models.resnet import resnet18  # noqa: E402
 from ddp_lab.models.vit import vit  # noqa: E402
+from ddp_lab.world.device import peak_memory_bytes  # noqa: E402
 
 # so low that the weights hardly change: with dead ReLUs or denormal numbers a CPU takes longer
 LR = 1e-4
@@ -49,6 +52,8 @@ class Model:
         steps: usual steps of a repeat.
         cpu_batch, cpu_steps: the same on a CPU, which take a second or so.
         optimizer: makes the optimizer of the stock loops.
+        counts_memory: whether the memory of train.py is measured, by a callback, which costs a
+            few microseconds a step.
     """
 
     make: Callable[[], nn.Module]
@@ -60,6 +65,7 @@ class Model:
     cpu_batch: int = 64
     cpu_steps: int = 20
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(default=fused_sgd)
+    counts_memory: bool = True
 
     @property
     def has_tokens(self) -> bool:
@@ -96,8 +102,11 @@ TINY = [
     "pool=mean",
     "drop_path=0.0",
 ]
+SMALL = ["model.width=16", "model.heads=4"]
 MODELS = {
-    "lenet": Model(lambda: lenet(1, 28, 10, None), ["model=lenet"], (1, 28, 28)),
+    "lenet": Model(  # whose step takes 0.2 ms on a GPU
+        lambda: lenet(1, 28, 10, None), ["model=lenet"], (1, 28, 28), counts_memory=False
+    ),
     "resnet18": Model(
         lambda: resnet18(1, 28, 10, None), ["model=resnet18"], (1, 28, 28), cpu_batch=4, cpu_steps=5
     ),
@@ -143,7 +152,45 @@ MODELS = {
         steps=20,
         optimizer=fused_adamw,
     ),
+    "gpt2_tied": Model(
+        lambda: gpt(50304, 1024, depth=12, width=768, heads=12, tied=True),
+        ["model=gpt2", "model.tied=true", *ADAMW],
+        (1024,),
+        classes=50304,
+        batch=32,
+        steps=20,
+        optimizer=fused_adamw,
+    ),
+    "gpt_tiny": Model(  # for tests of the loops
+        lambda: gpt(64, 16, depth=2, width=16, heads=4, tied=True),
+        ["model=gpt", "model.tied=true", "model.depth=2", *SMALL, *ADAMW],
+        (16,),
+        classes=64,
+        batch=8,
+        steps=4,
+        optimizer=fused_adamw,
+    ),
 }
+
+
+class PeakMemory(Hook):
+    """Writes the peak memory of each rank, in bytes, when the training ends.
+
+    Args:
+        out: beginning of the name of the files, which ends with the rank.
+    """
+
+    def __init__(self, out: str):
+        self.out = out
+        self.rank = 0
+
+    def on_start(self, run: Any) -> None:
+        """Keep the rank."""
+        self.rank = run.rank
+
+    def close(self, status: str) -> None:
+        """Write the file of this rank."""
+        Path(f"{self.out}{self.rank}").write_text(str(peak_memory_bytes()))
 
 
 def made_up(count: int, model: Model) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,16 +4,19 @@ scripts/bench.py measures ours against it.
 
 single       torch.compile of the complete model
 ddp          DistributedDataParallel around it; what the algorithms of `scratch` are compared with
-fsdp         fully_shard of every compiled block, then of the model
-pipeline     torch.distributed.pipelining, 1F1B with eight micro-batches, compiled stages
-tp           parallelize_module by each block's plan, compiled blocks
+fsdp         fully_shard of every compiled block, then of the model; over two axes it is HSDP
+tp           parallelize_module by each block's plan, compiled blocks; where there are replicas,
+             fully_shard of what this leaves
+pipeline     torch.distributed.pipelining, compiled stages (bench_stock_pipeline.py)
+mesh         the one of these that has its axes
 
 All have bf16 autocast (FSDP2 its own policy), a compiled loss, the fused optimizer, and a batch
-that stays on the device.
+that stays on the device. A step returns its loss; None on a rank that does not have it.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,10 +33,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from scripts.bench_layouts import Layout
 from scripts.bench_models import Model, made_up
 
-MICRO_BATCHES = 8
-Step = Callable[[], None]
+Step = Callable[[], torch.Tensor | None]
 STYLES = {"column": ColwiseParallel, "heads": ColwiseParallel, "row": RowwiseParallel}
 
 
@@ -47,6 +50,11 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
 
 
+def autocast(device: torch.device, half: bool) -> torch.autocast:
+    """Return the context of bf16; without `half`, with which a test is exact, of float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=half)
+
+
 def replicated_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
     """Return the step of one device or, on several ranks, of DistributedDataParallel."""
     plain = model.make().to(device)
@@ -57,132 +65,107 @@ def replicated_step(model: Model, device: torch.device, arguments: Namespace) ->
         module = DistributedDataParallel(module, device_ids, gradient_as_bucket_view=True)
     inputs, targets = on_device(model, device, arguments.batch)
 
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+    def step() -> torch.Tensor:
+        with autocast(device, arguments.half):
             loss = loss_of(module(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
     return step
 
 
-def sharded_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
-    """Return the step of FSDP2."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def divided_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
+    """Return the step of FSDP2 or HSDP, of tensor parallelism, or of both.
 
-    module = model.make().to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in module.children():
-        block.compile()
-        fully_shard(block, mp_policy=policy)
-    fully_shard(module, mp_policy=policy)
-    optimizer = model.optimizer(module.parameters())
-    inputs, targets = on_device(model, device, arguments.batch)
-
-    def step() -> None:
-        loss_of(module(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-class Autocast(nn.Module):
-    """A stage of a pipeline whose forward pass computes in bf16 and returns the dtype that is sent.
-
-    Args:
-        blocks: of the stage.
-        dtype: of what it returns.
+    The ranks along tp compute the same batch.
     """
-
-    def __init__(self, blocks: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.blocks = blocks
-        self.dtype = dtype
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16):
-            outputs = self.blocks(inputs)
-        return outputs.to(self.dtype)
-
-
-def pipelined_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
-    """Return the step of a pipeline with a stage of equally many blocks on each rank."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    rank = dist.get_rank()
-    ranks = dist.get_world_size()
-    blocks = list(model.make().to(device).children())
-    first = [len(blocks) * number // ranks for number in range(ranks + 1)]
-    stage_blocks = nn.Sequential(*blocks[first[rank] : first[rank + 1]])
-    between = nn.Sequential(*blocks[: first[1]])
-    size = arguments.batch * ranks // MICRO_BATCHES
-    inputs, targets = on_device(model, device, arguments.batch * ranks)
-    last = rank == ranks - 1
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-        shape = between(inputs[:1]).shape[1:] if rank == 0 else torch.Size()
-    shapes = [shape]
-    dist.broadcast_object_list(shapes, src=0)
-    activations = torch.empty(
-        size, *shapes[0], device=device, dtype=torch.bfloat16, requires_grad=True
-    )
-    stage = Autocast(stage_blocks, torch.float32 if last else torch.bfloat16)
-    with torch.no_grad():
-        outputs = stage(inputs[:size] if rank == 0 else activations)
-    stage.compile()
-    torch_stage = PipelineStage(
-        stage,
-        rank,
-        ranks,
-        device,
-        input_args=inputs[:size] if rank == 0 else activations,
-        output_args=outputs.detach().requires_grad_(),
-    )
-    schedule = Schedule1F1B(torch_stage, MICRO_BATCHES, loss_fn=loss_of)
-    optimizer = model.optimizer(stage_blocks.parameters())
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(inputs, target=targets if last else None, return_outputs=False)
-        else:
-            schedule.step(target=targets if last else None, return_outputs=False)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def tensor_parallel_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
-    """Return the step of tensor parallelism, all ranks of which compute the same batch."""
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks,))
+    layout: Layout = arguments.layout
+    mesh = make_mesh(layout, device)
     module = model.make().to(device)
+    divide_layers(module.children(), mesh["tp"])
     for block in module.children():
-        plan: dict[str, str] = getattr(block, "tensor_parallel", {})
-        styles: dict[str, ParallelStyle] = {
-            name: STYLES[word]() for name, word in plan.items() if word in STYLES
-        }
-        if styles:
-            parallelize_module(block, mesh, styles)
         block.compile()
-    sharded = [parameter for parameter in module.parameters() if hasattr(parameter, "placements")]
-    others = [
-        parameter for parameter in module.parameters() if not hasattr(parameter, "placements")
-    ]
-    # One kernel cannot update tensors of a mesh and others.
-    optimizers = [model.optimizer(sharded), model.optimizer(others)]
-    inputs, targets = on_device(model, device, arguments.batch * ranks)
+    half = arguments.half
+    if layout.replicate * layout.shard > 1:
+        shard(module, list(module.children()), mesh, arguments)
+        half = False  # its policy takes the place of autocast
+    optimizers = optimizers_of(model, module)
+    inputs, targets = on_device(model, device, arguments.batch * layout.tp)
 
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16):
+    def step() -> torch.Tensor:
+        with autocast(device, half):
             loss = loss_of(module(inputs), targets)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        return loss
 
     return step
+
+
+def mesh_step(model: Model, device: torch.device, arguments: Namespace) -> Step:
+    """Return the step of the strongest of torch's own ways that has these axes."""
+    layout: Layout = arguments.layout
+    if layout.pp > 1:
+        from scripts.bench_stock_pipeline import pipelined_step
+
+        return pipelined_step(model, device, arguments)
+    if layout.tp == layout.shard == 1:
+        return replicated_step(model, device, arguments)
+    return divided_step(model, device, arguments)
+
+
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks; those along tp are neighbours, as they send most."""
+    names = ("pp", "replicate", "shard", "tp")
+    return init_device_mesh(
+        device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names
+    )
+
+
+def divide_layers(blocks: Iterable[nn.Module], along_tp: DeviceMesh) -> None:
+    """Divide the layers of blocks by their plans; where the mesh has one rank, leave them."""
+    if along_tp.size() == 1:
+        return
+    for block in blocks:
+        plan: dict[str, str] = getattr(block, "tensor_parallel", {})
+        styles: dict[str, ParallelStyle] = {
+            name: STYLES[word]() for name, word in plan.items() if word in STYLES
+        }
+        if styles:
+            parallelize_module(block, along_tp, styles)
+
+
+def shard(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    arguments: Namespace,
+    **options: Any,
+) -> None:
+    """Apply fully_shard to blocks and, for what they share, to the module that has them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layout: Layout = arguments.layout
+    along_dp = mesh["replicate", "shard"] if layout.replicate > 1 else mesh["shard"]
+    half = torch.bfloat16 if arguments.half else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    uses = Counter(parameter for block in blocks for parameter in set(block.parameters()))
+    for block in blocks:
+        if all(uses[parameter] == 1 for parameter in block.parameters()):
+            fully_shard(block, mesh=along_dp, mp_policy=policy, **options)
+    fully_shard(module, mesh=along_dp, mp_policy=policy, **options)
+
+
+def optimizers_of(model: Model, module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for each mesh that parameters are on: one kernel cannot update two."""
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+    return [model.optimizer(parameters) for parameters in by_mesh.values()]
 
 
 def on_device(model: Model, device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,8 +181,21 @@ STOCK: dict[str, Callable[[Model, torch.device, Namespace], Step]] = {
     "single": replicated_step,
     "ddp": replicated_step,
     "scratch": replicated_step,
-    "fsdp": sharded_step,
-    "pipeline": pipelined_step,
-    "tp": tensor_parallel_step,
-    "mesh": tensor_parallel_step,
+    **dict.fromkeys(("fsdp", "tp", "mesh", "pipeline", "ddp_pipeline"), mesh_step),
 }
+
+
+def why_no_stock_loop(strategy: str, layout: Layout) -> str | None:
+    """Return why torch alone has no loop to measure a strategy against; None if it has.
+
+    Args:
+        strategy: its name.
+        layout: its layout.
+    """
+    if strategy not in STOCK:
+        return f"torch has no loop like strategy={strategy}"
+    if layout.sequence_parallel:
+        return "no stock loop here shares the tokens"
+    if "zerobubble" in layout.schedule:
+        return "torch compiles no stage whose backward pass is cut in two"
+    return None

@@ -20,6 +20,7 @@ import training
 from case import Case, reference_of
 from cases import MATRIX, assert_equal, tolerance_of
 from fp16 import FITTING, LARGE, in_fp16
+from in_bf16 import CHUNKS, SETTINGS, assert_chunks_round_no_more, run_in_bf16
 from launches import OWN, SMALL, launch, only_run, read_metrics
 from run_checks import check_run
 from torch import nn
@@ -35,6 +36,8 @@ from ddp_lab.observe.metrics_file import read_rows
 from ddp_lab.speed import fastest
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.strategies.scratch import NAMES
+from ddp_lab.tasks import chunked_loss
+from ddp_lab.tasks.chunked_loss import add_product, adds_in_float32
 from ddp_lab.world.runtime import Runtime
 
 WORLDS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (2, 4)]
@@ -56,6 +59,8 @@ AUTO = "speed=auto"
 # float64 (an H200).
 MOVED = "data.crop_padding=2 data.flip=true"
 EXACT_VIT = "vit float64"
+# A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
+EXACT_RATE = "scheduler=constant warmup_epochs=0 optimizer.lr=0.0625"
 # Each group has a learning rate of its own on the device, ten times that of the others.
 GROUPED = 'optimizer.groups=[{"match":"*.bias","lr_scale":10}]'
 # 500 steps of at least 40 ms, in all of which rank 1 computes twice as long
@@ -93,9 +98,9 @@ ALONE += each(f"{GRAPH} {RECOMPUTED}", "single accumulate=3 clipped", "single vi
 ALONE += each(f"{BOTH} {RECOMPUTED}", f"single {EXACT_VIT}")
 ALONE += each(f"{GRAPH} {GROUPED}", "single", "single adamw optimizer.fused=true undecayed")
 ALONE += each(f"{BOTH} {GROUPED}", f"single {EXACT_VIT} optimizer.layer_decay=0.5")
-CHUNKS = "task.head_chunks=5"
 CHUNKED = ("accumulate=3 tokens", "one_left clipped", "tied_head float64")
-ALONE += each(f"{GRAPH} {CHUNKS}", *(f"single {settings}" for settings in CHUNKED))
+ALONE += each(CHUNKS, *(f"single {settings}" for settings in CHUNKED))
+ALONE += each(f"{GRAPH} {CHUNKS} {EXACT_RATE}", *(f"single {settings}" for settings in CHUNKED))
 ALONE += each(f"{BOTH} {CHUNKS}", *(f"single {settings} float64" for settings in CHUNKED))
 # In float64 the iteration has no bf16, in which a last digit changes an update by 0.4 %.
 MUON = "optimizer=muon optimizer.ns_dtype=float32"
@@ -113,11 +118,7 @@ TOGETHER = [
     ),
     *each(f"{GRAPH} {RECOMPUTED}", "ddp accumulate=2 vit float64", "fsdp vit float64 clipped"),
     *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
-    # A fused optimizer reads the rate of a graph in float32, which 0.0625 is exactly.
-    *each(
-        GRAPH,
-        "fsdp units=Containers clipped scheduler=constant warmup_epochs=0 optimizer.lr=0.0625",
-    ),
+    *each(f"{GRAPH} {EXACT_RATE}", "fsdp units=Containers clipped"),
     *each(
         GRAPH,
         "mesh shard=null accumulate=2 short clipped",
@@ -339,7 +340,7 @@ def test_cases_equal_one_gpu(group, strategy, size):
             if strategy in ("scratch", "ddp"):
                 assert len({rank[case].digest for rank in ranks}) == 1, "the replicas drift apart"
         except AssertionError as error:
-            wrong[case] = str(error)
+            wrong[case] = str(error).partition("\n")[0]
     assert not wrong
 
 
@@ -357,7 +358,9 @@ def test_torchrun_trains_in_bf16_with_a_gpu_for_each_rank(strategy, size, tmp_pa
     )
     assert code == 0, output
     assert f"on {size} x NVIDIA" in output.splitlines()[-1]
-    check_run(only_run(tmp_path), epochs=20, strategy=strategy.split()[0], world_size=size)
+    name = strategy.split()[0]
+    energy = "energy_kWh joules_per_sample"
+    check_run(only_run(tmp_path), epochs=20, strategy=name, world_size=size, also=energy)
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
 
 
@@ -375,6 +378,70 @@ def check_captured_in_fp16(size: int, cases: dict[str, list[str]]) -> None:
                 assert rank[line, LARGE][1] == scale, line
                 if expected.weights:
                     assert largest_difference(outcome.weights, expected.weights) < 1e-3, line
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        pytest.param("single", 1, marks=pytest.mark.gpu(1)),
+        pytest.param("ddp", 2, marks=pytest.mark.gpu(2)),
+        pytest.param("fsdp", 2, marks=pytest.mark.gpu(2)),
+    ],
+)
+def test_head_chunks_in_bf16_round_no_more_than_all_logits(strategy, size):
+    whole = [f"{strategy} {settings}" for settings in SETTINGS]
+    in_chunks = [f"{strategy} {settings} {CHUNKS}" for settings in SETTINGS]
+    options = ("", f" {GRAPH}", f" {BOTH}")  # eager, captured, captured and compiled
+    lines = [*whole, *(f"{line}{option}" for line in in_chunks for option in options)]
+    outcomes = run_world(size, run_in_bf16, lines, "cuda", timeout=500)[0]
+    exact = alone(*map(reference_of, whole))
+    wrong = {}
+    for expected, chunked in zip(whole, in_chunks, strict=True):
+        for option in options:
+            line = f"{chunked}{option}"
+            try:
+                assert_chunks_round_no_more(
+                    outcomes[line], outcomes[expected], exact[reference_of(expected)]
+                )
+            except AssertionError as error:
+                wrong[line] = str(error)
+    assert not wrong
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("classes", "rows", "width"), [(11, 3001, 16), (50_304, 4097, 768)])
+def test_product_of_half_precision_is_added_to_float32_unrounded(classes, rows, width, half):
+    """The sums are integers that float32 holds, and neither bf16 nor float16 does."""
+    assert adds_in_float32(torch.Tensor, half, torch.device("cuda")), "torch rounds the product"
+    logits, hidden, total, expected = product_of_integers(classes, rows, width, half)
+    add_product(total, logits.t(), hidden)
+    assert torch.equal(total.double(), expected)
+    assert not torch.equal(expected.to(half).double(), expected)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_product_is_added_where_torch_cannot_add_it_to_float32(half, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "adds_in_float32", lambda *arguments: False)
+    logits, hidden, total, expected = product_of_integers(11, 3001, 16, half)
+    before = total.double()
+    add_product(total, logits.t(), hidden)
+    error = (total.double() - expected).abs()
+    assert error.max() > 0
+    assert (error <= torch.finfo(half).eps * (expected - before)).all()
+
+
+def product_of_integers(
+    classes: int, rows: int, width: int, half: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return logits, hidden, a total, and the total with the product of the two, in float64."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    integers = partial(torch.randint, 0, 4, device="cuda", generator=generator)
+    logits = integers((rows, classes)).to(half)
+    hidden = integers((rows, width)).to(half)
+    total = integers((classes, width)).float()
+    return logits, hidden, total, total.double() + logits.double().t() @ hidden.double()
 
 
 @pytest.mark.gpu(1)
@@ -403,7 +470,7 @@ def test_ranks_in_fp16_skip_the_same_steps_captured_and_eager(strategy):
 @pytest.mark.parametrize("options", ["speed=off", "cuda_graph=true"])
 @pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp"])
 def test_slow_gpu_is_named_where_work_is_timed(strategy, options, tmp_path):
-    line = f"ddp-lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
+    line = f"python -m ddp_lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
     code, output = launch(f"{line} runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     rows = read_rows(only_run(tmp_path) / "metrics.jsonl")

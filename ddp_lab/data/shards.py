@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddp_lab.config.errors import ConfigError, NodeError
+from ddp_lab.config.errors import ConfigError, NodeError, count
 from ddp_lab.config.types import Count
 from ddp_lab.data.dataset import Dataset, InMemory, Samples
 
@@ -290,7 +290,7 @@ def open_shard(path: str, key: str) -> Shard:
     expected = HEADER_BYTES + TOKEN.itemsize * tokens
     if tokens < 0 or size < expected:
         raise NodeError(
-            f"{key}: {path} has {size:,} bytes, but its header says {tokens:,} tokens, which need "
-            f"{expected:,}. Copy or write the file again"
+            f"{key}: {path} has {size:,} bytes, but its header says {count(tokens, 'token')}, for "
+            f"which it must have {expected:,}. Copy or write the file again"
         )
     return Shard(path, tokens)

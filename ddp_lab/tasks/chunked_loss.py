@@ -9,6 +9,7 @@ and their gradient as much.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,9 +131,33 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif adds_in_float32(type(total), left.dtype, left.device):
         # added in float32 by the kernel of the multiplication, which rounds nothing and saves a
         # pass over the matrix
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
+
+
+@cache
+def adds_in_float32(
+    kind: type[torch.Tensor], half_dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether a product of half precision can be added to a matrix of float32 unrounded.
+
+    torch does so on GPUs, and not on the CPU. Its releases differ in which dtypes they accept, so
+    it is tried, without waiting for the device.
+
+    Args:
+        kind: class of the tensors. Those of a plan, without values, may accept more than others, so
+            each class has an answer of its own.
+        half_dtype: of the factors.
+        device: of all tensors.
+    """
+    total = torch.zeros(8, 8, device=device)
+    factor = torch.zeros(8, 8, device=device, dtype=half_dtype)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

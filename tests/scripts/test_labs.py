@@ -80,6 +80,21 @@ def test_lab_overlap_prints_and_draws_both_parts(gpus, tmp_path, monkeypatch):
             "error: --repeats 1: must be at least 2, for the quartiles\n",
         ),
         ("bench.py --gpus 1", 1, "error: --gpus 1: this machine shows 0; use 0 for the CPU\n"),
+        (
+            "bench.py --gpus 0 --strategies magic",
+            1,
+            "error: --strategies: strategy=magic",
+        ),
+        (
+            "same_losses.py --gpus 8 --out none",
+            1,
+            "error: --gpus 8: this machine shows 0; use 0 for the CPU\n",
+        ),
+        (
+            "same_losses.py --gpus 0 --steps 4 --out none",
+            1,
+            "error: --steps 4: must be at least 5\n",
+        ),
         ("compare.py runs_dir=elsewhere", 2, "runs_dir=elsewhere: is set by compare.py; use --out"),
         ("compare.py --ranks 2 0 -- epochs=2", 2, "--ranks 2 0: each must be at least 1"),
         (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from case import config_of
+from case import config_of, reference_of
+from in_bf16 import CHUNKS, SETTINGS, assert_chunks_round_no_more, run_in_bf16
 from launches import main_in_world, only_run, read_metrics, refusal_in_world
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
+from training import run_cases
 from worlds import run_world
 
 from ddp_lab import Lab
@@ -31,6 +33,7 @@ from ddp_lab.strategies.checkpointing import RecomputedBlock
 from ddp_lab.strategies.head_losses import HeadLosses
 from ddp_lab.tasks import Tokens
 from ddp_lab.tasks.base import measure
+from ddp_lab.tasks.chunked_loss import add_product, adds_in_float32
 from ddp_lab.world.runtime import Runtime
 
 VOCABULARY = 53
@@ -161,6 +164,41 @@ def test_half_precision_is_as_exact_as_with_all_logits(half):
     error = error_of(whole, exact)
     assert 0 < error < 50 * torch.finfo(half).eps
     assert 0 < error_of(chunked, exact) < 1.1 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_training_in_bf16_is_as_exact_as_with_all_logits(strategy, size):
+    whole = [f"{strategy} {settings}" for settings in SETTINGS]
+    chunked = [f"{line} {CHUNKS}" for line in whole]
+    outcomes = run_world(size, run_in_bf16, [*whole, *chunked], timeout=120)[0]
+    references = [reference_of(line) for line in whole]
+    exact = run_world(1, run_cases, references, timeout=120)[0]
+    for line, chunked_line, reference in zip(whole, chunked, references, strict=True):
+        assert_chunks_round_no_more(outcomes[chunked_line], outcomes[line], exact[reference])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("supported", [True, False])
+def test_product_of_half_precision_is_added_to_float32(supported, half, monkeypatch):
+    """Where torch adds it in one call, here in float64, and where it does not."""
+
+    def addmm(total, left, right, *, out_dtype, out):
+        if not supported:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        assert out_dtype == out.dtype
+        return out.copy_(total.double() + left.double() @ right.double())
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    adds_in_float32.cache_clear()
+    left = torch.full((3, 301), 1.0, dtype=half)
+    right = torch.full((301, 2), 7.0, dtype=half)
+    total = torch.full((3, 2), 0.25)
+    add_product(total, left, right)
+    adds_in_float32.cache_clear()
+    rounded = torch.tensor(7.0 * 301).to(half).item()
+    assert rounded != 7 * 301
+    assert torch.equal(total, torch.full((3, 2), (7 * 301 if supported else rounded) + 0.25))
 
 
 def test_small_gradients_in_fp16_contain_the_scale_of_the_loss_before_they_are_rounded():
