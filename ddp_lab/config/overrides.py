@@ -66,16 +66,17 @@ def check_overrides(
         check_keys(sets_keys, parsed, groups, config_dir)
 
 
-def for_optimizer(overrides: list[str], config_dir: str | None) -> list[str]:
-    """Return overrides that remove the defaults which a typed class of the optimizer lacks, too.
+def for_own_classes(overrides: list[str], config_dir: str | None) -> list[str]:
+    """Return overrides that remove the defaults which a typed class of the user's lacks, too.
 
     Args:
         overrides: Hydra overrides, checked.
         config_dir: The directory of the user's own yaml, if there is one.
     """
-    if not any("optimizer._target_=" in override for override in overrides):
+    keys = ("optimizer._target_=", "task._target_=")
+    if not any(key in override for override in overrides for key in keys):
         return overrides
-    from ddp_lab.config.other_optimizer import without_lacking
+    from ddp_lab.config.other_class import without_lacking
 
     return without_lacking(overrides, config_dir)
 

@@ -175,6 +175,26 @@ def require_tensors(subject: str, tree: Any) -> None:
         require_tensors(f"{subject}[{place}]", part)
 
 
+def require_no_arrays(subject: str, *arguments: Any, **keywords: Any) -> None:
+    """Check that no argument of a model is a NumPy array.
+
+    Others, such as None, a flag or an object, are passed as they are.
+
+    Args:
+        subject: which method got the arguments; begins the message.
+        arguments, keywords: of the model.
+
+    Raises:
+        ConfigError: one is an array.
+    """
+    for place, value in [*enumerate(arguments), *keywords.items()]:
+        if type(value).__module__ == "numpy":
+            raise ConfigError(
+                f"{subject}: the argument {place} is {type(value).__name__}, but must be a tensor. "
+                "Use torch.as_tensor"
+            )
+
+
 def advice_on(value: object) -> str:
     """Return what to do about a value that is no tensor."""
     if isinstance(value, (str, bytes)) or (

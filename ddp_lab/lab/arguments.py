@@ -192,6 +192,20 @@ def form_of(model: nn.Module, example: Example | None) -> Tree:
     return None
 
 
+def require_module(model: Any) -> None:
+    """Check what a user passes as the model.
+
+    Raises:
+        ConfigError: it is no module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    got = type(model).__name__
+    if isinstance(model, type):
+        got = f"the class {model.__name__}. Call it: {model.__name__}(...)"
+    raise ConfigError(f"model: must be a torch.nn.Module, got {got}")
+
+
 def in_blocks(
     model: nn.Module, strategy: Strategy, example: Example | None, form: Tree
 ) -> nn.Module:

@@ -29,6 +29,7 @@ from ddp_lab.lab.arguments import (
     make_further_hooks,
     make_further_metrics,
     name_of_target,
+    require_module,
     require_same,
 )
 from ddp_lab.lab.calls import Calls
@@ -297,6 +298,7 @@ class Lab:
                 example.
         """
         runtime = self.runtime
+        require_module(model)
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "num_workers": num_workers}
         averaging = {"ema": ema, "ema_warmup": ema_warmup}
         others = {

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ddp_lab.data.trees import require_no_arrays
 from ddp_lab.lab.calls import Calls
 from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
 from ddp_lab.lab.model_mistakes import mistakes_reported
@@ -52,6 +53,7 @@ class OwnLoop:
         """
         step = self._own_step
         step.require_supported("forward")
+        require_no_arrays("forward", *arguments, **keywords)
         current = self._batches.current
         self._begin_own_step(current)
         spare, _ = current.spare if current else (None, None)

@@ -32,8 +32,14 @@ class TrainerFiles:
         """Write the weights of the complete model, or their averages, as safetensors.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written, or the path is that of a directory.
         """
+        if self.pretrained is None and path.is_dir():
+            raise ConfigError(
+                f"save: {path} is a directory, but a model that is not of transformers or PEFT is "
+                f"written as one file. Use the name of a file, for example "
+                f"{path / 'model.safetensors'}"
+            )
         pretrained = self.pretrained if path.suffix != ".safetensors" else None
         names = {*self.state.shapes} if pretrained is None else pretrained.names
         tensors = {

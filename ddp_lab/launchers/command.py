@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
-from ddp_lab.config.overrides import HELP, check_overrides, for_optimizer
+from ddp_lab.config.overrides import HELP, check_overrides, for_own_classes
 from ddp_lab.world.process import RankInfo, die_with_torchrun, discard_output, env_int, note, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again
@@ -200,7 +200,7 @@ def run_with_config(task: Callable[[DictConfig], Any], arguments: list[str]) -> 
         each.startswith("hydra.mode=") for each in namespace.overrides
     )
     check_overrides(namespace.overrides, namespace.config_dir, sweeps)
-    namespace.overrides = for_optimizer(namespace.overrides, namespace.config_dir)
+    namespace.overrides = for_own_classes(namespace.overrides, namespace.config_dir)
     if sweeps:
         from ddp_lab.launchers.torchrun_launcher import register  # loads what draws the results
 

@@ -5,7 +5,7 @@ import argparse
 from omegaconf import DictConfig
 
 from ddp_lab.config.compose import compose
-from ddp_lab.config.overrides import check_overrides, for_optimizer
+from ddp_lab.config.overrides import check_overrides, for_own_classes
 
 
 def split_config_dir(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -25,4 +25,4 @@ def compose_config(
         ConfigError: An override is not allowed, or there is no such directory.
     """
     check_overrides(overrides, config_dir)
-    return compose(for_optimizer(overrides, config_dir), config_dir, with_choices)
+    return compose(for_own_classes(overrides, config_dir), config_dir, with_choices)

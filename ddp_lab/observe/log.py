@@ -77,6 +77,43 @@ def print_if_slow(activity: str, is_main: bool) -> AbstractContextManager[None]:
     return log_if_slow(activity, partial(print, flush=True)) if is_main else nullcontext()
 
 
+class Held(logging.Handler):
+    """Keeps what is logged before the log is set up.
+
+    Attributes:
+        records: in their order.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+    def release(self) -> None:
+        """Log the records. Called after `setup_logging`."""
+        for record in self.records:
+            if log.isEnabledFor(record.levelno):
+                log.handle(record)
+        self.records = []
+
+
+@contextmanager
+def log_held() -> Generator[Held]:
+    """Keep what the body logs, before there is a run directory for the log."""
+    held = Held()
+    level = log.level
+    log.addHandler(held)
+    log.setLevel(logging.INFO)
+    try:
+        yield held
+    finally:
+        log.removeHandler(held)
+        log.setLevel(level)
+
+
 def setup_logging(run_dir: Path, rank: int) -> None:
     """Set up the console and the log file of one rank.
 

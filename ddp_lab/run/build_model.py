@@ -82,7 +82,7 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
                 f"task._target_={cfg.task['_target_']}. Use loss=default, the task's own loss, or "
                 "loss=own"
             )
-        return construct("task", cfg.task, loss=loss)
+        return construct_task(cfg.task, task, loss)
 
     is_tokens = "vocabulary" in dataset.model_shape()
     if is_tokens or not dataset.classes:
@@ -92,6 +92,37 @@ def make_task(cfg: DictConfig, dataset: Dataset) -> Task:
         )
     loss = build_loss(cfg.loss, len(dataset.classes), mixed)
     return construct("task", cfg.task, loss=loss)
+
+
+def construct_task(node: DictConfig, kind: type[Task], loss: LossFunction | None) -> Task:
+    """Construct a task, whose class may be one of the user's with a constructor of its own.
+
+    Args:
+        node: the config group `task`.
+        kind: its class.
+        loss: in place of the task's own; None: there is none.
+
+    Raises:
+        ConfigError: the constructor fails, has no parameter for the loss, or does not pass
+            head_chunks on.
+    """
+    parameters = inspect.signature(kind).parameters.values()
+    accepts_loss = any(each.name == "loss" or each.kind is each.VAR_KEYWORD for each in parameters)
+    if loss is not None and not accepts_loss:
+        raise ConfigError(
+            f"task._target_={node['_target_']}: the constructor of {kind.__name__} has no "
+            "parameter loss, so that another loss has no place. Add it, and call "
+            "super().__init__(loss); or use loss=default, the task's own loss"
+        )
+    task = construct("task", node, **({"loss": loss} if accepts_loss else {}))
+    chunks = node.get("head_chunks", task.head_chunks)
+    if chunks != task.head_chunks:
+        raise ConfigError(
+            f"task.head_chunks={chunks}: has no effect, because the constructor of {kind.__name__} "
+            f"does not pass it on, and head_chunks is {task.head_chunks}. Call "
+            "super().__init__(loss, head_chunks) there"
+        )
+    return task
 
 
 def build_loss(

@@ -14,7 +14,7 @@ from ddp_lab.checkpoints.state import State
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.types import SETS, Every
 from ddp_lab.launchers.recorded_config import CONFIG, write_config
-from ddp_lab.observe.log import log, log_if_slow, print_if_slow, setup_logging
+from ddp_lab.observe.log import log, log_held, log_if_slow, print_if_slow, setup_logging
 from ddp_lab.observe.logger import FileLogger, Logger
 from ddp_lab.observe.metrics_file import describe_result, read_evaluations, row_at
 from ddp_lab.resilience.guard import Guard, Preempted, Requests
@@ -69,7 +69,10 @@ def train(job: Job) -> tuple[Outcome, Path]:
     flags = job.options.backend_flags(runtime)
     with matmul, flags:
         # a plan that does not fit the model is refused before a directory is created
-        with print_if_slow("trying the plan, and placing the model", runtime.is_main):
+        with (
+            print_if_slow("trying the plan, and placing the model", runtime.is_main),
+            log_held() as early,
+        ):
             placed = place(job) if job.strategy.tries_plan else None
         run_dir = RunDir(runtime, settings.runs_dir, settings.name, settings.resume, settings.label)
         if runtime.local_rank == 0:
@@ -78,6 +81,7 @@ def train(job: Job) -> tuple[Outcome, Path]:
         requests.listen()
         setup_logging(run_dir.path, runtime.rank)
         log_beginning(job, settings, run_dir)
+        early.release()
         with Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
             launch = Launch(run_dir, watchdog, requests, before_exit)
             return train_guarded(job, settings, launch, placed), run_dir.path

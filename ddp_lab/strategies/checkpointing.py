@@ -174,8 +174,9 @@ def choose_blocks(strategy: "Strategy", model: nn.Module) -> Recomputed:
     if not blocks:
         raise ConfigError(
             f"{KEY}: needs a model with blocks, and {type(model).__name__} has no list of several "
-            "modules of one class. Return a Chain of blocks (docs/your-own.md), put them into an "
-            f"nn.ModuleList, {instead}"
+            "modules of one class that consist of others (a single layer of torch is no block). "
+            "Return a Chain of blocks (docs/your-own.md), put them into an nn.ModuleList, "
+            f"{instead}"
         )
     for path, module in model.named_modules():
         if getattr(getattr(module, "config", None), "use_cache", False):

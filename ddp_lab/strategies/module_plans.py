@@ -261,6 +261,8 @@ def problem_of(model: nn.Module, name: str, layer: Divided, tp: int) -> str:
     kind = type(module).__name__
     is_embedding = isinstance(module, nn.Embedding)
     if not is_embedding and not is_linear(module):
+        if kind in ("Linear", "Embedding"):  # of another library, for example of PEFT
+            kind = f"{type(module).__module__}.{kind}"
         return f"it is a {kind}, and torch divides nn.Linear and nn.Embedding"
     is_row = layer.word.startswith("row")
     any_module: Any = module

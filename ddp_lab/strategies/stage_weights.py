@@ -87,7 +87,7 @@ class StageWeights:
         """
         parts = plan.parts
         block_names = [{parts.names[index] for index in part} for part in parts.parts]
-        tensors = names_in(model, "")
+        tensors = names_in(model)
         used = [{name for name in tensors if block_of(name) in blocks} for blocks in block_names]
         return cls(model, used, plan.ranks, strategy)
 
@@ -201,10 +201,10 @@ class StageWeights:
         return [parameter for name, parameter in model.named_parameters() if name not in of_others]
 
 
-def names_in(stage: nn.Module, prefix: str) -> set[str]:
-    """Return the names of the parameters and buffers of a stage, without a prefix."""
+def names_in(stage: nn.Module) -> set[str]:
+    """Return the names of the parameters and buffers of a stage."""
     tensors = [
         *stage.named_parameters(remove_duplicate=False),
         *stage.named_buffers(remove_duplicate=False),
     ]
-    return {name.removeprefix(prefix) for name, _ in tensors}
+    return {name for name, _ in tensors}

@@ -10,7 +10,7 @@ import copy
 import random
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.trial import copy_in
+from ddp_lab.strategies.stage_weights import names_in
 from ddp_lab.strategies.traced_values import TracedStage, stages_of
 
 INNER = "inner"  # the attribute of Flat that is the model
@@ -75,6 +76,9 @@ class Blueprint:
         device: on which the stages run.
         autocast: returns the context of the forward pass.
         strategy: its name, for messages.
+
+    Attributes:
+        names: of the parameters and buffers of the model.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Blueprint:
         self.autocast = autocast
         self.strategy = strategy
         self.model = copy_in(self.mode, model, device)
+        self.names = names_in(self.model)
         self._kept: dict[Any, Traced] = {}
 
     def inputs(self, like: Tree, samples: int) -> Tree:
@@ -222,6 +227,30 @@ def reason_of(error: Exception) -> str:
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 
+def name_in_model(name: str, names: Container[str]) -> str:
+    """Return the name in the model of a parameter or buffer of a stage.
+
+    torch.export numbers the calls of a module: the weight that is encoder.weight in the first call
+    is encoder@1.weight in the second one.
+
+    Args:
+        name: in the stage.
+        names: of the model. A constant that the trace has made has none of them.
+    """
+    own = name.removeprefix(f"{INNER}.")
+    return own if own in names else re.sub(r"@\d+(?=\.)", "", own)
+
+
+def names_of(stage: nn.Module, names: Container[str]) -> set[str]:
+    """Return the names in the model of the parameters and buffers of a stage.
+
+    Args:
+        stage: of torch's Pipe.
+        names: of the model.
+    """
+    return {name_in_model(name, names) for name in names_in(stage)}
+
+
 def bind(stage: nn.Module, model: nn.Module, device: torch.device) -> None:
     """Let a stage use the parameters and buffers of a model in place of those without data.
 
@@ -233,7 +262,6 @@ def bind(stage: nn.Module, model: nn.Module, device: torch.device) -> None:
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     for path, module in stage.named_modules():
-        inner = path.removeprefix(INNER).removeprefix(".")
         for key, tensor in [*module.named_parameters("", False), *module.named_buffers("", False)]:
-            name = f"{inner}.{key}" if inner else key
+            name = name_in_model(f"{path}.{key}" if path else key, tensors)
             setattr(module, key, tensors[name] if name in tensors else tensor.to(device))

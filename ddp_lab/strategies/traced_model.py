@@ -12,8 +12,8 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
 from ddp_lab.strategies.schedules import PipelinePlan
-from ddp_lab.strategies.stage_weights import StageWeights, names_in
-from ddp_lab.strategies.traced import INNER, OF_TRACES, Blueprint
+from ddp_lab.strategies.stage_weights import StageWeights
+from ddp_lab.strategies.traced import OF_TRACES, Blueprint, names_of
 from ddp_lab.strategies.traced_stages import TracedExecutor
 from ddp_lab.tasks.base import Task
 
@@ -67,7 +67,7 @@ class TracedModel:
         for training in (True, False):
             traced = self.blueprint.trace(inputs, starts, training, is_kept=True)
             for names, stage in zip(used, traced.stages, strict=True):
-                names |= names_in(stage.graph, f"{INNER}.")
+                names |= names_of(stage.graph, self.blueprint.names)
         self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
 
     def place(self, model: nn.Module, to_device: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -21,8 +21,8 @@ from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.stage_shapes import StageShapes
-from ddp_lab.strategies.stage_weights import StageWeights, names_in
-from ddp_lab.strategies.traced import INNER, Blueprint, Traced, bind
+from ddp_lab.strategies.stage_weights import StageWeights
+from ddp_lab.strategies.traced import Blueprint, Traced, bind, names_of
 from ddp_lab.strategies.traced_model import require_traceable
 from ddp_lab.strategies.traced_values import TracedStage
 from ddp_lab.tasks.base import Task, measure
@@ -112,7 +112,7 @@ class TracedSplit:
         for training in (True, False):
             traced = blueprint.trace(like, self.parts.starts, training, is_kept=True)
             for names, stage in zip(used, traced.stages, strict=True):
-                names |= names_in(stage.graph, f"{INNER}.")
+                names |= names_of(stage.graph, blueprint.names)
         # which refuses statistics that several stages would change
         StageWeights(blueprint.model, used, len(devices), strategy.name)
         self._used = used

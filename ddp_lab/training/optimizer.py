@@ -64,11 +64,16 @@ def construct_optimizer(
         groups: from `param_groups`.
 
     Raises:
-        ConfigError: its step needs a closure.
+        ConfigError: the function returns no optimizer, or its step needs a closure.
     """
     first = groups[0]
     is_list = len(groups) == 1 and bool(first["params"])
     optimizer = make(first["params"] if is_list else groups)
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            "optimizer: the function of parameters must return an optimizer, for example "
+            f"torch.optim.AdamW(parameters, lr=1e-3), got {type(optimizer).__name__}"
+        )
     if is_list:
         options = {key: value for key, value in first.items() if key != "params"}
         for group in optimizer.param_groups:
@@ -76,6 +81,31 @@ def construct_optimizer(
     require_no_closure(optimizer)
     begin_training(optimizer)
     return optimizer
+
+
+def require_own_parameters(
+    optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]
+) -> None:
+    """Check that an optimizer updates parameters of the model alone.
+
+    Args:
+        optimizer: from the user's function of parameters.
+        modules: of which each of its parameters must be one.
+
+    Raises:
+        ConfigError: one belongs to something else, for example to another model, or to this one
+            before the strategy replaced its parameters.
+    """
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"optimizer: has a parameter of the shape {list(parameter.shape)} that is none "
+                    "of this trainer's model, whose own parameters would not be trained in its "
+                    "place. Let the function make the optimizer of the parameters that it gets, "
+                    "for example lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+                )
 
 
 def has_shards(optimizer: torch.optim.Optimizer) -> bool:

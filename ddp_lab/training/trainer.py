@@ -20,6 +20,7 @@ from ddp_lab.training.optimizer import (
     construct_optimizer,
     has_shards,
     param_groups,
+    require_own_parameters,
     require_plain_step,
 )
 from ddp_lab.training.performance import PerformanceOptions
@@ -134,6 +135,7 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
             optimizer = construct_for_part(make, decays_all, trained, model, strategy.idle)
         else:
             optimizer = construct_optimizer(make, param_groups(trained, decays_all))
+        require_own_parameters(optimizer, (model, strategy.module))
     except ConfigError as error:
         problem = str(error)
     except (TypeError, ValueError, AttributeError) as error:

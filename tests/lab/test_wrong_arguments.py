@@ -67,6 +67,31 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda lab: make(lab).fit(None, DATA, 1),
         "train: must be a map-style dataset, with",
     ),
+    "no model": (
+        lambda lab: lab.trainer(None, tasks.Classification(), SGD, 8),
+        "model: must be a torch.nn.Module, got NoneType",
+    ),
+    "a class as the model": (
+        lambda lab: lab.trainer(Wrapped, tasks.Classification(), SGD, 8),
+        "model: must be a torch.nn.Module, got the class Wrapped. Call it: Wrapped(...)",
+    ),
+    "an array in forward": (
+        lambda lab: make(lab).forward(np.zeros((8, 4))),
+        "forward: the argument 0 is ndarray, but must be a tensor. Use torch.as_tensor",
+    ),
+    "no optimizer": (
+        lambda lab: make(lab, optimizer=lambda parameters: None),
+        "optimizer: the function of parameters must return an optimizer, for example",
+    ),
+    "an optimizer of another model": (
+        lambda lab: make(lab, optimizer=lambda parameters: SGD(nn.Linear(4, 3).parameters())),
+        "optimizer: has a parameter of the shape [3, 4] that is none of this trainer's model",
+    ),
+    "a directory for the weights": (
+        lambda lab: make(lab).save("."),
+        "save: . is a directory, but a model that is not of transformers or PEFT is written as one "
+        "file. Use the name of a file, for example model.safetensors",
+    ),
     "number": (
         lambda lab: make(lab, lambda outputs, targets: 1.0).step(*BATCH),
         "the loss must return a tensor, (losses, weights) or (sum, weight), got float. Return the",

@@ -14,7 +14,7 @@ from worlds import run_world
 import ddp_lab.observe.logger
 import ddp_lab.observe.metrics_file
 from ddp_lab.config.build import chosen_trackers
-from ddp_lab.observe.log import log, setup_logging
+from ddp_lab.observe.log import log, log_held, setup_logging
 from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import append_row, describe_result, describe_steps
 from ddp_lab.observe.pictures import confusion_figure, prediction_grid
@@ -199,7 +199,10 @@ def test_row_that_does_not_fit_on_the_disk_is_not_written_in_part(tmp_path, capl
 
 def log_as(run_dir, ranks: list[int]) -> None:
     for rank in ranks:
+        with log_held() as early:
+            log.info("before there is a directory")
         setup_logging(run_dir, rank)
+        early.release()
         log.info("all is well")
         logging.getLogger("somebody.else").info("chatter")
         log.warning("not quite")
@@ -211,6 +214,7 @@ def test_rank_0_logs_info_and_the_first_other_ranks_warnings_with_their_rank(tmp
     assert [
         line.split(" ", 2)[2] for line in (tmp_path / "train.log").read_text().splitlines()
     ] == [
+        "INFO before there is a directory",
         "INFO all is well",
         "WARNING not quite",
     ]

@@ -24,6 +24,7 @@ from worlds import run_world
 
 from ddp_lab import Lab
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.models.gpt import gpt
 from ddp_lab.run.build import build
 from ddp_lab.speed.compile import compile_passes
@@ -336,6 +337,46 @@ def test_own_head_and_own_metrics_of_evaluations_are_supported(task):
     trained = [steps_of(built(line, chunks=chunks)) for chunks in (1, 4)]
     for one, other in zip(*trained, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-6)
+
+
+def from_command_line(task: str):
+    """Return the job of a task of head_models, given as on the command line."""
+    line = (
+        "strategy=single device=cpu data=own data.dataset._target_=own_datasets.Tokens "
+        "data.num_classes=11 data.num_workers=0 model=gpt model.depth=1 model.width=8 "
+        f"model.heads=2 task=tokens task._target_=head_models.{task}"
+    )
+    return build(compose_config(line.split(), None), Runtime("cpu"))
+
+
+def test_constructor_of_an_own_task_needs_no_parameters_of_its_base_class():
+    task = from_command_line("Scaled +task.scale=2.0").task
+    assert task.scale == 2.0
+    assert task.head_chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "Forgetful task.head_chunks=3",
+            "task.head_chunks=3: has no effect, because the constructor of Forgetful does not pass "
+            "it on, and head_chunks is 1. Call super().__init__(loss, head_chunks) there",
+        ),
+        (
+            "Scaled loss=own loss._target_=head_models.doubled",
+            "task._target_=head_models.Scaled: the constructor of Scaled has no parameter loss",
+        ),
+    ],
+)
+def test_constructor_that_lacks_what_is_asked_for_is_refused(options, message):
+    with pytest.raises(ConfigError) as refusal:
+        from_command_line(options)
+    assert str(refusal.value).startswith(message)
+
+
+def test_constructor_that_passes_options_on_supports_chunks():
+    assert from_command_line("Passing task.head_chunks=3 +task.scale=2.0").task.head_chunks == 3
 
 
 def steps_of(job) -> list[torch.Tensor]:

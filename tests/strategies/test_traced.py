@@ -59,6 +59,23 @@ class Spare(Language):
         self.spare = nn.Linear(2, 2)
 
 
+class Recurrent(nn.Module):
+    """A layer that is called three times, the last time in the second of two stages."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.again = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, input_ids, attention_mask):
+        tokens = self.again(torch.tanh(self.again(self.embedding(input_ids))))
+        for layer in self.layers:
+            tokens = layer(tokens, attention_mask == 0)
+        return self.head(torch.tanh(self.again(tokens))).mean(1)
+
+
 class Pictures(nn.Module):
     """A network with BatchNorm, activations in place and a skip over several blocks."""
 
@@ -107,6 +124,7 @@ MODELS = {
     "tied": (partial(Language, is_tied=True), Sentences, "label"),
     "deep, tied": (partial(Language, is_tied=True, layers=4), Sentences, "label"),
     "spare": (Spare, Sentences, "label"),
+    "recurrent": (Recurrent, Sentences, "label"),
     "pictures": (Pictures, Images, 1),
 }
 
@@ -150,6 +168,7 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
 QUICK = {
     ("tied", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
     ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
+    ("recurrent", "1f1b"): {"schedule": "1f1b", "num_microbatches": 2, "cut": ["layers.1"]},
     ("tied", "mesh"): {"schedule": "1f1b", "num_microbatches": 2, "pp": 2},
 }
 FURTHER = {
@@ -251,6 +270,7 @@ def test_traced_model_on_two_pipelines_equals_single():
 SPLIT = {
     ("deep", "three devices"): {"devices": ["cpu"] * 3, "num_microbatches": 2},
     ("tied", "accumulate"): {"devices": ["cpu", "cpu"], "num_microbatches": 3},
+    ("recurrent", "two devices"): {"devices": ["cpu", "cpu"], "num_microbatches": 2},
     ("pictures", "two devices"): {"devices": ["cpu", "cpu"], "num_microbatches": 1},
 }
 

@@ -89,3 +89,26 @@ class Longest(Tokens):
 
     def sums(self, outputs, targets):
         return super().sums(outputs, targets) | {"rows": torch.tensor(float(len(outputs)))}
+
+
+class Scaled(Tokens):
+    """A task whose constructor has parameters of its own, and none of those of its base class."""
+
+    def __init__(self, scale: float = 1.0):
+        super().__init__()
+        self.scale = scale
+
+
+class Forgetful(Tokens):
+    """A task whose constructor does not pass `head_chunks` on."""
+
+    def __init__(self, loss=None, head_chunks: int = 1):
+        super().__init__(loss)
+
+
+class Passing(Tokens):
+    """A task whose constructor passes on what it does not know."""
+
+    def __init__(self, scale: float = 1.0, **options):
+        super().__init__(**options)
+        self.scale = scale

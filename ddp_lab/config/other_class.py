@@ -1,4 +1,4 @@
-"""An optimizer of another class than that of conf/, which lacks options that conf/ sets.
+"""An optimizer or a task of another class than that of conf/, which lacks options that conf/ sets.
 
 Nobody has typed these options, so that they are left out. One that the user has set stays, and is
 an error.
@@ -13,44 +13,57 @@ from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.overrides import compose_choices, find_groups, is_choice, parse
 
-KEY = "optimizer._target_"
+# the groups, and the keys of each that are no options of its class
+KEPT = {"optimizer": (*OF_GROUPS, "lr", "fused"), "task": ()}
 
 
 def without_lacking(overrides: Sequence[str], config_dir: str | None) -> list[str]:
-    """Return overrides, with those that remove the defaults that the optimizer's class lacks.
+    """Return overrides, with those that remove the defaults that a class of the user's lacks.
 
     Args:
         overrides: Hydra overrides, checked.
         config_dir: The directory of the user's own yaml, if there is one.
+    """
+    removed = [
+        f"~{group}.{name}" for group in KEPT for name in lacking_in(group, overrides, config_dir)
+    ]
+    return [*overrides, *removed]
+
+
+def lacking_in(group: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """Return the options of a group that conf/ sets, nobody has typed, and its class lacks.
+
+    Args:
+        group: One of KEPT.
+        overrides, config_dir: As in `without_lacking`.
     """
     parsed = [parse(override) for override in overrides]
     typed = {override.key_or_group for override in parsed}
     targets = [
         override.value()
         for override in parsed
-        if override.key_or_group == KEY and not override.is_sweep_override()
+        if override.key_or_group == f"{group}._target_" and not override.is_sweep_override()
     ]
     groups = find_groups(config_dir)
     choices = [override for override in parsed if is_choice(override, groups)]
     if not targets or any(override.is_sweep_override() for override in choices):
-        return [*overrides]
+        return []
     try:
-        schema = options("optimizer", {"_target_": targets[-1]})
+        schema = options(group, {"_target_": targets[-1]})
     except ConfigError:  # `check` reports it
-        return [*overrides]
+        return []
     if schema.model_config.get("extra") == "allow":
-        return [*overrides]
+        return []
 
     values, chosen = compose_choices([str(each.input_line) for each in choices], config_dir)
-    path = CONF / "optimizer" / f"{chosen['optimizer']}.yaml"
+    path = CONF / group / f"{chosen[group]}.yaml"
     defaults = OmegaConf.load(path) if path.is_file() else {}
-    lacking = [
-        name
+    return [
+        str(name)
         for name, value in defaults.items()
         if not str(name).startswith("_")
-        and name not in (*OF_GROUPS, "lr", "fused")
+        and name not in ("defaults", *KEPT[group])
         and name not in schema.model_fields
-        and f"optimizer.{name}" not in typed
-        and values["optimizer"].get(name, ...) == value
+        and f"{group}.{name}" not in typed
+        and values[group].get(name, ...) == value
     ]
-    return [*overrides, *(f"~optimizer.{name}" for name in lacking)]
