@@ -360,7 +360,9 @@ def test_torchrun_trains_in_bf16_with_a_gpu_for_each_rank(strategy, size, tmp_pa
     )
     assert code == 0, output
     assert f"on {size} x NVIDIA" in output.splitlines()[-1]
-    check_run(only_run(tmp_path), epochs=20, strategy=strategy.split()[0], world_size=size)
+    name = strategy.split()[0]
+    energy = "energy_kWh joules_per_sample"
+    check_run(only_run(tmp_path), epochs=20, strategy=name, world_size=size, also=energy)
     assert read_metrics(only_run(tmp_path))[-1]["test_accuracy"] >= 0.9
 
 
@@ -470,7 +472,7 @@ def test_ranks_in_fp16_skip_the_same_steps_captured_and_eager(strategy):
 @pytest.mark.parametrize("options", ["speed=off", "cuda_graph=true"])
 @pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp"])
 def test_slow_gpu_is_named_where_work_is_timed(strategy, options, tmp_path):
-    line = f"ddp-lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
+    line = f"python -m ddp_lab train --nproc 2 strategy={strategy} {options} {' '.join(SLOW_GPU)}"
     code, output = launch(f"{line} runs_dir={tmp_path}", gpus=True)
     assert code == 0, output
     rows = read_rows(only_run(tmp_path) / "metrics.jsonl")

@@ -80,6 +80,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def count_with_verb(number: int, noun: str) -> str:
+    """Return a count and its verb, for example "1 rank is" or "2 ranks are"."""
+    return f"{count(number, noun)} {'is' if number == 1 else 'are'}"
+
+
 def first_few(values: Iterable[object], most: int) -> str:
     """Return values, separated by commas, and dots in place of those after the first `most`."""
     texts = [str(value) for value in values]

@@ -260,13 +260,12 @@ class Dataset:
     def describe_sets(self) -> str:
         """Return the sizes of the sets, and how the validation set was chosen."""
         held_out = f" held out by {self.held_out}" if self.held_out else ""
+        size = "a stream" if self.train.is_endless else count(self.train.size, "sample")
         parts = {
-            "train": "training on {:,} samples",
+            "train": f"training on {size}",
             "val": f"validating on {{:,}}{held_out}",
             "test": "testing on {:,}",
         }
-        if self.train.is_endless:
-            parts["train"] = "training on a stream"
         return ", ".join(parts[name].format(samples.size) for name, samples in self.sets.items())
 
     def model_shape(self) -> dict[str, Any]:
@@ -327,8 +326,9 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     training, evaluated = (part.nonzero().flatten() for part in (~chosen, chosen))
     if not len(training) or not len(evaluated):
         raise ConfigError(
-            f"{key}: leaves {len(training)} of {size} samples to train on and {len(evaluated)} to "
-            "evaluate with; both must be at least 1. Use another fraction, or add samples"
+            f"{key}: leaves {len(training)} of {count(size, 'sample')} to train on and "
+            f"{len(evaluated)} to evaluate with; both must be at least 1. Use "
+            "another fraction, or add samples"
         )
 
     return replace(
@@ -336,7 +336,7 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
         train=dataset.train.subset(training, augment=True),
         val=dataset.train.subset(evaluated, augment=False),
         # the choice depends on their number, too
-        held_out=f"{key} data.val_seed={seed} of {size:,} samples",
+        held_out=f"{key} data.val_seed={seed} of {count(size, 'sample')}",
     )
 
 

@@ -294,6 +294,7 @@ def open_shard(path: str, key: str) -> Shard:
         of_wide = ", as tokens of four bytes have, which are not supported" if size == wide else ""
         raise NodeError(
             f"{key}: {path} has {size:,} bytes{of_wide}, but its header says "
-            f"{tokens:,} tokens, which need {expected:,}. Copy or write the file again"
+            f"{count(tokens, 'token')}, for which it must have {expected:,}. Copy or write the "
+            "file again"
         )
     return Shard(path, tokens)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from ddp_lab.config.errors import ConfigError, SampleError, describe_error
+from ddp_lab.config.errors import ConfigError, SampleError, count, describe_error
 from ddp_lab.config.types import ENDLESS
 from ddp_lab.data.collated import collate
 from ddp_lab.data.dataset import Samples
@@ -151,8 +151,8 @@ class Stream(Samples):
         parts = getattr(dataset, "num_shards", None)  # of datasets
         if isinstance(parts, int) and parts < self.readers:
             raise ConfigError(
-                f"{key}: {name} has {parts} shards, and a reader needs at least one. Use at most "
-                f"data.readers={parts}, or write more shards"
+                f"{key}: {name} has {count(parts, 'shard')}, and a reader needs at least one. "
+                f"Use at most data.readers={parts}, or write more shards"
             )
 
     def open(self, reader: int) -> Any:

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError, NodeError, SampleError
 from ddp_lab.config.overrides import HELP, check_overrides, for_optimizer
-from ddp_lab.world.process import die_with_torchrun, discard_output, env_int, note, show
+from ddp_lab.world.process import RankInfo, die_with_torchrun, discard_output, env_int, note, show
 
 # Exit codes of a command: a user's mistake; EX_TEMPFAIL of sysexits.h, temporary failure, try again
 # later
@@ -228,7 +228,8 @@ def report(error: Exception) -> None:
     Args:
         error: what a rank has raised.
     """
-    rank = env_int("LOCAL_RANK" if isinstance(error, NodeError) else "RANK", 0)
+    place = RankInfo.of(os.environ)
+    rank = place.local_rank if isinstance(error, NodeError) else place.rank
     if rank and not isinstance(error, SampleError):  # which one rank alone has raised
         from ddp_lab.config.causes import WAIT_FOR_CAUSE
 

@@ -6,7 +6,8 @@ it imports only the standard library, and works where ddp_lab is missing or anot
 It gets a JSON object per line on its standard input, with what to do, and answers on its standard
 output, where each of its lines begins with MARK. The launcher is tied to that connection: when the
 input closes, or is silent for SILENCE seconds, the launcher gets SIGTERM, and what is left of it
-and of all processes that it has started is killed GRACE seconds later.
+and of all processes that it has started is killed GRACE seconds later. A cleaner, which is tied to
+the agent in the same way, deletes the folder of the launch, also after the agent was killed.
 """
 
 from __future__ import annotations  # this file is read by older versions of Python, too
@@ -18,7 +19,6 @@ import importlib.util
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +41,8 @@ MOST = 2**20  # bytes that wait to be sent; more are left in the pipes of the la
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH = "PYTHONPATH"  # a variable of Python; that of the host comes after the one it gets
+# Deletes a folder when its standard input closes.
+CLEANER = 'read -r line; rm -rf -- "$1"'
 GPUS = "import torch; print(torch.cuda.device_count())"
 SUFFIXES = (".py", ".yaml", ".toml", ".mplstyle")  # of the files of ddp_lab that are compared
 
@@ -78,13 +80,18 @@ def die_with_agent() -> None:
     set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def kill_descendants() -> None:
-    """Kill every process below this one, which inherits those whose parents have ended."""
+def kill_descendants(but: int) -> None:
+    """Kill every process below this one, which inherits those whose parents have ended.
+
+    Args:
+        but: process id of the one that is left alone.
+    """
     import psutil  # a dependency of ddp_lab, which was found
 
     for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
+        if each.pid != but:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 class Agent:
@@ -96,6 +103,7 @@ class Agent:
         self.heard = time.monotonic()
         self.listener: socket.socket | None = None
         self.launcher: subprocess.Popen[bytes] | None = None
+        self.cleaner: subprocess.Popen[bytes] | None = None
         self.lines: dict[int, bytes] = {}
         self.folder = ""
         self.deadline: float | None = None
@@ -194,9 +202,16 @@ class Agent:
         if self.listener:
             self.listener.close()
         self.folder = tempfile.mkdtemp(prefix="ddp-lab-host-")
+        self.cleaner = subprocess.Popen(
+            ["sh", "-c", CLEANER, "sh", self.folder],
+            stdin=subprocess.PIPE,  # only this process has its other end
+            start_new_session=True,
+        )
         # Where the launcher writes its error, in the form that a rank uses.
         self.environment["TORCHELASTIC_ERROR_FILE"] = os.path.join(self.folder, "error.json")
         self.environment["PYTHONUNBUFFERED"] = "1"
+        # torch's launcher would leave its own folder behind
+        arguments = ["--log-dir", self.folder, *arguments]
         if wants_outcome:
             arguments = ["--json", os.path.join(self.folder, "outcome.json"), *arguments]
         set_process(PR_SET_CHILD_SUBREAPER, 1)
@@ -293,8 +308,8 @@ class Agent:
                 self.lose()
             if self.launcher is None and self.deadline is not None:
                 return
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                kill_descendants()
+            if self.cleaner and self.deadline is not None and time.monotonic() > self.deadline:
+                kill_descendants(but=self.cleaner.pid)
             if self.launcher and self.launcher.poll() is not None:
                 break
         self.finish()
@@ -311,9 +326,9 @@ class Agent:
 
     def finish(self) -> None:
         """Kill what the launcher has left, and say how it has ended."""
-        if not self.launcher:
+        if not (self.launcher and self.cleaner):
             return
-        kill_descendants()
+        kill_descendants(but=self.cleaner.pid)
         limit = time.monotonic() + DRAIN
         while any(key.data for key in self.selector.get_map().values()):
             self.serve()
@@ -325,7 +340,7 @@ class Agent:
             error=self.read_json("error.json"),
             outcome=self.read_json("outcome.json"),
         )
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.cleaner.communicate()
         limit = time.monotonic() + SILENCE
         while self.to_send and time.monotonic() < limit:
             self.send()

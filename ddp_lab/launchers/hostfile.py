@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 
 # Names, addresses and aliases that ssh knows, with or without a user. None begins with a hyphen,
 # which ssh would take for an option.
@@ -98,9 +98,9 @@ def check_name(name: str, place: str) -> None:
     if re.fullmatch(r"[\w.@-]+:\d+", name, re.ASCII):
         host, _, number = name.partition(":")
         raise ConfigError(
-            f"{place}: {name}: is no name of a host. For {number} ranks on each host use --nproc "
-            f"{number}, for other numbers a --hostfile with the line `{host} slots={number}`; a "
-            "port of ssh belongs in its config"
+            f"{place}: {name}: is no name of a host. For {count(int(number), 'rank')} on each "
+            f"host use --nproc {number}, for other numbers a --hostfile with the line `{host} "
+            f"slots={number}`; a port of ssh belongs in its config"
         )
     if not NAME.fullmatch(name):
         raise ConfigError(

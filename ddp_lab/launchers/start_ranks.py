@@ -12,8 +12,9 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.utils import get_args_parser as hydra_parser  # pyright: ignore[reportPrivateUsage]
@@ -77,6 +78,7 @@ def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:
     options, overrides = parse(others) if unknown else (None, others)
     if options:
         choose_rendezvous(options)
+        check_port(options)
     cfg = compose_config(quote_faults(overrides), config_dir)
     check(cfg)  # before the ranks are started, which takes seconds
     ranks = count_ranks(cfg.strategy["_target_"], cfg.device)
@@ -200,6 +202,25 @@ def meeting_point(options: Namespace) -> tuple[str, int]:
     return host, int(port[1]) if port else C10D_PORT
 
 
+def check_port(options: Namespace) -> None:
+    """Check that no other program has the port at which the launchers are to meet.
+
+    torch would wait for it, for minutes. The check comes before that of the config, which takes
+    seconds.
+
+    Raises:
+        ConfigError: One has it.
+    """
+    if options.standalone or options.rdzv_backend not in ("static", "c10d"):
+        return
+    from ddp_lab.launchers.waiting import is_free, is_free_or_store
+
+    host, port = meeting_point(options)
+    opens_port = options.rdzv_backend == "static" and options.node_rank == 0
+    if not (is_free(host, port) if opens_port else is_free_or_store(host, port)):
+        raise ConfigError(f"the ranks were not started: {host}:{port}: {IN_USE}")
+
+
 def is_large(options: Namespace) -> bool:
     """Return whether a launch is to have several machines: --nnodes is N or MIN:MAX."""
     return options.nnodes.rpartition(":")[2] != "1"
@@ -243,16 +264,12 @@ def start_ranks(
         logging.disable()  # torch logs what is reported below, with a time and the source file
     waits = nullcontext()
     if is_large(options):
-        from ddp_lab.launchers.waiting import announced, is_free_or_store
+        from ddp_lab.launchers.waiting import announced
 
         host, port = meeting_point(options)
-        address = f"{host}:{port}"
-        if not is_free_or_store(host, port):
-            show(f"error: the ranks were not started: {address}: {IN_USE}")
-            return 1
-        waits = announced(options.nnodes, address)
+        waits = announced(options.nnodes, f"{host}:{port}")
     try:
-        with waits:
+        with waits, folder_of_torch(options):
             run(launch_parser().parse_args([*entry, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
@@ -276,6 +293,21 @@ def start_ranks(
         show(f"error: the ranks were not started: {advice}{describe_error(error)}")
         return 1
     return 0
+
+
+@contextmanager
+def folder_of_torch(options: Namespace) -> Generator[None]:
+    """Give torch's launcher a folder for the errors of ranks, and delete it after the body.
+
+    torch would create one in the folder for temporary files, and leave it there. With --log-dir it
+    is the user's, and stays.
+    """
+    if options.log_dir:
+        yield
+        return
+    with TemporaryDirectory(prefix="ddp_lab-ranks-", ignore_cleanup_errors=True) as folder:
+        options.log_dir = folder
+        yield
 
 
 def report_failure(failures: "Mapping[int, ProcessFailure]") -> int:

@@ -18,7 +18,8 @@ import psutil
 FIRST = 5.0  # seconds after which the first line is printed
 AGAIN = 30.0  # seconds between lines after it
 POLL = 1.0  # seconds between looks at the ranks
-LIMIT = 4.0  # seconds within which a store must answer
+ANSWER = 2.0  # seconds within which a store must answer, which takes it milliseconds
+LIMIT = 4.0  # seconds after which a process that asks a store is killed
 
 
 @contextmanager
@@ -58,8 +59,8 @@ def announce(text: str, ended: threading.Event) -> None:
             due += AGAIN
 
 
-def is_free_or_store(host: str, port: int) -> bool:
-    """Return whether nothing answers at an address yet, or a store of torch's launcher.
+def is_free(host: str, port: int) -> bool:
+    """Return whether nothing answers at an address yet.
 
     Args:
         host: Name or address.
@@ -68,6 +69,18 @@ def is_free_or_store(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=2.0).close()
     except OSError:
+        return True
+    return False
+
+
+def is_free_or_store(host: str, port: int) -> bool:
+    """Return whether nothing answers at an address yet, or a store of torch's launcher.
+
+    Args:
+        host: Name or address.
+        port: Of the machines' rendezvous.
+    """
+    if is_free(host, port):
         return True
     # In a process of its own: with a program that never answers, torch waits without end.
     probe = multiprocessing.get_context("fork").Process(target=connect, args=(host, port))
@@ -86,7 +99,7 @@ def connect(host: str, port: int) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 2)  # torch's log
     try:
-        TCPStore(host, port, timeout=timedelta(seconds=LIMIT - 1), wait_for_workers=False)
+        TCPStore(host, port, timeout=timedelta(seconds=ANSWER), wait_for_workers=False)
     except (DistError, RuntimeError):
         os._exit(1)
     os._exit(0)

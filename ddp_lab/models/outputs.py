@@ -126,8 +126,9 @@ def without_padding(outputs: Any, samples: int, num_valid: int) -> Any:
         if tensor.shape[:1] != (samples,):
             raise ConfigError(
                 f"the model returns {describe_content(outputs)[0]}, of which a tensor is "
-                f"{list(tensor.shape)} and not [{samples}, ...]: {samples - num_valid} of the "
-                f"{samples} samples of this first batch are padding, which cannot be cut from it. "
+                f"{list(tensor.shape)} and not [{samples}, ...]: of the {samples} samples of "
+                f"this first batch {samples - num_valid} must be cut off as padding, which is not "
+                "possible. "
                 "Use a batch_size of at most the size of the dataset"
             )
         return tensor[:num_valid]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_lab.config.errors import ConfigError, SampleError, count, describe_error
+from ddp_lab.config.errors import ConfigError, SampleError, count, count_with_verb, describe_error
 from ddp_lab.data.trees import Tree, apply, leaves, size, to
 from ddp_lab.models.calls import call, describe_arguments, describe_shapes
 from ddp_lab.models.chain import Chain
@@ -124,14 +124,15 @@ def freeze_unused(model: nn.Module, trial: Trial, runtime: Runtime, key: str) ->
     for name in unused if trial.freezes else ():
         model.get_parameter(name).requires_grad = False
     if trial.freezes:
-        how_unused = "not used in training, so they stay as they are"
+        stay = "it stays as it is" if len(unused) == 1 else "they stay as they are"
+        how_unused = f"not used in training, so {stay}"
     else:
         how_unused = "not used by two samples"
 
     notes = {"frozen": frozen, how_unused: unused}
     names_by_note = {note: names for note, names in notes.items() if names}
     lines = [
-        f"{len(names)} parameters are {note}: {some(names)}"
+        f"{count_with_verb(len(names), 'parameter')} {note}: {some(names)}"
         for note, names in names_by_note.items()
     ]
     return Tried(frozenset(unused), lines)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.proof.diagnosis import diagnose
 from ddp_lab.proof.numbers import difference_of, largest, noise_floor
 from ddp_lab.proof.plans import Plan
@@ -231,7 +231,7 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
 
 def few(names: Sequence[str]) -> str:
     """Return the first names of a list, and how many others there are."""
-    others = f" and {len(names) - FEW} others" if len(names) > FEW else ""
+    others = f" and {count(len(names) - FEW, 'other')}" if len(names) > FEW else ""
     return ", ".join(names[:FEW]) + others
 
 
@@ -417,7 +417,7 @@ def partial_cause(factor: float | None, sizes: Sequence[int]) -> str:
     """
     full = max(sizes)
     last = sizes[-1]
-    text = f"Only the partial last batch differs, {last} samples in place of {full}: "
+    text = f"Only the partial last batch differs, {count(last, 'sample')} in place of {full}: "
     if factor is not None and abs(factor - last / full) < 1e-4:
         return f"{text}its sum was divided by the size of a full batch ({last}/{full})."
     if factor is None:

@@ -9,7 +9,7 @@ import torch
 
 from ddp_lab.config.build import Config
 from ddp_lab.config.change import changed
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import apply
 from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Dataset, Indexed, InMemory, Samples
@@ -186,9 +186,9 @@ def few_samples(dataset: Dataset, number: int) -> Dataset:
         return replace(dataset, train=InMemory(*train.batch(0, range(number))))
     if size < number:
         raise ConfigError(
-            f"data: the training set has {size:,} samples, but three steps with a partial last "
-            f"batch need {number}. Use a larger one, for example data=synthetic for images, or a "
-            "smaller accumulate"
+            f"data: the training set has {count(size, 'sample')}, but three steps with a partial "
+            f"last batch need {number}. Use a larger one, for example data=synthetic for images, "
+            "or a smaller accumulate"
         )
     # at random, because a folder is in the order of its classes
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddp_lab.config.build import find_target
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.lab.lab import Lab
 from ddp_lab.proof.compare import RunFacts, RunReport, compare
 from ddp_lab.proof.plans import (
@@ -176,7 +176,7 @@ def few_samples(dataset: Any, accumulate: int) -> Any:
     size = len(dataset)
     if size < number:
         raise ConfigError(
-            f"dataset: has {size:,} samples, but three steps with a partial last batch need "
+            f"dataset: has {count(size, 'sample')}, but three steps with a partial last batch need "
             f"{number}. Use a larger one, or a smaller accumulate"
         )
     if isinstance(dataset, TensorDataset):

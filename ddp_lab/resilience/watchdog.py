@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddp_lab.config.errors import ConfigError, FailureKind, SampleError, TrainingError, advice
@@ -164,14 +164,21 @@ class Watchdog:
             or self._hang(leads)
         )
         if failure:
-            who, kind, problem = failure
-            if kind == "lost_rank":
-                from ddp_lab.resilience import flight_recorder
-
-                problem += flight_recorder.describe_last(self.rank, who["rank"])
-            self._report(who, kind, describe(who, problem, self.table.everyone()))
+            self._report_found(failure)
             self.leave(GRACE)
         return failure is not None
+
+    def _report_found(self, failure: Failure) -> bool:
+        """Report what this rank has found out about another one, or about itself.
+
+        Return whether it is the launch's first failure.
+        """
+        who, kind, problem = failure
+        if kind == "lost_rank":
+            from ddp_lab.resilience import flight_recorder
+
+            problem += flight_recorder.describe_last(self.rank, who["rank"])
+        return self._report(who, kind, describe(who, problem, self.table.everyone()))
 
     def _requested_at(self) -> int | None:
         """Return when the stacks of the ranks were last asked for, as a file time; None: never."""
@@ -215,11 +222,17 @@ class Watchdog:
         Each rank watches only one other, so the cost of a look does not depend on the number of
         ranks. If some ranks of a node are dead, the one before them still finds the first of them.
         """
+        return next(self._lost_ranks(), None)
+
+    def _lost_ranks(self) -> Iterator[Failure | None]:
+        """Yield, for each other rank of this node that has not left normally, whether it is lost.
+
+        The next one is the first.
+        """
         for distance in range(1, self.table.size):
             beat = self.table.read((self.runtime.local_rank + distance) % self.table.size)
             if beat is not None and beat["doing"] != "done":
-                return None if is_alive(beat["pid"]) else (beat, "lost_rank", KILLED)
-        return None
+                yield None if is_alive(beat["pid"]) else (beat, "lost_rank", KILLED)
 
     def _hang(self, leads: bool) -> Failure | None:
         """Return the rank for which the others wait, if this one has to report a hang.
@@ -288,8 +301,13 @@ class Watchdog:
         deadline = time.time() + (NODE_GRACE if self.runtime.nodes > 1 else GRACE)
         while secondary and time.time() < deadline and not self.table.read("failure"):
             time.sleep(BEAT / 5)
+        # The watchdogs have found no lost rank: on a busy machine they may have had no time to.
+        lost = next(filter(None, self._lost_ranks()), None) if secondary else None
 
-        if isinstance(error, TrainingError):  # its message contains the step and the rank
+        if lost is not None and not self.table.read("failure"):
+            self._report_found(lost)
+            first = False  # this error follows from it
+        elif isinstance(error, TrainingError):  # its message contains the step and the rank
             first = self._report(self.record, error.kind, f"error: {error}")
         else:
             shown = f"failed:\n{''.join(text.splitlines(True)[-6:]).rstrip()}{advice(text)}"

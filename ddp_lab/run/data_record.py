@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import local_order
 from ddp_lab.data.dataset import Dataset, InMemory, Samples
 from ddp_lab.data.loader import select
@@ -94,7 +94,7 @@ def describe_samples(samples: Samples) -> str:
     """Return the number of samples, and a hash of some of them if they are tensors in memory."""
     if samples.is_endless:
         return "a stream"
-    text = f"{samples.size:,} samples"
+    text = count(samples.size, "sample")
     if not isinstance(samples, InMemory):
         return text
     inputs = samples.inputs
@@ -140,7 +140,7 @@ def record_environment(
         "devices": devices,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "model": f"{len(shapes)} tensors, {names}",
+        "model": f"{count(len(shapes), 'tensor')}, {names}",
         "code": code_of(config),
     }
     write_json(folder / ENVIRONMENT, record)

@@ -182,7 +182,7 @@ def describe(job: Job) -> list[Finding]:
     warning = sizes.warning()
     return [
         Finding("ok", "dataset", f"{sets} {images}"),
-        Finding("ok", "model", f"{parameters:,} parameters"),
+        Finding("ok", "model", count(parameters, "parameter")),
         Finding("ok", "strategy", f"{strategy.name} on {strategy.where}: {axes}"),
         Finding("warning", "batch", warning) if warning else Finding("ok", "batch", str(sizes)),
     ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ddp_lab.config.errors import count
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.models.blocks import kind
 from ddp_lab.speed.compile import compiling, repeats
@@ -166,8 +167,14 @@ def compile_pays_off(step: Step, seconds: float, steps_left: float) -> tuple[boo
     left = steps_left * seconds
     needed = WORTH_FROM + WORTH_EACH * layers
     pays = step.strategy.runtime.broadcast_from_rank0("compile", lambda: left > needed)
-    steps = f"{steps_left:,.0f} steps of {1000 * seconds:.3g} ms are left, {left:.0f} s"
-    return pays, f"{steps}: compiling {layers} different layers pays from about {needed:.0f} s on"
+    verb = "is" if round(steps_left) == 1 else "are"
+    steps = (
+        f"{count(round(steps_left), 'step')} of {1000 * seconds:.3g} ms {verb} left, {left:.0f} s"
+    )
+    return (
+        pays,
+        f"{steps}: compiling {count(layers, 'different layer')} pays from about {needed:.0f} s on",
+    )
 
 
 def layers_to_compile(strategy: Strategy) -> int:

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain, tied_parameters
 from ddp_lab.strategies.activation_sums import TokenGroup
@@ -113,8 +113,9 @@ def own_tokens(tp: int, layouts: Sequence[Placement], index: int, form: Form) ->
     samples, tokens, *others = form.shape
     if tokens % tp:
         raise ConfigError(
-            f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the {tokens} tokens "
-            f"that these inputs have before block {index} of the model. Pad the inputs, or use "
+            f"strategy.sequence_parallel=true: strategy.tp={tp} must divide the "
+            f"{count(tokens, 'token')} that these inputs have before block {index} of the model. "
+            "Pad the inputs, or use "
             "strategy.sequence_parallel=false"
         )
     return Form((samples, tokens // tp, *others), form.dtype)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError, TrainingError, count, describe_error
+from ddp_lab.config.errors import ConfigError, TrainingError, count, count_with_verb, describe_error
 from ddp_lab.config.types import Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
@@ -393,8 +393,9 @@ class TP(Strategy):
             )
             return f"{layout}; {blocks}"
         return (
-            f"{layout}; {self.why_layers}, so {len(self.layers)} layers are sharded by output "
-            f"channels and units, {some(self.replicated) or 'no layer'} replicated"
+            f"{layout}; {self.why_layers}, so {count_with_verb(len(self.layers), 'layer')} "
+            f"sharded by output channels and units, {some(self.replicated) or 'no layer'} "
+            "replicated"
         )
 
     def reduce_gradients(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
@@ -150,7 +150,7 @@ class Blueprint:
         if len(stages) != len(starts) + 1:
             raise ConfigError(
                 f"strategy={self.strategy}: cutting the model before {', '.join(starts)} gives "
-                f"{len(stages)} stages. Name other modules in strategy.cut"
+                f"{count(len(stages), 'stage')}. Name other modules in strategy.cut"
             )
         return Traced(stages, stages[-1].outputs, outputs_form)
 
@@ -198,8 +198,8 @@ class Blueprint:
                 raise ConfigError(
                     f"strategy={self.strategy}: divides a batch into micro-batches, so all outputs "
                     f"of the model must be [b, ...], with a row for each sample; got {got} for "
-                    f"{samples} samples. Let forward return others (for example use_cache=False), "
-                    "or use a strategy without a pipeline, for example ddp"
+                    f"{count(samples, 'sample')}. Let forward return others (for example "
+                    "use_cache=False), or use a strategy without a pipeline, for example ddp"
                 )
 
 

@@ -316,12 +316,13 @@ def describe(
         counts[matched[name]] += 1
     if entries:
         parts = [
-            f"{number} parameters match {entry.match}"
+            f"{count(number, 'parameter')} {'matches' if number == 1 else 'match'} {entry.match}"
             for entry, number in zip(entries, counts[1:], strict=True)
         ]
+        verb = "is" if counts[0] == 1 else "are"
         lines.append(
-            f"optimizer.groups: {', '.join(parts)}; {counts[0]} are in the default group, whose "
-            "learning rate is shown"
+            f"optimizer.groups: {', '.join(parts)}; {counts[0]} {verb} in the "
+            "default group, whose learning rate is shown"
         )
     if len({*scales.values()}) > 1:
         smallest = min(scales.values())

@@ -210,8 +210,8 @@ class TrainSizes:
         if self.global_batch_size <= self.train_size:
             return None
         return (
-            f"the global batch of {self.global_batch_size} samples is larger than the training "
-            f"set: every epoch is a single step on a partial batch of {self.train_size} "
+            f"the global batch of {count(self.global_batch_size, 'sample')} is larger than the "
+            f"training set: every epoch is a single step on a partial batch of {self.train_size} "
             f"(lr_scaling counts {self.global_batch_size}, and mixup and cutmix change full "
             "batches only). Use a smaller batch_size"
         )

@@ -60,7 +60,34 @@ class RankInfo:
         local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
         node = int(environment.get("GROUP_RANK", rank // local_size))
         nodes = int(environment.get("GROUP_WORLD_SIZE", -(-world_size // local_size)))
-        return cls(rank, world_size, int(environment.get("LOCAL_RANK", 0)), local_size, node, nodes)
+        local_rank = int(environment.get("LOCAL_RANK", 0))
+        # `torchrun --virtual-local-rank` gives all ranks LOCAL_RANK=0
+        if local_rank == 0 and "TORCHELASTIC_RUN_ID" in environment:
+            local_rank = rank - first_rank(rank, world_size, local_size, node, nodes)
+        return cls(rank, world_size, local_rank, local_size, node, nodes)
+
+    @property
+    def has_known_place(self) -> bool:
+        """Whether the local rank is certain, although LOCAL_RANK may be 0 on all ranks of a node.
+
+        On a node between the first and the last one it is not, if the nodes have different numbers
+        of ranks.
+        """
+        is_at_end = self.node in (0, self.nodes - 1)
+        are_equal = self.world_size == self.nodes * self.local_world_size
+        return is_at_end or are_equal or self.local_rank > 0
+
+
+def first_rank(rank: int, world_size: int, local_size: int, node: int, nodes: int) -> int:
+    """Return the first rank of the node of a rank whose LOCAL_RANK is 0, as in `RankInfo`.
+
+    torchrun numbers the ranks node by node.
+    """
+    if world_size == nodes * local_size:
+        return node * local_size
+    if node == 0:
+        return 0
+    return world_size - local_size if node == nodes - 1 else rank
 
 
 def env_int(name: str, default: int) -> int:

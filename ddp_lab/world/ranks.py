@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.world.process import RankInfo, env_int, launch_id
 
 # the longest wait is for a slow dataset download on another rank
@@ -47,6 +48,7 @@ class Ranks:
         self.node = rank_info.node
         self.nodes = rank_info.nodes
         self.timeout = timeout
+        self._place_is_known = rank_info.has_known_place
         self.abandoned: list[threading.Thread] = []
         self._store: Store | None = None
         self._questions = 0
@@ -87,7 +89,23 @@ class Ranks:
                     rendezvous("env://", self.rank, self.world_size, timeout=self.timeout)
                 )
                 self._store = PrefixStore(f"attempt_{self._attempt(store)}", store)
+                if not self._place_is_known:
+                    self._require_one_first_rank(self._store)
         return self._store
+
+    def _require_one_first_rank(self, store: Store) -> None:
+        """Check that no other rank of this machine takes itself for the first one, too.
+
+        Raises:
+            ConfigError: One does.
+        """
+        if store.add(f"first/{self.node}", 1) > 1:
+            raise ConfigError(
+                "--virtual-local-rank: gives all ranks of a machine LOCAL_RANK=0, from which their "
+                f"places on machine {self.node} of {self.nodes} do not follow, because the "
+                "machines have different numbers of ranks. Start the same number on each, or "
+                "leave the option out"
+            )
 
     def connect(self, prefix: str) -> Store:
         """Return another connection to the store's keys with a prefix, for another thread.

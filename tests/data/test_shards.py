@@ -235,7 +235,7 @@ MISTAKES = {
     "need 1,146. Copy or write the file again",
     "data.root={T}/long.bin": "{T}/long.bin has 1,144 bytes, but its header says 59 tokens",
     "data.root={T}/wide.bin": "{T}/wide.bin has 1,264 bytes, as tokens of four bytes have, which "
-    "are not supported, but its header says 60 tokens, which need 1,144",
+    "are not supported, but its header says 60 tokens, for which it must have 1,144",
     "data.root={T}/tiny.bin": "{T}/tiny.bin is no shard of tokens: it has 3 bytes",
     "data.root={T}/few.bin": "data.context=16: a window needs 17 tokens, but the longest shard of "
     "data.root={T}/few.bin has 16",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from queue import SimpleQueue
 
 import psutil
@@ -56,6 +57,21 @@ class Host:
         return [each for each in processes if is_running(each)]
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory, monkeypatch) -> Path:
+    """The folder for temporary files, in which nothing may be left, also by a killed agent."""
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    wait_for("empty folder", lambda: not any(folder.iterdir()), LIMIT + BUSY)
+
+
+def launcher_of(agent: psutil.Process) -> psutil.Process:
+    """Return the launcher that an agent has started."""
+    (launcher,) = [each for each in agent.children() if "ddp_lab" in each.cmdline()]
+    return launcher
+
+
 def wait_for_end(processes: list[psutil.Process], limit: float = LIMIT + BUSY) -> None:
     wait_for(
         "end of all processes",
@@ -101,7 +117,7 @@ def test_launcher_may_save_after_its_connection_was_closed(tmp_path):
     host = Host(tmp_path, "waits")
     host.read_until("line", "ready")
     agent = psutil.Process(host.connection.process.pid)
-    (launcher,) = agent.children()
+    launcher = launcher_of(agent)
     begin = time.monotonic()
     host.connection.close()
     wait_for_end([agent, launcher])
@@ -121,11 +137,12 @@ def test_silent_connection_counts_as_lost(tmp_path, monkeypatch):
     wait_for_end(processes, 2.0 + LIMIT + BUSY)
 
 
-def test_killed_agent_takes_the_launcher_with_it(tmp_path):
+def test_killed_agent_takes_the_launcher_with_it(tmp_path, temporary):
     host = Host(tmp_path, "waits")
     host.read_until("line", "ready")
+    assert [path.name[:13] for path in temporary.iterdir()] == ["ddp-lab-host-"]
     agent = psutil.Process(host.connection.process.pid)
-    (launcher,) = agent.children()
+    launcher = launcher_of(agent)
     agent.kill()
     wait_for_end([agent, launcher])
 
@@ -155,7 +172,7 @@ def test_reader_that_stops_does_not_keep_the_agent_from_ending(tmp_path):
     process.stdin.write(f"{len(source)}\n".encode() + source + f"{check}\n{start}".encode())
     process.stdin.flush()
     agent = psutil.Process(process.pid)
-    wait_for("launcher", agent.children, 30)
+    wait_for("launcher and cleaner", lambda: len(agent.children()) == 2, 30)
     processes = [agent, *agent.children()]
     time.sleep(2.0)  # in which all buffers are filled
     assert all(map(is_running, processes))

@@ -270,7 +270,8 @@ def test_output_of_each_host_has_its_name_and_arguments_arrive_unchanged(stub, c
     first, second = (json.loads(lines[host]) for host in (A, B))
     for host, arguments in ((A, first), (B, second)):
         assert [*LINE, "name=prints", evil, "--max-restarts=2"] == arguments[-len(LINE) - 3 :]
-        assert arguments[:5] == ["train", "--nproc", "1", "--nnodes", "2"]
+        assert arguments[:2] == ["train", "--log-dir"], "torch's own folder would be left"
+        assert arguments[3:7] == ["--nproc", "1", "--nnodes", "2"]
         assert arguments[arguments.index("--local-addr") + 1] == host
         assert f"--rdzv-conf=join_timeout=60,is_host={int(host == A)}" in arguments
         assert f"{host}: without a newline\n" in out
@@ -296,12 +297,8 @@ def test_slots_of_a_hostfile_are_the_numbers_of_ranks(fake, tmp_path, capsys, mo
 def test_one_host_needs_no_place_to_meet(stub, capsys):
     assert stub("prints", names=A) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out.splitlines()[0].partition(": ")[2])[:4] == [
-        "train",
-        "--nproc",
-        "1",
-        LINE[0],
-    ]
+    arguments = json.loads(out.splitlines()[0].partition(": ")[2])
+    assert arguments[3:6] == ["--nproc", "1", LINE[0]]
     assert "meet" not in err
 
 

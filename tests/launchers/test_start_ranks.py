@@ -6,17 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from contextlib import nullcontext
 from importlib import metadata
+from pathlib import Path
 
 import pytest
-from launches import SMALL, launch, start, wait_for_heartbeat
+from launches import SMALL, start, wait_for_heartbeat
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers import start_ranks as launcher
 from ddp_lab.launchers.command import refuse_tasks
 from ddp_lab.launchers.start_ranks import (
     OWN_STORE,
@@ -133,16 +137,47 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     assert "preempted" not in output
 
 
-def test_port_in_use_is_named_in_one_line():
-    with socket.create_server(("", 0)) as server:
+@pytest.mark.parametrize("more", [[], ["--nnodes=2"], ["--nnodes=2", "--rdzv-backend=c10d"]])
+def test_port_in_use_is_named_before_the_config_is_checked(more, monkeypatch):
+    monkeypatch.setattr(launcher, "check", None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code, output = launch(f"{TWO} --master-addr localhost --master-port {port} strategy=ddp")
-    assert code == 1
-    assert output.startswith(
-        "error: the ranks were not started: the port is in use; choose another one, the same on "
+        place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        if len(more) == 2:
+            place = [f"--rdzv-endpoint=127.0.0.1:{port}"]
+        with pytest.raises(ConfigError) as error:
+            read_options(["--nproc=2", *place, *more, "strategy=ddp", "device=cpu"])
+    assert str(error.value) == (
+        f"the ranks were not started: 127.0.0.1:{port}: the port is in use; choose another one, "
+        "the same on every machine"
     )
-    assert f"port: {port}," in output
-    assert output.count("\n") == 1
+
+
+def test_port_of_another_rendezvous_is_left_to_torch(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"--rdzv-endpoint=127.0.0.1:{server.getsockname()[1]}"
+        read_options(["--nproc=2", place, "--rdzv-backend=etcd", "strategy=ddp", "device=cpu"])
+
+
+@pytest.mark.parametrize("mine", [False, True])
+def test_launcher_of_torch_leaves_no_folder_but_that_of_log_dir(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    used: list[str] = []
+
+    def run(options):
+        used.append(options.log_dir)
+        raise SignalException("ended", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("logging.disable", lambda: None)
+    monkeypatch.setenv(OWN_STORE, "1")
+    (tmp_path / "mine").mkdir()
+    log_dir = [f"--log-dir={tmp_path}/mine"] if mine else []
+    options, overrides = read_options(["--nproc", "2", "strategy=ddp", *log_dir])
+    assert start_ranks(options, overrides) == 75
+    assert Path(used[0]).parent == tmp_path
+    assert Path(used[0]).exists() == mine
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_closed_pipe_stops_the_run_with_one_line(tmp_path):

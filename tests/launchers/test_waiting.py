@@ -99,7 +99,7 @@ def test_machine_that_waits_for_another_one_says_so_and_one_with_a_foreign_port_
         port = server.getsockname()[1]
         code, output = finish(start(line, f"127.0.0.1:{port}"), 120)
     expected = f"error: the ranks were not started: 127.0.0.1:{port}: the port is in use; choose "
-    assert (code, output) == (1, f"{expected}another one, the same on every machine\n")
+    assert (code, output) == (2, f"{expected}another one, the same on every machine\n")
 
     process = start(line, f"127.0.0.1:{port}", stderr=subprocess.PIPE)
     assert process.stderr.readline() == f"waiting for 1 more machine at 127.0.0.1:{port}\n"

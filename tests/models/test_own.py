@@ -186,6 +186,17 @@ def test_unused_parameters_are_frozen_and_named(large, monkeypatch):
     ]
 
 
+def test_one_frozen_and_one_unused_parameter_are_named_in_the_singular():
+    model = finetuned(**SHAPE)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name != "scale"
+    model.spare = torch.nn.Linear(2, 2, bias=False)
+    assert tried(model) == [
+        "1 parameter is frozen: scale",
+        "1 parameter is not used in training, so it stays as it is: spare.weight",
+    ]
+
+
 @pytest.mark.parametrize(
     ("strategy", "frozen_without"), [("single", 0), ("scratch", 0), ("ddp", 6), ("fsdp", 0)]
 )

@@ -180,18 +180,29 @@ def test_skipped_all_reduce_is_named_and_nothing_hangs(tmp_path, caplog):
     assert re.search(expected, analysed), analysed
 
 
-def test_all_reduce_of_another_shape_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("seconds", "called"),
+    [
+        # The other rank calls the all-reduce of the next gradients, unless the ranks exchange what
+        # concerns all of them before, which depends on how long steps take.
+        (0.0, r"Float \[31818\]|Double \[\d+\]"),
+        pytest.param(0.6, r"Double \[\d+\]", marks=pytest.mark.slow),  # so it does after each step
+    ],
+)
+def test_all_reduce_of_another_shape_is_named(seconds, called, tmp_path):
     """gloo then aborts the rank with the smaller tensor at once, and prints why."""
     more = "strategy._target_=crash.Skipping", "+strategy.shared=true"
-    code, output = launch(DDP, *overrides(tmp_path, "shapes", *more))
+    code, output = launch(
+        DDP, *overrides(tmp_path, "shapes", *more, f"+strategy.seconds={seconds}")
+    )
     assert code == 1, output
     assert "Is there a distributed collective mismatch in your code?" in output
     record = failure(tmp_path / "shapes")
-    assert (record["kind"], record["rank"]) == ("lost_rank", 0)
+    assert (record["kind"], record["rank"]) == ("lost_rank", 0), record
     assert re.search(
-        r"The last collective of rank 1 is all_reduce \d+ of ranks 0, 1 \(Float \[\d+\]\)",
+        rf"The last collective of rank 1 is all_reduce \d+ of ranks 0, 1 \(({called})\)",
         record["message"],
-    )
+    ), record
 
 
 @pytest.mark.covers("timeout")

@@ -105,6 +105,29 @@ def test_rank_finds_the_next_rank_dead(local_rank, phases, expected, table, tmp_
     assert (lost and lost[0]["rank"]) == expected
 
 
+@pytest.mark.parametrize("dead", [0, 2])
+def test_lost_rank_is_named_if_the_error_that_follows_is_the_first_to_be_reported(
+    dead, table, tmp_path, monkeypatch, capsys
+):
+    """On a busy machine no watchdog may have looked before the time for reports is over."""
+    monkeypatch.setattr("ddp_lab.resilience.watchdog.GRACE", 0.1)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for rank in range(4):
+        table.write(rank, beat(rank, pid=ended.pid if rank == dead else os.getpid()))
+    watchdog = watch(tmp_path, table, rank=1)
+    try:
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:544] Connection closed by peer")
+    except RuntimeError as error:
+        watchdog.failed(error)
+    record = json.loads((tmp_path / "failure.json").read_text())
+    assert (record["kind"], record["rank"], record["reported_by"]) == ("lost_rank", dead, 1)
+    assert f"error: rank {dead} on " in capsys.readouterr().err
+    assert (
+        "Error on rank 1 after another rank's failure" in (tmp_path / "train.rank1.log").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("suspect", "others"),
     [

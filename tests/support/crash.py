@@ -36,19 +36,31 @@ class Skipping(DDP):
     Args:
         shared: whether it is one of the group of the gradients, whose next all-reduce has another
             shape.
+        seconds: for which both ranks sleep before each step. From about half a second on they
+            exchange their sums after each step.
     """
 
     steps = 0
 
-    def __init__(self, runtime, batch_norm, bucket_cap_mb, find_unused_parameters, shared=False):
+    def __init__(
+        self,
+        runtime,
+        batch_norm,
+        bucket_cap_mb,
+        find_unused_parameters,
+        shared=False,
+        seconds=0.0,
+    ):
         super().__init__(runtime, batch_norm, bucket_cap_mb, find_unused_parameters)
         self.shared = shared
+        self.seconds = seconds
 
     def setup(self, model):
         super().setup(model)
         self.own_group = None if self.shared else dist.new_group()
 
     def forward_backward(self, inputs, targets, global_size, accumulate=1):
+        time.sleep(self.seconds)
         loss = super().forward_backward(inputs, targets, global_size, accumulate)
         self.steps += 1
         if self.steps != 8 or self.dp_rank != 1:

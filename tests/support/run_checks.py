@@ -13,8 +13,18 @@ METRICS = (
 METRICS += " global_batch_size world_size strategy"
 
 
-def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> None:
-    """Assert that the run directory contains all promised files, and each record once."""
+def check_run(
+    run_dir: Path, *, epochs: int, strategy: str, world_size: int, also: str = ""
+) -> None:
+    """Assert that the run directory contains all promised files, and each record once.
+
+    Args:
+        run_dir: of the run.
+        epochs: of the run.
+        strategy: its name.
+        world_size: number of ranks.
+        also: what a record has besides METRICS.
+    """
     entries = {path.name.split(".tfevents")[0] for path in run_dir.iterdir()} - {".launch", ".lock"}
     kept = {
         "config.yaml",
@@ -33,7 +43,7 @@ def check_run(run_dir: Path, *, epochs: int, strategy: str, world_size: int) -> 
     metrics = read_metrics(run_dir)
     assert [record["epoch"] for record in metrics] == list(range(1, epochs + 1))
     for record in metrics:
-        assert record.keys() == set(METRICS.split())
+        assert record.keys() == {*METRICS.split(), *also.split()}
         assert record["strategy"] == strategy
         assert record["world_size"] == world_size
         assert record["seconds"] > 0

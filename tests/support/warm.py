@@ -72,11 +72,18 @@ def start_server(folder: Path) -> subprocess.Popen:
     search = os.pathsep.join(
         [str(ROOT), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        # torch 2.11's compiler asks for a GPU when it is imported, after which no fork may use one;
+        # asked by NVML, it may
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "PYTHONPATH": search,
+    }
     with listener:
         return subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno()), str(os.getpid())],
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search},
+            env=os.environ | own,
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )

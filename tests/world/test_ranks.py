@@ -3,15 +3,19 @@
 import os
 import socket
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
+from launches import SMALL, launch, read_metrics
+from torch.distributed import HashStore
 from worlds import run_world
 
 from ddp_lab.config.errors import ConfigError, NodeError
 from ddp_lab.resilience import run_directory
 from ddp_lab.resilience.run_directory import LAUNCH_FILE, RunDir, find_launch, make_unused
+from ddp_lab.world.process import RankInfo
+from ddp_lab.world.ranks import Ranks
 from ddp_lab.world.runtime import Runtime
 
 
@@ -28,6 +32,65 @@ def on_two_nodes() -> Runtime:
         "GROUP_RANK": str(rank // half),
     }
     return Runtime("cpu", timeout=30)
+
+
+def places(sizes: list[int], virtual: bool) -> list[tuple[RankInfo, int]]:
+    """Return what torchrun's ranks of nodes with so many ranks take for their places, and theirs.
+
+    Args:
+        sizes: Number of ranks by node.
+        virtual: Whether LOCAL_RANK is 0 on all of them.
+    """
+    found = []
+    for node, size in enumerate(sizes):
+        for local in range(size):
+            environment = {
+                "RANK": sum(sizes[:node]) + local,
+                "WORLD_SIZE": sum(sizes),
+                "LOCAL_RANK": 0 if virtual else local,
+                "LOCAL_WORLD_SIZE": size,
+                "GROUP_RANK": node,
+                "GROUP_WORLD_SIZE": len(sizes),
+            }
+            texts = {name: str(value) for name, value in environment.items()}
+            found.append((RankInfo.of(texts | {"TORCHELASTIC_RUN_ID": "x"}), local))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[1], [4], [2, 2], [4, 2], [1, 3], [2, 2, 2]])
+@pytest.mark.parametrize("virtual", [False, True])
+def test_place_on_a_node_is_known_although_local_rank_is_0_everywhere(sizes, virtual):
+    for found, local in places(sizes, virtual):
+        assert found.local_rank == local
+        assert found.has_known_place
+
+
+def test_ranks_that_all_take_themselves_for_the_first_are_refused():
+    """On a node between others that have another number of ranks."""
+    store = HashStore()
+    for found, local in places([1, 2, 2], virtual=False):
+        ranks = Ranks(found, timedelta(seconds=10))
+        if not found.has_known_place:
+            ranks._require_one_first_rank(store)
+            assert (found.node, local) == (1, 0)
+    taken = [found for found, _ in places([1, 2, 2], virtual=True) if not found.has_known_place]
+    assert [(found.rank, found.node) for found in taken] == [(1, 1), (2, 1)]
+    with pytest.raises(ConfigError, match="--virtual-local-rank: gives all ranks of a machine LOC"):
+        Ranks(taken[1], timedelta(seconds=10))._require_one_first_rank(store)
+
+
+@pytest.mark.slow
+def test_virtual_local_rank_trains_as_without_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # of which torch gives one to each rank
+    line = "ddp-lab train --nproc 2 strategy=ddp device=cpu"
+    losses = []
+    for name, more in (("plain", []), ("virtual", ["--virtual-local-rank"])):
+        code, output = launch(
+            line, *more, *SMALL, "epochs=1", f"name={name}", f"runs_dir={tmp_path}"
+        )
+        assert code == 0, output
+        losses.append([row["train_loss"] for row in read_metrics(tmp_path / name)])
+    assert losses[0] == losses[1]
 
 
 def prepare_once_per_node(folder) -> str:
@@ -106,9 +169,9 @@ def test_launch_whose_first_node_was_replaced_keeps_its_directory(tmp_path):
 
 
 def test_find_launch_returns_the_directory_of_a_launch_also_if_some_nodes_were_replaced(tmp_path):
-    for name, launch in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
+    for name, text in (("one", "node1-1-10\nnode2-1-10"), ("two", "host-2-20")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / LAUNCH_FILE).write_text(launch)
+        (tmp_path / name / LAUNCH_FILE).write_text(text)
     # for root, too, whom permissions do not stop
     (tmp_path / "unreadable" / LAUNCH_FILE).mkdir(parents=True)
     launches = ["node2-1-10", "node2-1-10\nnode3-1-30", "host-2-20", "node1-1-50", "node"]
