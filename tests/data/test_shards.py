@@ -231,8 +231,8 @@ MISTAKES = {
     "data.root={T}/empty.bin": "{T}/empty.bin is no shard of tokens: it is empty",
     "data.root={T}/v7.bin": "{T}/v7.bin has version 7 of the format of token shards; supported is "
     "1, whose tokens are uint16",
-    "data.root={T}/cut.bin": "{T}/cut.bin has 1,144 bytes, but its header says 61 tokens, which "
-    "need 1,146. Copy or write the file again",
+    "data.root={T}/cut.bin": "{T}/cut.bin has 1,144 bytes, but its header says 61 tokens, for "
+    "which it must have 1,146. Copy or write the file again",
     "data.root={T}/long.bin": "{T}/long.bin has 1,144 bytes, but its header says 59 tokens",
     "data.root={T}/wide.bin": "{T}/wide.bin has 1,264 bytes, as tokens of four bytes have, which "
     "are not supported, but its header says 60 tokens, for which it must have 1,144",

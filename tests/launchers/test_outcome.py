@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from launches import SMALL, finish, launch, read_metrics, start, wait_for_heartbeat
 
+from ddp_lab.resilience import outcome
+from ddp_lab.world import process
+
 ONE = "python -m ddp_lab train"
 TWO = "python -m ddp_lab train --nproc 2 strategy=ddp"
 VALIDATED = ["data.val_fraction=0.2", "epochs=2", "device=cpu", "tracker=none"]
@@ -69,6 +72,21 @@ def test_launch_whose_rank_is_killed_has_the_signal(tmp_path):
     assert record["status"] == "failed"
     assert "rank 1 on " in record["error"]
     assert record["checkpoints"] == []
+
+
+@pytest.mark.parametrize(
+    "message", ["error: callbacks: mine.Name raised", "rank 1 on host: failed"]
+)
+def test_error_of_a_failed_run_has_no_prefix(message, tmp_path, monkeypatch):
+    file = tmp_path / "outcome.json"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "failure.json").write_text(json.dumps({"message": message}))
+    monkeypatch.setenv(process.OUTCOME, "")
+    outcome.begin(file)
+    process.note(run_dir=str(run_dir))
+    outcome.write(1)
+    assert outcome_of(file, 1)["error"] == message.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("line", [ONE, TWO])
