@@ -178,7 +178,8 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
         node: The group's part of the config.
 
     Raises:
-        ConfigError: `_target_` is missing or is not the name of a class or function.
+        ConfigError: `_target_` is missing, is not the name of a class or function, or names one
+            whose arguments are not known.
     """
     target = find_target(f"{group}._target_", node.get("_target_", "???"))
     try:
@@ -191,7 +192,15 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     texts = descriptions(target)
     fields = {}
     base = Keys
-    parameters = list(inspect.signature(target).parameters.items())
+    try:
+        parameters = list(inspect.signature(target).parameters.items())
+    except ValueError:  # of most that are written in C
+        raise ConfigError(
+            f"{group}._target_={node['_target_']}: Python does not know its arguments, because it "
+            "is not written in Python, so its options cannot be checked. Use a function or class "
+            "of yours that calls it, for example mine.NAME from a file mine.py in the current "
+            "directory"
+        ) from None
     # a function gets the logits and the targets at every step, or the samples of every batch
     if group in OF_FUNCTIONS and not inspect.isclass(target):
         parameters = parameters[OF_FUNCTIONS[group] :]

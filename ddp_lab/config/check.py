@@ -35,7 +35,7 @@ PLAIN = {
     bool: "true or false",
     list: "a list",
     NoneType: "null",
-    Any: "any value",
+    Any: "a value of any kind",
 }
 
 

@@ -214,6 +214,8 @@ def check_keys(
         exists = has_key(values, key)
         if override.is_delete() and exists and key not in changed_before:
             refuse_empty(override, values)
+        if exists and key not in changed_before:
+            refuse_table_for_list(override, values)
         changed_before.add(key)
         if override.is_add():
             if exists and not is_table(values, key):
@@ -269,10 +271,30 @@ def has_key(values: Mapping[str, Any], key: str) -> bool:
 
 def is_table(values: Mapping[str, Any], key: str) -> bool:
     """Return whether the value of a key that exists is a dict, to which `+` may add keys."""
+    return isinstance(value_of(values, key), dict)
+
+
+def value_of(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key that exists; None for an element of a list."""
     node: Any = values
     for name in key.split("."):
         node = node[name] if isinstance(node, dict) else None
-    return isinstance(node, dict)
+    return node
+
+
+def refuse_table_for_list(override: Override, values: Mapping[str, Any]) -> None:
+    """Check that an override does not set a table in place of a list, which Hydra cannot merge.
+
+    Raises:
+        ConfigError: It does.
+    """
+    key = override.key_or_group
+    if override.is_delete() or override.is_sweep_override() or override.is_add():
+        return
+    if isinstance(override.value(), dict) and isinstance(value_of(values, key), list):
+        value = str(override.input_line).partition("=")[2]
+        in_list = shlex.quote(f"{key}=[{value}]")
+        raise ConfigError(f"{override.input_line}: must be a list. Use {in_list}")
 
 
 def refuse_empty(override: Override, values: Mapping[str, Any]) -> None:

@@ -261,7 +261,7 @@ def open_shard(path: str, key: str) -> Shard:
         key: that chose it, which begins messages.
 
     Raises:
-        NodeError: it is no shard, or is shorter than its header says.
+        NodeError: it is no shard, or has another length than its header says.
     """
     try:
         header = np.fromfile(path, HEADER, HEADER_SIZE)
@@ -272,9 +272,10 @@ def open_shard(path: str, key: str) -> Shard:
         ) from None
 
     if len(header) < HEADER_SIZE or header[0] != MAGIC:
-        begins = f"begins with {header[0]}" if len(header) else "is empty"
-        if 0 < len(header) < HEADER_SIZE:
-            begins = f"has {size:,} bytes"
+        if len(header) == HEADER_SIZE:
+            begins = f"begins with {header[0]}"
+        else:
+            begins = f"has {count(size, 'byte')}" if size else "is empty"
         raise NodeError(
             f"{key}: {path} is no shard of tokens: it {begins}, but a shard begins with a header "
             f"of {HEADER_BYTES:,} bytes, whose first number is {MAGIC}. `ddp-lab shards` writes "
@@ -288,9 +289,12 @@ def open_shard(path: str, key: str) -> Shard:
             f"{VERSION}, whose tokens are uint16. Write it again with `ddp-lab shards`"
         )
     expected = HEADER_BYTES + TOKEN.itemsize * tokens
-    if tokens < 0 or size < expected:
+    if tokens < 0 or size != expected:
+        wide = HEADER_BYTES + 2 * TOKEN.itemsize * tokens
+        of_wide = ", as tokens of four bytes have, which are not supported" if size == wide else ""
         raise NodeError(
-            f"{key}: {path} has {size:,} bytes, but its header says {count(tokens, 'token')}, for "
-            f"which it must have {expected:,}. Copy or write the file again"
+            f"{key}: {path} has {size:,} bytes{of_wide}, but its header says "
+            f"{count(tokens, 'token')}, for which it must have {expected:,}. Copy or write the "
+            "file again"
         )
     return Shard(path, tokens)

@@ -57,7 +57,8 @@ def write(code: int) -> None:
         record |= in_folder(folder)
         failure = read_json(folder / "failure.json")
         if code and failure:
-            record["error"] = failure["message"]
+            # without the prefix, as that of a run that is refused
+            record["error"] = failure["message"].removeprefix("error: ")
     record["result"] = noted.get("result")
     replace_file(file, record)
 

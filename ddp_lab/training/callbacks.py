@@ -111,11 +111,11 @@ class Callback(Hook):
         """Return what a method of the hook returns.
 
         Raises:
-            TrainingError: it raised an exception.
+            TrainingError: it raised an exception, also that of sys.exit.
         """
         try:
             return getattr(self.hook, method)(*values)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TrainingError(
                 f"{KEY}: {self.label}.{method} raised {describe_error(error)}", rank=self._rank
             ) from error
@@ -137,10 +137,11 @@ class Callback(Hook):
 
     def before_step(self, batch: Any) -> Any:
         changed = self._call("before_step", batch)
-        if changed is None:
+        if not isinstance(changed, type(batch)):
+            returned = "None" if changed is None else f"an object of type {type(changed).__name__}"
             raise TrainingError(
-                f"{KEY}: {self.label}.before_step returned None; it must return the batch to train "
-                "on: end it with `return batch`",
+                f"{KEY}: {self.label}.before_step returned {returned}; it must return the batch to "
+                "train on: end it with `return batch`, or `return batch._replace(inputs=...)`",
                 rank=self._rank,
             )
         return changed
@@ -188,21 +189,31 @@ def make_callbacks(values: Sequence[Any]) -> list[Callback]:
     """
     hooks: list[Callback] = []
     for value in values:
-        part = make_part(KEY, value)
-        if not isinstance(part.value, Hook):
-            raise ConfigError(
-                f"{KEY}: {part.label} is no hook: it must be a subclass of ddp_lab.Hook, got a "
-                f"{type(part.value).__name__}"
-            )
-        if not any(is_own(part.value, method) for method in METHODS):
-            raise ConfigError(
-                f"{KEY}: {part.label} has none of the methods of a hook: {', '.join(METHODS)}"
-            )
+        part = make_part(KEY, value, check=require_hook)
         hooks.append(Callback(part.value, part.label))
     return hooks
 
 
-def is_own(hook: Hook, method: str) -> bool:
+def require_hook(kind: type, label: str) -> None:
+    """Check that a class is that of a hook.
+
+    Args:
+        kind: the class.
+        label: import path, for messages.
+
+    Raises:
+        ConfigError: it is no subclass of Hook, or has none of its methods.
+    """
+    if not issubclass(kind, Hook):
+        raise ConfigError(
+            f"{KEY}: {label} is no hook: it must be a subclass of ddp_lab.Hook, got a "
+            f"{kind.__name__}"
+        )
+    if not any(is_own(kind, method) for method in METHODS):
+        raise ConfigError(f"{KEY}: {label} has none of the methods of a hook: {', '.join(METHODS)}")
+
+
+def is_own(kind: type[Hook], method: str) -> bool:
     """Return whether the class of a hook has its own implementation of a method."""
-    of_class: Callable[..., Any] = getattr(type(hook), method)
+    of_class: Callable[..., Any] = getattr(kind, method)
     return of_class is not getattr(Hook, method)

@@ -70,10 +70,20 @@ class TimedSchedule(Hook):
         scheduler.last_epoch -= 1
         scheduler.step()
         if runtime.is_main:
-            log.info(
-                f"max_minutes={self.max_minutes:g}: at {1000 * each:.3g} ms a step about "
-                f"{count(steps, 'step')} until the schedule of the learning rate ends"
-            )
+            log.info(self._note(steps, each))
+
+    def _note(self, steps: int, each: float) -> str:
+        """Return a line about a predicted number of steps, of which each takes some seconds."""
+        prediction = (
+            f"max_minutes={self.max_minutes:g}: at {1000 * each:.3g} ms a step about "
+            f"{count(steps, 'step')}"
+        )
+        if steps <= self._by_steps:
+            return f"{prediction} until the schedule of the learning rate ends"
+        return (
+            f"{prediction}. The schedule of the learning rate ends after "
+            f"{count(int(self._by_steps), 'step')}, the other limit of the run"
+        )
 
     def _set(self, position: Progress, steps: int) -> None:
         position.horizon = steps

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ddp_lab.config.build import construct
+from ddp_lab.config.build import construct, options
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.build import build_shape
 
@@ -45,3 +45,10 @@ def test_shape_of_a_scheduler_that_cannot_be_constructed_is_reported():
         ConfigError, match=r"^scheduler\._target_=.*Wrong: cannot be constructed: TypeError: a bug"
     ):
         build_shape({"_target_": f"{__name__}.Wrong", "error": "bug"}, 3)
+
+
+@pytest.mark.parametrize("group", ["callbacks", "loss", "model", "data.dataset"])
+def test_constructor_whose_arguments_python_does_not_know_is_refused(group):
+    message = re.escape(f"{group}._target_=builtins.dict: Python does not know its arguments")
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        options(group, {"_target_": "builtins.dict"})

@@ -116,6 +116,16 @@ REFUSED = {
         ["+strategy=ddp"],
         "+strategy=ddp: the config has a strategy already. Use strategy=ddp",
     ),
+    "a table in place of a list": (
+        ["optimizer.groups={match:'*.bias',lr_scale:2}"],
+        "optimizer.groups={match:'*.bias',lr_scale:2}: must be a list. Use "
+        """'optimizer.groups=[{match:'"'"'*.bias'"'"',lr_scale:2}]'""",
+    ),
+    "a table in place of an empty list": (
+        ["callbacks={_target_:mine.Samples,n:4}"],
+        "callbacks={_target_:mine.Samples,n:4}: must be a list. Use "
+        "'callbacks=[{_target_:mine.Samples,n:4}]'",
+    ),
     "no value": (["epochs"], "epochs: overrides look like key=value: ddp-lab train --help"),
     "nothing": ([""], "'': overrides look like key=value: ddp-lab train --help"),
     "options that exclude each other": (

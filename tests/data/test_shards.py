@@ -231,8 +231,12 @@ MISTAKES = {
     "data.root={T}/empty.bin": "{T}/empty.bin is no shard of tokens: it is empty",
     "data.root={T}/v7.bin": "{T}/v7.bin has version 7 of the format of token shards; supported is "
     "1, whose tokens are uint16",
-    "data.root={T}/cut.bin": "{T}/cut.bin has 1,144 bytes, but its header says 61 tokens, which "
-    "need 1,146. Copy or write the file again",
+    "data.root={T}/cut.bin": "{T}/cut.bin has 1,144 bytes, but its header says 61 tokens, for "
+    "which it must have 1,146. Copy or write the file again",
+    "data.root={T}/long.bin": "{T}/long.bin has 1,144 bytes, but its header says 59 tokens",
+    "data.root={T}/wide.bin": "{T}/wide.bin has 1,264 bytes, as tokens of four bytes have, which "
+    "are not supported, but its header says 60 tokens, for which it must have 1,144",
+    "data.root={T}/tiny.bin": "{T}/tiny.bin is no shard of tokens: it has 3 bytes",
     "data.root={T}/few.bin": "data.context=16: a window needs 17 tokens, but the longest shard of "
     "data.root={T}/few.bin has 16",
     "data.root={T}/good.bin data.val_root={T}/few.bin": "the longest shard of data.val_root=",
@@ -255,6 +259,9 @@ def test_mistakes_are_one_message(tmp_path):
     (tmp_path / "empty.bin").touch()
     write_shard(tmp_path / "v7.bin", range(60), version=7)
     write_shard(tmp_path / "cut.bin", range(60), length=61)
+    write_shard(tmp_path / "long.bin", range(60), length=59)
+    write_shard(tmp_path / "wide.bin", [*range(60)] * 2, length=60)
+    (tmp_path / "tiny.bin").write_bytes(b"abc")
     write_shard(tmp_path / "few.bin", range(16))
     write_shard(tmp_path / "good.bin", [*range(90)] * 4)
     write_shard(tmp_path / "large.bin", [1, 2, 97] * 60)

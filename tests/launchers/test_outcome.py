@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from launches import SMALL, finish, launch, read_metrics, start, wait_for_heartbeat
 
+from ddp_lab.resilience import outcome
+from ddp_lab.world import process
+
 ONE = "python -m ddp_lab train"
 TWO = "python -m ddp_lab train --nproc 2 strategy=ddp"
 VALIDATED = ["data.val_fraction=0.2", "epochs=2", "device=cpu", "tracker=none"]
@@ -82,6 +85,21 @@ def test_run_of_which_one_rank_alone_was_asked_to_stop_is_preempted_with_code_0(
     assert record["metrics"]["epoch"] >= 1
     assert record["step"] > 5
     assert record["checkpoints"][-1].endswith(f"step_{record['step']:08}.pt")
+
+
+@pytest.mark.parametrize(
+    "message", ["error: callbacks: mine.Name raised", "rank 1 on host: failed"]
+)
+def test_error_of_a_failed_run_has_no_prefix(message, tmp_path, monkeypatch):
+    file = tmp_path / "outcome.json"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "failure.json").write_text(json.dumps({"message": message}))
+    monkeypatch.setenv(process.OUTCOME, "")
+    outcome.begin(file)
+    process.note(run_dir=str(run_dir))
+    outcome.write(1)
+    assert outcome_of(file, 1)["error"] == message.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("line", [ONE, TWO])

@@ -176,6 +176,12 @@ def test_resumed_run_of_a_time_has_the_schedule_that_was_predicted(tmp_path):
     assert before["step"] == 60
     assert before["horizon"] > 70
     shutil.copytree(tmp_path / "run", tmp_path / "longer")
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert re.search(
+        r"max_minutes=9: at \S+ ms a step about [\d,]+ steps\. "
+        r"The schedule of the learning rate ends after 70 steps, the other limit of the run",
+        log,
+    )
     main_in_world(*line, "name=run")
     after = newest(tmp_path / "run")["progress"]
     assert (after["step"], after["horizon"]) == (70, before["horizon"])

@@ -70,6 +70,16 @@ class Predicting(Hook):
         self.run.predict(self.batch.inputs)
 
 
+class Leaving(Hook):
+    def before_step(self, batch):
+        raise SystemExit(7)
+
+
+class Numbering(Hook):
+    def before_step(self, batch):
+        return len(batch.inputs)
+
+
 class Failing(Hook):
     """Fails in one of its methods, on the chosen ranks."""
 

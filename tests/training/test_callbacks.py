@@ -5,9 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import own_callbacks
 import pytest
+import torch
 from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
 from worlds import run_world
+
+from ddp_lab.config.errors import TrainingError
+from ddp_lab.data.batch import Batch
+from ddp_lab.training.callbacks import make_callbacks
 
 LINE = ["data.val_fraction=0.2", "batch_size=24", "epochs=2", "tracker=none", "timeout=60"]
 TWO_RANKS = f"torchrun --standalone --nproc_per_node=2 {ROOT}/train.py strategy=ddp"
@@ -101,6 +107,7 @@ def test_resumed_run_calls_from_its_position(tmp_path):
 
 
 REFUSED = {
+    "callbacks=[torch.nn.Linear]": "callbacks: torch.nn.Linear is no hook: it must be a subclass",
     "callbacks=[own_callbacks.NoHook]": "callbacks: own_callbacks.NoHook is no hook: it must be a "
     "subclass of ddp_lab.Hook, got a NoHook",
     "callbacks=[own_callbacks.Misspelt]": "callbacks: own_callbacks.Misspelt has none of the "
@@ -165,6 +172,22 @@ def test_step_without_a_batch_and_prediction_in_training_are_refused(tmp_path):
     assert "own_callbacks.Forgetful.before_step returned None; it must return the batch" in message
     message = failure("python train.py", tmp_path / "predicts", "own_callbacks.Predicting")
     assert "Predicting.on_step_end raised ConfigError: predict: is called in on_evaluate" in message
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (own_callbacks.Leaving(), "Leaving.before_step raised SystemExit: 7"),
+        (
+            own_callbacks.Numbering(),
+            "Numbering.before_step returned an object of type int; it must return the",
+        ),
+    ],
+)
+def test_callback_that_exits_or_returns_no_batch_is_named(hook, message):
+    (callback,) = make_callbacks([hook])
+    with pytest.raises(TrainingError, match=f"^callbacks: own_callbacks.{message}"):
+        callback.before_step(Batch(torch.zeros(2), torch.zeros(2), 2))
 
 
 def test_documented_callback_writes_its_file(tmp_path):
