@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import quick_compose  # noqa: F401
+import small_digits
 import torch
 import torch.distributed as dist
 import warm
@@ -100,6 +101,7 @@ def pytest_configure(config):
 
     What this process spawns by multiprocessing is forked from it, too.
     """
+    small_digits.use_few_digits()
     if (
         sys.platform == "linux"
         and warm.VARIABLE not in os.environ

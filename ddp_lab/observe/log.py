@@ -103,14 +103,14 @@ class Held(logging.Handler):
 @contextmanager
 def log_held() -> Generator[Held]:
     """Keep what the body logs, before there is a run directory for the log."""
-    held = Held()
+    handler = Held()
     level = log.level
-    log.addHandler(held)
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        yield held
+        yield handler
     finally:
-        log.removeHandler(held)
+        log.removeHandler(handler)
         log.setLevel(level)
 
 

@@ -237,8 +237,10 @@ def name_in_model(name: str, names: Container[str]) -> str:
         name: in the stage.
         names: of the model. A constant that the trace has made has none of them.
     """
-    own = name.removeprefix(f"{INNER}.")
-    return own if own in names else re.sub(r"@\d+(?=\.)", "", own)
+    in_stage = name.removeprefix(f"{INNER}.")
+    if in_stage in names:
+        return in_stage
+    return re.sub(r"@\d+(?=\.)", "", in_stage)
 
 
 def names_of(stage: nn.Module, names: Container[str]) -> set[str]:

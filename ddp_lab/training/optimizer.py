@@ -96,10 +96,10 @@ def require_own_parameters(
         ConfigError: one belongs to something else, for example to another model, or to this one
             before the strategy replaced its parameters.
     """
-    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in own:
+            if id(parameter) not in known:
                 raise ConfigError(
                     f"optimizer: has a parameter of the shape {list(parameter.shape)} that is none "
                     "of this trainer's model, whose own parameters would not be trained in its "

@@ -19,6 +19,7 @@ import hydra._internal.hydra
 import launches
 import psutil  # noqa: F401
 import quick_compose  # noqa: F401
+import small_digits
 import torch
 import torch.distributed.rendezvous
 import torch.distributed.run
@@ -57,6 +58,8 @@ with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"
 ddp_lab.config.check.check(cfg)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
+
+small_digits.use_few_digits()
 
 # The pictures of a run take 0.5 s to draw, so forked processes write an empty file for the curves,
 # and draw empty figures.
