@@ -73,12 +73,16 @@ class PartWatch:
         slots: of the parameters.
         strategy: its name, for the message.
         rank: of this process.
+        reads_values: whether some passes compare the values. The tensors of a plan have none.
     """
 
-    def __init__(self, slots: Collection[Slot], strategy: str, rank: int):
+    def __init__(
+        self, slots: Collection[Slot], strategy: str, rank: int, reads_values: bool = True
+    ):
         self.slots = slots
         self.strategy = strategy
         self.rank = rank
+        self.reads_values = reads_values
         self.passes = {True: 0, False: 0}  # in training mode, and in evaluation mode
         self._before: list[Mapping[Slot, State]] = []  # of passes that have begun
         self._shards: dict[Slot, nn.Parameter] = {}
@@ -103,7 +107,7 @@ class PartWatch:
         self.passes[part.training] += 1
         number = self.passes[part.training]
         is_power_of_two = number & (number - 1) == 0
-        with_values = is_power_of_two or number % EVERY == 0
+        with_values = self.reads_values and (is_power_of_two or number % EVERY == 0)
         self._before.append(self._states(with_values))
 
     def end(self, part: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -209,7 +213,9 @@ def watch_parts(
     for part in parts:
         of_part = [slot for module in part.modules() for slot in slots.get(module, ())]
         if of_part:
-            watch = PartWatch(of_part, strategy.name, strategy.runtime.rank)
+            runtime = strategy.runtime
+            has_values = not runtime.is_planned
+            watch = PartWatch(of_part, strategy.name, runtime.rank, has_values)
             part.register_forward_pre_hook(untraced(watch.begin), prepend=True)
             part.register_forward_hook(untraced(watch.end))
             watches.append((part, watch))

@@ -132,6 +132,13 @@ def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
     assert time_slots(halves)[0] == [(0, 1, "F", 0), (3, 1, "I", 0), (4, 1, "W", 0)]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp", "tp tp=2", "mesh shard=null"])
+def test_module_of_the_user_is_planned_under_every_strategy_that_takes_it(strategy):
+    row = planned(strategy, *own_model("Plain"))
+    assert row.ranks == 2
+    assert row.plans
+
+
 def test_flops_are_those_of_torch():
     with FlopCounterMode(display=False) as counter:
         lenet(1, 28, 10, None)(torch.zeros(64, 1, 28, 28)).sum().backward()
