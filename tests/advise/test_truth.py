@@ -30,12 +30,12 @@ VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss 
 # small as these.
 ON_FOUR = (
     "scratch ema=0.8",
-    f"ddp {VIT}",
     f"fsdp {VIT} adamw ema=0.8",  # shards of unequal size
+)
+SECOND = (  # which are slow tests
+    f"ddp {VIT}",
     f"pipeline {VIT}",
     f"mesh pp=2 tp=2 short {VIT} ema=0.8",
-)
-SECOND = (  # second examples, which are slow tests
     "scratch algorithm=bucketed",
     f"scratch checkpoint_activations=block {VIT}",
     f"fsdp checkpoint_activations=block {VIT}",

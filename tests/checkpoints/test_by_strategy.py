@@ -18,6 +18,9 @@ from worlds import run_world
 from ddp_lab.checkpoints.files import find_damage
 from ddp_lab.checkpoints.sharded import ShardedCheckpoint
 
+# All runs are trained for the first test.
+pytestmark = pytest.mark.slow
+
 # Runs by what they train, in three steps an epoch, with their numbers of ranks. Each writes both
 # formats. It resumes from one format of the run before it or the other of the second before, and in
 # the slow tests from both. That suffices, because all write the same.
@@ -80,7 +83,7 @@ def readers_of(writers: list[tuple[str, str]], first: int) -> list[tuple[str, st
 QUICK = readers_of(WRITERS, 0)
 SLOW = [*readers_of(ALL, 0), *readers_of(ALL, 1)]
 SLOW = [reader for reader in dict.fromkeys(SLOW) if reader not in QUICK]
-READERS = [*QUICK, *(pytest.param(*reader, marks=pytest.mark.slow) for reader in SLOW)]
+READERS = [*QUICK, *(pytest.param(*reader, marks=pytest.mark.extra) for reader in SLOW)]
 # Runs of `single` with the step of a checkpoint, and the runs that resume from it: within an epoch;
 # with one group of parameters instead of the two that were saved.
 RECIPES = {"recipe": "single recipe checkpoint.at_steps=[4]", "groups": "single unbiased undecayed"}
@@ -175,7 +178,7 @@ def test_every_strategy_resumes_what_another_wrote(model, writer, reader, form, 
 
 @pytest.mark.parametrize(
     ("model", "writer"),
-    [pytest.param(*writer, marks=[pytest.mark.slow] if writer in LATER else []) for writer in ALL],
+    [pytest.param(*writer, marks=[pytest.mark.extra] if writer in LATER else []) for writer in ALL],
 )
 def test_every_strategy_writes_the_same_checkpoint_as_single(model, writer, moved, request):
     folder, _ = moved

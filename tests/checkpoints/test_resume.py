@@ -96,6 +96,7 @@ def test_resume_from_a_path_continues_there_and_removes_later_checkpoints_and_me
     )
 
 
+@pytest.mark.slow
 def test_momentum_may_be_added_and_removed_on_resume(tmp_path):
     """SGD without momentum has no state."""
     for epochs, momentum in enumerate((0, 0.9, 0), 1):

@@ -78,13 +78,19 @@ def require_same(world_size, lines, folder):
             assert row == values, f"epoch {epoch} of {line}"
 
 
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(size, marks=pytest.mark.slow if size > 1 else ()) for size in CASES],
+)
 def test_plain_file_prints_the_losses_of_the_run(world_size, tmp_path):
     require_same(world_size, CASES[world_size], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", MORE)
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(size, marks=pytest.mark.extra if size > 1 else ()) for size in MORE],
+)
 def test_plain_file_of_other_options_prints_the_losses_of_the_run(
     world_size, tmp_path, monkeypatch
 ):

@@ -41,6 +41,7 @@ def start_waiting() -> tuple[subprocess.Popen, str, int]:
     return process, pipe, int(parent)
 
 
+@pytest.mark.slow
 def test_launch_ends_with_worker_processes():
     ways = {
         "fit": "fit",

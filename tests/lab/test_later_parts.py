@@ -142,6 +142,7 @@ def test_single_trains_a_part_that_is_used_later(folder):
     assert not torch.allclose(saved["first.scale"].float(), start["first.scale"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", TRAINING)
 def test_part_that_is_used_later_is_trained_as_on_one_device(strategy, folder):
     for rank in two(folder):

@@ -241,7 +241,7 @@ def require_equal(trained: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (trained["weights"][name] - tensor).abs().max() <= 1e-12, name
 
 
-SLOW = [("scratch", 3), ("tp", 3), ("dp", 3)]
+SLOW = [("scratch", 3), ("fsdp", 1), ("tp", 1), ("tp", 3), ("dp", 3)]
 
 
 @pytest.mark.parametrize(

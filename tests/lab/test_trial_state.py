@@ -131,6 +131,7 @@ def alone() -> list[float]:
     return losses("single", example=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_python_state_of_model_and_loss_is_that_of_one_device_without_a_trial(strategy):
     assert len({round(loss, 6) for loss in alone()}) == 8

@@ -16,6 +16,7 @@ from launches import (
     refusal_in_world,
 )
 from run_checks import check_run
+from small_digits import ALL_DIGITS
 from worlds import once, run_world
 
 LINES = [  # command, strategy, ranks, an excerpt of the log
@@ -28,7 +29,10 @@ LINES = [  # command, strategy, ranks, an excerpt of the log
 @pytest.mark.parametrize(
     ("line", "strategy", "world_size", "logged"), LINES, ids=[line[1] for line in LINES]
 )
-def test_launch_line_trains_and_logs_its_layout(line, strategy, world_size, logged, tmp_path):
+def test_launch_line_trains_and_logs_its_layout(
+    line, strategy, world_size, logged, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(ALL_DIGITS, "1")
     code, output = launch(line, "epochs=1", f"runs_dir={tmp_path}/runs")
     assert code == 0, output
     assert output.count(logged) == 1, "it must be logged once, not once per rank"
@@ -81,7 +85,9 @@ def train_each(lines: list[str], folder: Path) -> None:
         main_in_world(*SMALL, *line.split(), "epochs=1", f"runs_dir={folder}", f"name=run{i}")
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 2 else ()) for ranks in LAYOUTS]
+)
 def test_layout_of_a_strategy_is_logged_once(ranks, tmp_path):
     run_world(ranks, train_each, list(LAYOUTS[ranks]), tmp_path)
     for i, excerpts in enumerate(LAYOUTS[ranks].values()):
@@ -177,7 +183,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "use a number for batch_size",
     f"strategy=ddp {OWN}waiting_blocks data=digits "
     "batch_size=auto": "batch_size=auto: cannot be planned: a step on",
-    "strategy=ddp profile=true batch_size=1436 epochs=3": "profile=true: needs 16 steps of "
+    "strategy=ddp profile=true batch_size=383 epochs=3": "profile=true: needs 16 steps of "
     "training, and this run has 6; raise "
     "epochs\n",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no "
@@ -194,7 +200,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "checkpoint.best=test_accuracy": "must be auto or a metric of the validation set, as val_loss "
     "or null",
     "strategy=ddp optimize=val_loss": "optimize=val_loss: needs a validation set",
-    "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 1437 of 1437 "
+    "strategy=ddp data.val_fraction=0.0001": "data.val_fraction=0.0001: leaves 384 of 384 "
     "samples to train on and 0 to",
     "-m strategy=ddp seed=1,2": "--multirun: is not supported by several ranks, where all jobs "
     "would share one process group",

@@ -307,6 +307,7 @@ def at_cluster(cluster, monkeypatch) -> None:
     monkeypatch.setenv("NPROC_PER_NODE", "2")
 
 
+@pytest.mark.slow
 def test_submitted_run_trains_on_the_nodes_asked_for(cluster, at_cluster, tmp_path):
     overrides = [
         *SMALL,

@@ -85,6 +85,7 @@ def trained(folder, is_quick: bool):
     run_world(2, train, folder, QUICK if is_quick else SLOW, timeout=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

@@ -98,8 +98,9 @@ STRATEGIES = {
     "pipeline": (2, PIPELINE),
     "split": (1, ["strategy=split", "strategy.devices=[cpu,cpu]"]),
 }
-QUICK = [("single", True), ("fsdp", True), ("pipeline", True), ("ddp", False)]
-SLOW = [("split", True), ("split", False), ("fsdp", False), ("pipeline", False), ("ddp", True)]
+QUICK = [("single", True), ("ddp", False)]
+SLOW = [(name, is_large) for name in ("split", "fsdp", "pipeline") for is_large in (True, False)]
+SLOW += [("ddp", True)]
 
 
 @once
@@ -152,6 +153,7 @@ def train(folder, *options: str) -> None:
     main_in_world(*llama(folder, *options), f"runs_dir={folder}", f"name={name}")
 
 
+@pytest.mark.slow
 def test_training_begins_from_the_directory_under_every_strategy(folder):
     run_world(1, train, folder, "strategy=single")
     run_world(2, train, folder, "strategy=fsdp")

@@ -103,6 +103,7 @@ def wandb_losses(run: Path) -> list[tuple[int, float]]:
     return rows
 
 
+@pytest.mark.slow
 def test_own_tracker_gets_every_row_once_and_only_from_rank_0(tracked):
     lines = [json.loads(line) for line in (tracked / "lines.jsonl").read_text().splitlines()]
     assert {line[0] for line in lines} == {"0"}, "several ranks write"
@@ -130,6 +131,7 @@ def test_own_tracker_gets_every_row_once_and_only_from_rank_0(tracked):
     assert (pictures["predictions"] >= 4, pictures["confusion"]) == (True, 2)
 
 
+@pytest.mark.slow
 def test_wandb_has_one_id_in_all_folders_and_every_row_once(tracked):
     files = sorted((tracked / "wandb").glob("offline-run-*/*.wandb"))
     state = json.loads((tracked / "tracker.wandb.json").read_text())
@@ -153,6 +155,7 @@ def test_wandb_has_one_id_in_all_folders_and_every_row_once(tracked):
     assert list(tracked.glob("wandb/offline-run-*/files/media/images/confusion_*.png"))
 
 
+@pytest.mark.slow
 def test_mlflow_has_one_run_with_every_row_once(tracked):
     from mlflow import MlflowClient
 
@@ -178,6 +181,7 @@ def test_mlflow_has_one_run_with_every_row_once(tracked):
     assert {"config.yaml", "predictions", "confusion", "epoch_000004.png"} <= names
 
 
+@pytest.mark.slow
 def test_nothing_is_written_outside_the_run_directory(tracked):
     assert [path.name for path in tracked.parent.iterdir()] == ["run"]
 
@@ -239,6 +243,7 @@ def interrupt(*arguments, **options):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.covers(
     "tracker_options.mlflow.experiment",
     "tracker_options.mlflow.tracking_uri",
@@ -283,6 +288,7 @@ def test_mlflow_run_whose_launch_was_killed_before_it_had_the_config_gets_it(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "status"), [("sigterm", "KILLED"), ("raise", "FAILED")])
 def test_mlflow_run_that_ends_early_is_closed_with_every_row(fault, status, database, tmp_path):
     """After a preemption, and after an error that is no TrainingError."""

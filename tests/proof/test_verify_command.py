@@ -245,7 +245,7 @@ LLAMA = (
     [
         pytest.param((), id="lenet"),
         pytest.param(VIT, id="vit", marks=pytest.mark.extra),
-        pytest.param(LLAMA, id="llama"),
+        pytest.param(LLAMA, id="llama", marks=pytest.mark.extra),
     ],
 )
 def test_all_strategies_of_a_model_are_equal_or_refused(overrides, tmp_path):

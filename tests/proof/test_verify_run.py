@@ -137,6 +137,7 @@ def of_models() -> dict:
     return json.loads(process.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "note"),
     [

@@ -315,6 +315,7 @@ def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     assert newest(tmp_path / "mine")["progress"]["step"] == status(tmp_path / "mine")["step"]
 
 
+@pytest.mark.slow
 def test_preemption_does_not_wait_for_a_long_evaluation(tmp_path):
     """The run exits within seconds, and the next launch begins with the evaluation."""
     process = start(DDP, *overrides(tmp_path, "long"), "data.dataset.test_size=150000")

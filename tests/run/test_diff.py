@@ -42,6 +42,7 @@ def cause(one, other):
     return comparison.causes[0].name, comparison
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "name", "step"),
     [

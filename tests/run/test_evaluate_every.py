@@ -45,7 +45,12 @@ def test_evaluated_loss_is_that_of_a_run_that_ends_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [(2, "ddp"), (2, "fsdp"), (2, "pipeline"), (3, "scratch")]
+    ("ranks", "strategy"),
+    [
+        (2, "ddp"),
+        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("fsdp", "pipeline")),
+        pytest.param(3, "scratch", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluations_within_epochs_are_the_same_for_any_ranks(ranks, strategy, tmp_path):
     line = (*LINE, EVERY, "batch_size=12")
@@ -57,7 +62,9 @@ def test_evaluations_within_epochs_are_the_same_for_any_ranks(ranks, strategy, t
         assert row["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("step", [3, 4, 5])
+@pytest.mark.parametrize(
+    "step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 5))]
+)
 def test_run_that_is_preempted_near_an_evaluation_has_each_row_once(step, tmp_path):
     train(tmp_path, "whole", *LINE, EVERY)
     line = (*SMALL, *LINE, EVERY, "scheduler=constant", f"runs_dir={tmp_path}", "name=run")

@@ -55,7 +55,11 @@ def test_schedule_ends_with_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "pipeline"), (2, "fsdp")]
+    ("ranks", "strategy"),
+    [
+        (2, "ddp"),
+        *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("pipeline", "fsdp")),
+    ],
 )
 def test_run_that_is_extended_within_an_epoch_is_as_one_without_an_end(ranks, strategy, tmp_path):
     whole = train(tmp_path, "whole", "max_steps=13")

@@ -307,6 +307,7 @@ def world(slow: bool) -> tuple[dict, dict]:
     return run_world(2, run_compiled, cases, timeout=500)[0], run_world(1, run_cases, references)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )

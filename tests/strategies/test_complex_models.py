@@ -114,6 +114,7 @@ def alone(case: str):
     return train("single", **CASES[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_norm_of_complex_gradients_counts_both_parts(strategy):
     losses, _ = alone("clipped")

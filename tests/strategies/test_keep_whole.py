@@ -255,6 +255,7 @@ def train(kind: type[nn.Module], strategy: str, **options) -> tuple[str, dict[st
         return "", full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_following_the_messages_ends_in_a_run_that_equals_single(kind):
     _, expected = run_world(1, train, kind, "single")[0]

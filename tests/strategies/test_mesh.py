@@ -284,6 +284,7 @@ def train_branches(
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "options", "accumulate"), MESHES)
 def test_parameters_that_only_some_ranks_use_equal_single(ranks, options, accumulate):
     expected = run_world(1, train_branches, "single", {}, 1)[0]

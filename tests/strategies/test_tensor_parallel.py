@@ -183,6 +183,7 @@ def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(str
     )
 
 
+@pytest.mark.slow
 def test_peer_sums_in_chunks_equal_single():
     """The last batch has an odd number of samples, so its chunks differ in size."""
     cases = ["tp tp=2 vit clipped", "mesh tp=2 short", "tp tp=2 vit samples=49 epochs=1"]
@@ -230,6 +231,7 @@ def compiled(backend: str) -> dict:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_peer_sums_are_parts_of_one_compiled_graph(backend):
     """aot_eager compiles in a tenth of Inductor's time."""

@@ -256,7 +256,7 @@ def test_traced_model_equals_single_in_further_cases(name, case):
         assert_same(rank[name, case], alone(name))
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_traced_model_on_two_pipelines_equals_single():
     for number, rank in enumerate(run_world(4, on_four, timeout=300)):
         for (strategy, name), trained in rank.items():
@@ -275,6 +275,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), SPLIT)
 def test_traced_model_on_several_devices_equals_single(name, case):
     accumulated = {"accumulate": 2} if case == "accumulate" else {}
@@ -306,6 +307,7 @@ def in_bf16(strategy: str, options: dict) -> tuple[list[float], torch.Tensor]:
         return losses, outputs["logits"] if isinstance(outputs, dict) else outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
     [

@@ -288,6 +288,7 @@ def begin_on_one_rank(folder: str) -> tuple[list[float], list[float]]:
     return trained_on("single", f"{folder}/none"), trained_on("single", f"{folder}/single", steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_model_of_containers_resumes_under_another_strategy(ranks, tmp_path):
     """A parameter without elements has a state of the optimizer, too, as on one rank."""

@@ -37,6 +37,8 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "mesh": (2, {"pp": 2, "num_microbatches": 2}),
 }
 SHARDING = ("fsdp", "tp", "mesh")  # which replace the parameters
+# a pipeline whose replicas are as those of ddp, and others that cut or shard as quicker ones do
+SLOW = ("ddp_pipeline", "tp", "mesh")
 CUTTING = ("split", "pipeline", "ddp_pipeline", "mesh")  # which call the blocks of the model
 
 
@@ -260,8 +262,7 @@ def test_hooks_change_what_single_trains(kind):
 @pytest.mark.parametrize(
     "strategy",
     [
-        # a pipeline whose replicas are as those of ddp
-        pytest.param(strategy, marks=[pytest.mark.slow] if strategy == "ddp_pipeline" else [])
+        pytest.param(strategy, marks=[pytest.mark.slow] if strategy in SLOW else [])
         for strategy in STRATEGIES
     ],
 )

@@ -222,7 +222,7 @@ MATRIX = [
         "mesh", "shard=null tp=2", model="short", settings="adamw optimizer.fused=true", slow=(4,)
     ),
     Case(
-        "mesh", "shard=2 tp=2 sequence_parallel=true", model="short", settings="clipped", slow=(8,)
+        "mesh", "shard=2 tp=2 sequence_parallel=true", model="short", settings="clipped", extra=(8,)
     ),
     Case("mesh", "pp=2", settings="samples=48 epochs=1 clipped", ranks=(2,)),
     Case(
@@ -249,11 +249,11 @@ MATRIX = [
         settings="adamw almost-empty",
         slow=(4,),
     ),
-    Case("mesh", "shard=2 pp=2", model="short", settings="almost-empty", slow=(8,)),
+    Case("mesh", "shard=2 pp=2", model="short", settings="almost-empty", extra=(8,)),
     Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="short", settings="clipped", ranks=(4,)),
     Case("mesh", "pp=2 tp=2 schedule=interleaved1f1b", model="short", settings="recipe", slow=(4,)),
-    Case("mesh", "shard=null pp=2 tp=2", model="short", settings="adamw clipped", slow=(8,)),
-    Case("mesh", "pp=4 tp=2 sequence_parallel=true", model="short", slow=(8,)),
+    Case("mesh", "shard=null pp=2 tp=2", model="short", settings="adamw clipped", extra=(8,)),
+    Case("mesh", "pp=4 tp=2 sequence_parallel=true", model="short", extra=(8,)),
     # BatchNorm. With 61 samples the last batch has padding, with 49 some ranks have only padding in
     # it.
     Case("split", "num_microbatches=1", model="narrow", ranks=(1,)),

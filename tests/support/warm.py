@@ -33,6 +33,7 @@ import time
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -268,6 +269,8 @@ class Rank:
         if self.pid == 0:
             os.setsid()
             logging.disable(logging.NOTSET)  # which the agent of ddp-lab has disabled for itself
+            for finalizer in list(weakref.finalize._registry):
+                finalizer.atexit = False  # the agent's, of its temporary folder
             become(environment)
             run(program_of("python", list(command[1:])))
 

@@ -174,6 +174,7 @@ def stopped_and_resumed(folder: Path, strategies: list[str]) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_run_with_dropout_that_is_resumed_in_an_epoch_is_bitwise_the_same(tmp_path):
     run_world(1, stopped_and_resumed, tmp_path, ["single"])
     run_world(2, stopped_and_resumed, tmp_path, ["ddp", "pipeline"])

@@ -168,6 +168,7 @@ def alone(name: str) -> list[float]:
     return train("single", (SAME | LOCAL | ALL)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("strategy", [*SHARDING, *STAGES, *OTHERS])
 def test_optimizer_computes_the_same_under_every_strategy(strategy, name):

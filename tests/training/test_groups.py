@@ -45,7 +45,7 @@ BY_RANKS = {
     4: ["mesh pp=2 tp=2", "ddp_pipeline"],
 }
 EVERY = [
-    pytest.param(ranks, strategy, marks=[pytest.mark.slow] if ranks == 4 else [])
+    pytest.param(ranks, strategy, marks=[pytest.mark.slow] if ranks > 1 else [])
     for ranks, strategies in BY_RANKS.items()
     for strategy in strategies
 ]

@@ -103,6 +103,7 @@ def two() -> list[dict]:
     return run_world(2, on_two, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*TWO, "ddp in parts", "scratch in parts"])
 def test_left_out_parameters_count_in_the_norm_as_in_a_plain_loop_on_two_ranks(strategy):
     for rank in two():

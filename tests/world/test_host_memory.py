@@ -1,9 +1,11 @@
 """Freed host memory: a step on a CPU gets it back without a page fault."""
 
+import pytest
 from launches import launch
 from page_faults import PAGES, ROUNDS, TENSORS
 
 
+@pytest.mark.slow
 def test_train_on_a_cpu_keeps_freed_memory(tmp_path):
     out = tmp_path / "faults"
     line = (

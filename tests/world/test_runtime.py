@@ -63,7 +63,9 @@ def train_in_both(lines: list[str], folder: Path) -> None:
             main_in_world(*SMALL, *overrides)
 
 
-@pytest.mark.parametrize("ranks", IN_BF16)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 1 else ()) for ranks in IN_BF16]
+)
 def test_bf16_loss_is_close_to_float32(ranks, tmp_path):
     """BatchNorm's parameters stay in float32.
 
