@@ -150,7 +150,7 @@ def test_doctor_prints_a_finding_for_every_check_and_writes_nothing(command, tmp
     assert list(lines) == CHECKS
     assert output.count("ok       ") == len(CHECKS)
     assert lines["devices"].startswith(f"{HERE}: cpu")
-    assert lines["dataset"] == "train 1,437, test 360 images of 1x28x28, 10 classes"
+    assert lines["dataset"] == "train 384, test 96 images of 1x28x28, 10 classes"
     assert lines["batch"] == "1 rank, global batch 64 = 1 x 64, 6 steps an epoch, lr 0.1"
     assert not list((tmp_path / "runs").iterdir())
     code, output, _ = command(

@@ -92,7 +92,7 @@ class Held(logging.Handler):
         """Keep a record."""
         self.records.append(record)
 
-    def release(self) -> None:
+    def pass_on(self) -> None:
         """Log the records. Called after `setup_logging`."""
         for record in self.records:
             if log.isEnabledFor(record.levelno):
@@ -107,9 +107,11 @@ def log_held() -> Generator[Held]:
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    log.propagate = False  # an earlier run of this process may have left its files open
     try:
         yield handler
     finally:
+        log.propagate = True
         log.removeHandler(handler)
         log.setLevel(level)
 

@@ -81,7 +81,7 @@ def train(job: Job) -> tuple[Outcome, Path]:
         requests.listen()
         setup_logging(run_dir.path, runtime.rank)
         log_beginning(job, settings, run_dir)
-        early.release()
+        early.pass_on()
         with Watchdog(run_dir, runtime, settings.timeout, before_exit.close) as watchdog:
             launch = Launch(run_dir, watchdog, requests, before_exit)
             return train_guarded(job, settings, launch, placed), run_dir.path

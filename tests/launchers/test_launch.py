@@ -183,7 +183,7 @@ REJECTED = {  # overrides on two ranks: an excerpt of the message
     "use a number for batch_size",
     f"strategy=ddp {OWN}waiting_blocks data=digits "
     "batch_size=auto": "batch_size=auto: cannot be planned: a step on",
-    "strategy=ddp profile=true batch_size=383 epochs=3": "profile=true: needs 16 steps of "
+    "strategy=ddp profile=true batch_size=382 epochs=3": "profile=true: needs 16 steps of "
     "training, and this run has 6; raise "
     "epochs\n",
     "strategy=ddp data=fashion_mnist data.root=RUNS/none": "or use data=digits, which needs no "

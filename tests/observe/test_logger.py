@@ -202,7 +202,7 @@ def log_as(run_dir, ranks: list[int]) -> None:
         with log_held() as early:
             log.info("before there is a directory")
         setup_logging(run_dir, rank)
-        early.release()
+        early.pass_on()
         log.info("all is well")
         logging.getLogger("somebody.else").info("chatter")
         log.warning("not quite")
