@@ -137,8 +137,9 @@ TOGETHER = [
         "fsdp tied_head accumulate=2",
         "mesh shard=null one_left",
     ),
+    # The optimizer of shards is not compiled, but fused.
     *each(
-        f"float64 {BOTH} {CHUNKS}",
+        f"float64 {BOTH} {CHUNKS} {EXACT_RATE}",
         "ddp tied_head accumulate=2",
         "fsdp one_left clipped",
         f"fsdp tokens {RECOMPUTED}",
