@@ -99,6 +99,7 @@ def test_docstring_describes_every_argument(each):
     assert not arguments - described
 
 
+@pytest.mark.slow
 def test_browser_shows_the_site_and_finds_its_files(site, tmp_path):
     asked: list[tuple[str, int]] = []
 

@@ -86,6 +86,7 @@ def test_mistakes_are_one_message_with_exit_code_2(line, says, exercise_command)
     assert says in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -239,6 +239,7 @@ def test_faults_that_only_slow_a_launch_end_with_exit_code_0(root):
         assert report.lines("pair 0-1")[0].startswith("ok"), name
 
 
+@pytest.mark.slow
 def test_pair_that_hangs_is_named_and_the_others_are_measured(root):
     report = reports_of_three(root)["hangs"][0]
     assert report.code == 2

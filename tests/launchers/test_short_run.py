@@ -20,6 +20,7 @@ time.sleep(300)
 """
 
 
+@pytest.mark.slow
 def test_launch_that_takes_too_long_leaves_no_rank(tmp_path):
     file = tmp_path / "pid"
     command = [sys.executable, "-c", LAUNCHER, str(file)]

@@ -131,6 +131,7 @@ def test_weights_and_buffers_are_those_of_the_directory(strategy, is_large, fold
             assert torch.equal(buffer, frequencies.get_buffer(name.rpartition(".")[2])), name
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_own_part_only(folder):
     ranks = {name: placed(folder, name, name != "ddp") for name in ("single", "ddp")}
     ranks |= {name: placed(folder, name, True) for name in ("fsdp", "pipeline")}

@@ -92,6 +92,7 @@ def test_resumed_run_begins_with_the_state_of_the_checkpoint(tmp_path, monkeypat
     assert (first_of_launch, first_of_training) == ("0", "24")
 
 
+@pytest.mark.slow
 def test_resume_in_another_world_continues_the_order(tmp_path):
     line = ("data.readers=2", "max_steps=9")
     whole = run(tmp_path / "whole", "stateful", *line)

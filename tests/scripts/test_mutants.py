@@ -184,6 +184,7 @@ def test_sample_is_in_proportion_to_lines():
     assert in_proportion({"a": 2, "b": 1}, 10) == {"a": 2, "b": 1}
 
 
+@pytest.mark.slow
 def test_time_limit_ends_every_process_of_a_test_file(tmp_path):
     written = tmp_path / "pid"
     (tmp_path / "test_slow.py").write_text(

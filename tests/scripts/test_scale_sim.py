@@ -58,6 +58,7 @@ def test_training_uses_the_store_once_per_node_and_second_and_no_shared_file(tra
         assert trained[ranks].training.files == 0
 
 
+@pytest.mark.slow
 def test_operations_after_a_failure_do_not_grow_with_the_number_of_ranks():
     with ThreadPoolExecutor() as pool:
         made = list(

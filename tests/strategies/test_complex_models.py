@@ -123,6 +123,7 @@ def test_norm_of_complex_gradients_counts_both_parts(strategy):
         assert losses_of_rank == pytest.approx(losses, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["averaged", "warmed up"])
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_complex_weights_are_averaged(strategy, case):

@@ -135,6 +135,7 @@ def alone(case: str) -> list[float]:
     return train("single", case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CHANGES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_that_the_loop_freezes_are_trained_as_on_one_device(strategy, case):

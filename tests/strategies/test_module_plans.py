@@ -142,6 +142,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         torch.testing.assert_close(weights[name], tensor, atol=1e-12, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
 )
@@ -161,6 +162,7 @@ def test_wrong_plan_is_found_before_the_first_step(name, folder):
         assert message in rank[name]
 
 
+@pytest.mark.slow
 def test_checkpoints_resume_with_and_without_a_plan(folder):
     outcomes("single", 1, folder)
     outcomes("tp", 2, folder)
@@ -203,6 +205,7 @@ def train_blocks(strategy: str, options: dict) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -272,6 +275,7 @@ def train_on_meshes(folder: Path) -> list[dict[str, torch.Tensor] | str]:
     ]
 
 
+@pytest.mark.slow
 def test_meshes_with_a_plan_equal_single_and_resume_from_tp(folder):
     expected = outcomes("single", 1, folder)[0]
     outcomes("tp", 2, folder)

@@ -31,6 +31,7 @@ def alone():
     return run_world(1, run_cases, [reference_of(case) for case in CASES], timeout=200)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tied_head_equals_single_and_stays_the_embedding(case):
     trained = on_two_ranks()[case]

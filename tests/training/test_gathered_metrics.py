@@ -242,6 +242,7 @@ def rows_of(folder) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_resumed_run_reports_the_same(ranks, tmp_path):
     metrics = [OF_AUROC[:-1] + ", own_metrics.Ordered, own_metrics.Seen]", "batch_size=24"]

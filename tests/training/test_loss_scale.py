@@ -167,6 +167,7 @@ def test_strategy_equals_single_in_float64(case):
     assert largest_difference(outcome.weights, reference.weights) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [*ROUNDED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 )

@@ -166,6 +166,7 @@ def test_option_out_of_its_range_is_one_message(option, message, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_run_with_muon_resumes_to_the_last_digit_and_says_what_is_adamws(tmp_path):
     line = "ddp-lab train --nproc 2 strategy=fsdp optimizer=muon name=one"
     keys = [*SMALL, "model=vit", "model.depth=2", "checkpoint.every_steps=1", "tracker=none"]

@@ -74,6 +74,7 @@ def rates_of(run_dir: Path) -> list[float]:
     return [row["lr"] for row in read_steps(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "ddp", "within", "stopped", "extended", "on-two"])
 def test_learning_rates_are_those_of_torch(name, folder):
     rates = rates_of(folder / name)

@@ -289,6 +289,7 @@ def trained(folder, line: str, ranks: int = 3):
     return output, [row for row in rows if row["kind"] == "straggler"], status
 
 
+@pytest.mark.slow
 @pytest.mark.covers("straggler.seconds", "straggler.slower")
 def test_slow_rank_is_named_with_its_part_and_recovers(tmp_path):
     """Three ranks: even, rank 1 computes slowly, even, rank 2 waits for its data until the end."""
