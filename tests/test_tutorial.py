@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 from launches import ROOT, finish
+from small_digits import ALL_DIGITS
 from warm import programs
 from wheels import copy_tree
 
@@ -113,7 +114,7 @@ def run(command: str, exported: str, tree: Path) -> tuple[int, str]:
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", exported + command],
         cwd=tree,
-        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", ALL_DIGITS: "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
