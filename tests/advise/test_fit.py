@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from launches import launch, main_in_world, refusal_in_world
 from omegaconf import OmegaConf
+from small_digits import ALL_DIGITS
 from worlds import run_world
 
 from ddp_lab.advise import fit
@@ -19,6 +20,12 @@ from ddp_lab.world.planned import PlannedRuntime
 STATE = 3 * 4 * 129_068  # bytes of LeNet's parameters, gradients and momentum
 LENET = ["model=lenet", "data=digits", "batch_size=64"]
 WAITING = ["model=own", "model._target_=own_models.waiting_blocks", "data=digits"]
+
+
+@pytest.fixture(autouse=True)
+def all_digits(monkeypatch):
+    """Let batches be as large as those of a user's run."""
+    monkeypatch.setenv(ALL_DIGITS, "1")
 
 
 def check_state(overrides: list[str], size: int, ranks: int, gpus: int = 1) -> None:
