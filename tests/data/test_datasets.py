@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from configs import config
+from small_digits import ALL_DIGITS
 
 from ddp_lab.advise.plan import dataset_sizes
 from ddp_lab.config.errors import NodeError
@@ -14,7 +15,13 @@ from ddp_lab.run.build_data import load_dataset
 from ddp_lab.world.runtime import Runtime
 
 
+@pytest.fixture
+def all_digits(monkeypatch):
+    monkeypatch.setenv(ALL_DIGITS, "1")
+
+
 @pytest.mark.slow  # importing scikit-learn takes 2 s
+@pytest.mark.usefixtures("all_digits")
 def test_digits_are_those_of_scikit_learn():
     from sklearn.datasets import load_digits
 
@@ -111,6 +118,7 @@ def test_sizes_of_datasets_that_are_downloaded_are_those_of_their_authors(name, 
     assert (tuple(planned.train.shape), len(planned.classes)) == (shape, 10)
 
 
+@pytest.mark.usefixtures("all_digits")
 def test_digits_have_the_mean_of_scikit_learns_pixels():
     """Their mean is 4.884 of 16; resizing keeps it nearly."""
     dataset = Digits().load()
