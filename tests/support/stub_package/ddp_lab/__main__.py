@@ -45,7 +45,7 @@ def refuse_to_end() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start_stubborn()
-    print("ready", flush=True)
+    os.write(1, b"ready\n")  # at once: print would let the other process write before the newline
     time.sleep(120)
 
 
