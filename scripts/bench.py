@@ -58,6 +58,7 @@ from ddp_lab.config.errors import ConfigError  # noqa: E402
 from ddp_lab.launchers.short_run import run_in_time, train  # noqa: E402
 from scripts.bench_layouts import (  # noqa: E402
     Layout,
+    add_devices,
     config_of,
     lay_out,
     misfit,
@@ -271,12 +272,7 @@ def parse(gpus: int) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument(
-        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with --ranks", **number
-    )
-    parser.add_argument(
-        "--ranks", nargs="+", default=[1, 2], help="with --gpus 0; by default 1 and 2", **number
-    )
+    add_devices(parser, gpus)
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18"], choices=MODELS)
     parser.add_argument(
         "--strategies",

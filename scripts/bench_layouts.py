@@ -1,5 +1,6 @@
 """How a strategy of scripts/bench.py lies on its devices, and why it may not fit them."""
 
+import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -124,3 +125,14 @@ def misfit(layout: Layout, strategy: str, model: nn.Module) -> str | None:
     if layout.tp > 1 and strategy.split()[0] == "mesh" and not has_plan:
         return "the model's blocks have no plan for tensor parallelism"
     return None
+
+
+def add_devices(parser: argparse.ArgumentParser, gpus: int) -> None:
+    """Add the options that choose numbers of devices, on a machine with so many GPUs."""
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument(
+        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with --ranks", **number
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", default=[1, 2], help="with --gpus 0; by default 1 and 2", **number
+    )

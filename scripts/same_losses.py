@@ -36,7 +36,7 @@ from ddp_lab.data.shard_writer import ByteEncoder, write_shards  # noqa: E402
 from ddp_lab.launchers.short_run import train  # noqa: E402
 from ddp_lab.observe.metrics_file import read_rows  # noqa: E402
 from ddp_lab.observe.plot import Curve, Plot, beside, curves  # noqa: E402
-from scripts.bench_layouts import strategy_overrides  # noqa: E402
+from scripts.bench_layouts import add_devices, strategy_overrides  # noqa: E402
 from scripts.bench_table import is_same  # noqa: E402
 
 EARLY = 5  # steps after which losses still agree up to rounding
@@ -201,12 +201,7 @@ def parse(gpus: int) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument(
-        "--gpus", nargs="+", default=[min(gpus, 1)], help="0: the CPU, with --ranks", **number
-    )
-    parser.add_argument(
-        "--ranks", nargs="+", default=[1, 2], help="with --gpus 0; by default 1 and 2", **number
-    )
+    add_devices(parser, gpus)
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--strategies", nargs="+", default=["ddp"], help="on several devices")
     parser.add_argument("--steps", default=100, help="of each run", **number)
