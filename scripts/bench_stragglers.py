@@ -39,6 +39,7 @@ from ddp_lab.training.sync import Sync  # noqa: E402
 from ddp_lab.world.runtime import Runtime  # noqa: E402
 
 WARM_UP = 3  # pairs of turns
+ENDLESS = 1_000_000  # steps of a run that is long enough for every option of speed=auto
 NORMAL = 1.96  # standard deviations within which 95 % of a normal distribution lie
 
 
@@ -56,7 +57,7 @@ class Turns:
         if is_timed:
             job.strategy.time_work()
         trainer = job.trainer()
-        self.step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], math.inf)
+        self.step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], ENDLESS)
         self.position = Progress()
         self.batches = self.endless()
         stragglers = None

@@ -91,7 +91,7 @@ def test_energy_is_within_three_percent_of_the_integral_of_the_power(
     rows = read_metrics(tmp_path / "run")
     log = (tmp_path / "run" / "train.log").read_text()
     # the counters are opened after the line of the strategy, and read before that of an epoch
-    begin = time_of(log, f"{strategy} on {gpus} x ")
+    begin = time_of(log, "split: " if strategy == "split" else f"{strategy} on {gpus} x ")
     end = time_of(log, f"epoch {rows[-1]['epoch']}: ")
     expected = joules_of(tmp_path / "power.csv", gpus, begin, end)
     assert rows[-1]["energy_kWh"] * 3.6e6 == pytest.approx(expected, rel=0.03)
