@@ -11,7 +11,6 @@ import inspect
 import multiprocessing.popen_fork  # noqa: F401
 import pkgutil
 import string
-import weakref
 
 import hydra
 import hydra._internal.core_plugins
@@ -70,11 +69,6 @@ ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
 # Before it composes the config, Hydra composes it once more, only to read hydra.mode, which conf/
 # leaves at null.
 hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
-
-# torch removes its operators one by one at exit (0.15 s). Forked processes need not: they exit
-# without tearing modules down.
-for finalizer in list(weakref.finalize._registry):
-    finalizer.atexit = False
 
 # by default 700 new objects start a collection, which takes a twentieth of the time
 gc.set_threshold(20_000)
