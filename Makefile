@@ -11,6 +11,8 @@ PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := config data/test_loader.py data/test_images.py models/test_models.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
+# Many processes import ddp_lab and the tests, which takes longer without compiled files.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test test-quick test-slow test-extra test-all test-versions test-oldest test-newest constraints lint mutants compare bench tensorboard site
 

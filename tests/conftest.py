@@ -1,4 +1,5 @@
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -7,10 +8,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import quick_compose  # noqa: F401
-import small_digits
-import torch
-import torch.distributed as dist
 import warm
 
 from ddp_lab.launchers.command import command as launch_command
@@ -99,9 +96,10 @@ def pytest_collection_modifyitems(items):
 def pytest_configure(config):
     """Start the server that launches are forked from, once for all pytest processes.
 
-    What this process spawns by multiprocessing is forked from it, too.
+    What this process spawns by multiprocessing is forked from it, too, and so are the processes of
+    pytest-xdist, which need not import torch then. Only those run tests, so that this one imports
+    little.
     """
-    small_digits.use_few_digits()
     if (
         sys.platform == "linux"
         and warm.VARIABLE not in os.environ
@@ -112,6 +110,14 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)
+        specs = config.getoption("tx", [])
+        # CUDA may not be used in a fork after it was used before
+        if not Path("/dev/nvidiactl").exists():
+            forked = f"popen//python={warm.programs() / 'python'}"
+            config.option.tx = [forked if spec == "popen" else spec for spec in specs]
+    if hasattr(config, "workerinput") or not config.getoption("tx", []):
+        importlib.import_module("quick_compose")
+        importlib.import_module("small_digits").use_few_digits()
     if warm.VARIABLE in os.environ:
         multiprocessing.set_executable(str(warm.programs() / "python"))
 
@@ -134,6 +140,8 @@ def skip_older_objects():
 def no_process_group_leaks():
     """Fail a test that leaves a process group open."""
     yield
+    import torch.distributed as dist
+
     leaked = dist.is_initialized()
     if leaked:
         dist.destroy_process_group()
@@ -153,8 +161,13 @@ def same_signal_handlers():
 def need_gpus(request):
     """Skip a test with `@pytest.mark.gpu(n)` if fewer than n GPUs are visible."""
     marker = request.node.get_closest_marker("gpu")
-    if marker and torch.cuda.device_count() < marker.args[0]:
-        pytest.skip(f"needs {marker.args[0]} GPUs, {torch.cuda.device_count()} are visible")
+    if marker is None:
+        return
+    import torch
+
+    visible = torch.cuda.device_count()
+    if visible < marker.args[0]:
+        pytest.skip(f"needs {marker.args[0]} GPUs, {visible} are visible")
 
 
 @pytest.fixture

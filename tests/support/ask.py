@@ -14,6 +14,8 @@ import sys
 MODULES = {"torchrun": "torch.distributed.run", "ddp-lab": "ddp_lab"}
 
 
+# how pytest-xdist starts a process that runs tests
+WORKER = "import sys;exec(eval(sys.stdin.readline()))"
 # how multiprocessing starts a process with the method "spawn", which inherits open files
 SPAWN = "from multiprocessing.spawn import spawn_main; "
 
@@ -37,6 +39,8 @@ def program_of(name: str, arguments: list[str]) -> list[str] | None:
     for number, argument in enumerate(arguments):  # after options of the interpreter, as -B
         if argument.startswith(SPAWN):
             return ["multiprocessing.spawn", *arguments[number:]]
+        if argument == WORKER:
+            return ["execnet"]
     first, *rest = arguments[arguments[:1] == ["-u"] :] or [""]
     if first == "-m" and rest and rest[0] in MODULES.values():
         return rest

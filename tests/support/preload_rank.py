@@ -16,6 +16,7 @@ import hydra
 import hydra._internal.core_plugins
 import hydra._internal.hydra
 import launches
+import PIL.Image
 import psutil  # noqa: F401
 import quick_compose  # noqa: F401
 import small_digits
@@ -57,18 +58,23 @@ with hydra.initialize_config_dir(str(launches.ROOT / "conf"), version_base="1.3"
 ddp_lab.config.check.check(cfg)
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 optimizer.step()
+PIL.Image.preinit()
 
 small_digits.use_few_digits()
 
-# The pictures of a run take 0.5 s to draw, so forked processes write an empty file for the curves,
-# and draw empty figures.
-ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
-ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
-ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
 
-# Before it composes the config, Hydra composes it once more, only to read hydra.mode, which conf/
-# leaves at null.
-hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
+def leave_out() -> None:
+    """Leave out of a program what would only cost time.
+
+    The pictures of a run take 0.5 s to draw, so an empty file is written for the curves, and empty
+    figures are drawn. Before it composes the config, Hydra composes it once more, only to read
+    hydra.mode, which conf/ leaves at null.
+    """
+    ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
+    ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
+    ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
+    hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
+
 
 # by default 700 new objects start a collection, which takes a twentieth of the time
 gc.set_threshold(20_000)

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ask import program_of
+from ask import WORKER, program_of
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -206,6 +206,13 @@ def execute(program: list[str]) -> None:
     """
     sys.stdout.reconfigure(line_buffering=os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED")))
     name = program[0]
+    if name == "execnet":
+        sys.path[:] = ["", *SEARCH]
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(WORKER, main.__dict__)
+        return
+    sys.modules["preload_rank"].leave_out()
     is_script = program[0].endswith(".py")
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [
