@@ -118,6 +118,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput") or not config.getoption("tx", []):
         importlib.import_module("quick_compose")
         importlib.import_module("small_digits").use_few_digits()
+        importlib.import_module("empty_pictures").draw_none()
     if warm.VARIABLE in os.environ:
         multiprocessing.set_executable(str(warm.programs() / "python"))
 

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from empty_pictures import drawn
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
 
-import ddp_lab.observe.logger
-import ddp_lab.observe.metrics_file
 from ddp_lab.config.build import chosen_trackers
 from ddp_lab.observe.log import log, log_held, setup_logging
 from ddp_lab.observe.logger import FileLogger
 from ddp_lab.observe.metrics_file import append_row, describe_result, describe_steps
-from ddp_lab.observe.pictures import confusion_figure, prediction_grid
-from ddp_lab.observe.plot import beside
 from ddp_lab.observe.trackers.background import Trackers
 from ddp_lab.observe.trackers.base import TrackedRun
 
@@ -34,11 +31,8 @@ EPOCH = {  # all values differ
 }
 
 
+@drawn()
 def record_two_epochs(run_dir) -> None:
-    # Forked processes draw no pictures (preload_rank.py).
-    ddp_lab.observe.logger.confusion_figure = confusion_figure
-    ddp_lab.observe.logger.prediction_grid = prediction_grid
-    ddp_lab.observe.metrics_file.beside = beside
     setup_logging(run_dir, 0)
     trackers = Trackers(chosen_trackers("tensorboard", {}), TrackedRun(run_dir, "", {}, {}, (1, 0)))
     logger = FileLogger(run_dir, (1, 0), {"world_size": 2}, trackers, classes=["cat", "dog"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from empty_pictures import drawn
 from launches import ROOT, SMALL, main_in_world
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import run_world
@@ -322,14 +323,15 @@ def record(run_dir: Path, launches: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("picture", ["curves.png", "confusion.png"])
 def test_picture_of_a_resumed_run_has_all_epochs_and_the_last_evaluation(picture, tmp_path):
-    record(tmp_path / "resumed" / "mine", [[1, 2], [2, 3]])
-    record(tmp_path / "straight" / "mine", [[1, 2, 3]])
-    record(tmp_path / "shorter" / "mine", [[1, 2]])
-    drawn = {
+    with drawn():
+        record(tmp_path / "resumed" / "mine", [[1, 2], [2, 3]])
+        record(tmp_path / "straight" / "mine", [[1, 2, 3]])
+        record(tmp_path / "shorter" / "mine", [[1, 2]])
+    pictures = {
         name: (tmp_path / name / "mine" / picture).read_bytes()
         for name in ("resumed", "straight", "shorter")
     }
-    assert drawn["resumed"] == drawn["straight"] != drawn["shorter"]
+    assert pictures["resumed"] == pictures["straight"] != pictures["shorter"]
 
 
 def warn_twice(folder: Path) -> list[str]:

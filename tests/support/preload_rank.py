@@ -12,6 +12,7 @@ import multiprocessing.popen_fork  # noqa: F401
 import pkgutil
 import string
 
+import empty_pictures
 import hydra
 import hydra._internal.core_plugins
 import hydra._internal.hydra
@@ -26,12 +27,9 @@ import torch.distributed.run
 import torch.utils.serialization.config
 import torch.utils.tensorboard
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from matplotlib.figure import Figure
 
 import ddp_lab
 import ddp_lab.config.check
-import ddp_lab.observe.logger
-import ddp_lab.observe.metrics_file
 
 for package in (ddp_lab, hydra._internal.core_plugins):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -61,20 +59,11 @@ optimizer.step()
 PIL.Image.preinit()
 
 small_digits.use_few_digits()
+empty_pictures.draw_none()
 
-
-def leave_out() -> None:
-    """Leave out of a program what would only cost time.
-
-    The pictures of a run take 0.5 s to draw, so an empty file is written for the curves, and empty
-    figures are drawn. Before it composes the config, Hydra composes it once more, only to read
-    hydra.mode, which conf/ leaves at null.
-    """
-    ddp_lab.observe.metrics_file.beside = lambda plots, picture: picture.touch()
-    ddp_lab.observe.logger.confusion_figure = lambda *_: Figure((0.1, 0.1))
-    ddp_lab.observe.logger.prediction_grid = lambda *_: Figure((0.1, 0.1))
-    hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
-
+# Before it composes the config, Hydra composes it once more, only to read hydra.mode, which conf/
+# leaves at null.
+hydra._internal.hydra.Hydra.get_mode = lambda *_, **__: None
 
 # by default 700 new objects start a collection, which takes a twentieth of the time
 gc.set_threshold(20_000)

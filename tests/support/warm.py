@@ -212,7 +212,6 @@ def execute(program: list[str]) -> None:
         sys.modules["__main__"] = main
         exec(WORKER, main.__dict__)
         return
-    sys.modules["preload_rank"].leave_out()
     is_script = program[0].endswith(".py")
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [
