@@ -100,12 +100,15 @@ def refusal(strategy: str, **options) -> str:
     return str(error.value)
 
 
-def on_two(folder: str) -> dict:
-    results: dict = {
+def trainings(folder: str) -> dict[str, list[float]]:
+    return {
         name: train(name.split()[0], f"{folder}/{name}", **options)
         for name, options in TRAINING.items()
     }
-    results |= {
+
+
+def on_two(folder: str) -> dict:
+    results: dict = {
         f"{name} refuses": refusal(name.split()[0], **options) for name, options in REFUSING.items()
     }
     for name in ("single", "ddp"):
@@ -129,6 +132,11 @@ def two(folder: str) -> list[dict]:
 
 
 @once
+def trained(folder: str) -> list[dict[str, list[float]]]:
+    return run_world(2, trainings, folder, timeout=150)
+
+
+@once
 def alone(folder: str) -> list[float]:
     return train("single", f"{folder}/single", example=False)
 
@@ -145,7 +153,7 @@ def test_single_trains_a_part_that_is_used_later(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", TRAINING)
 def test_part_that_is_used_later_is_trained_as_on_one_device(strategy, folder):
-    for rank in two(folder):
+    for rank in trained(folder):
         assert rank[strategy] == pytest.approx(alone(folder), rel=1e-10)
     saved = load_file(f"{folder}/{strategy}")
     expected = load_file(f"{folder}/single")

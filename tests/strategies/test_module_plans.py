@@ -107,13 +107,14 @@ def trained(
 
 
 def train_all(strategy: str, folder: Path, names: list[str]) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        name: trained(strategy, *EQUAL[name], folder / strategy / name) for name in names
+    return {name: trained(strategy, *EQUAL[name], folder / strategy / name) for name in names}
+
+
+def try_wrong(folder: Path) -> dict[str, Any]:
+    return {
+        name: trained("tp", Pairs, options, plan, folder)
+        for name, (options, plan, _) in WRONG.items()
     }
-    if strategy == "tp" and names == QUICK:
-        for name, (options, plan, _) in WRONG.items():
-            results[name] = trained(strategy, Pairs, options, plan, folder)
-    return results
 
 
 def continue_all(strategy: str, folder: Path) -> list[Any]:
@@ -129,6 +130,11 @@ def outcomes(
     strategy: str, ranks: int, folder: Path, is_slow: bool = False
 ) -> list[dict[str, Any]]:
     return run_world(ranks, train_all, strategy, folder, FURTHER if is_slow else QUICK)
+
+
+@once
+def refusals(folder: Path) -> list[dict[str, Any]]:
+    return run_world(2, try_wrong, folder)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +162,7 @@ def test_model_with_a_plan_equals_single(name, folder):
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plan_is_found_before_the_first_step(name, folder):
     *_, message = WRONG[name]
-    for rank in outcomes("tp", 2, folder):
+    for rank in refusals(folder):
         assert isinstance(rank[name], str), "it was trained"
         assert rank[name].startswith("strategy.plan: ")
         assert message in rank[name]
