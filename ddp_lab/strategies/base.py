@@ -61,6 +61,7 @@ class Strategy(ABC):
         strategy.place(model, task)             the process group opens; model and task to devices
           setup(model)                            moves, wraps, cuts; sets `module` and `forward`
         strategy.use_compiled(...)              if the step is compiled
+        strategy.refuse_bare_calls()            if a loop of the user may call the model
         optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
@@ -418,6 +419,12 @@ class Strategy(ABC):
         self.measure = measure
         if forward is not None:
             self.forward = forward
+
+    def refuse_bare_calls(self) -> None:  # noqa: B027, most strategies call the model as a loop does
+        """Let calls of the model in training that do not pass through the strategy raise an error.
+
+        Called after `setup`, by a trainer whose loop has the model.
+        """
 
     def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
         """Move blocks of the model to a device, or draw their initial weights there; return them.

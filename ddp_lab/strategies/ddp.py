@@ -3,7 +3,6 @@
 import re
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import sum_of
 from ddp_lab.models.real_view import real_view
+from ddp_lab.strategies.bare_calls import BareCalls, Passes
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
@@ -35,17 +35,6 @@ from ddp_lab.world.runtime import Runtime
 # Of torch's error in the step after one with unused parameters. `reduce_gradients` finds those that
 # no gradient-accumulation step used; DDP also waits for those that only earlier ones used.
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
-
-
-@dataclass
-class Passes:
-    """Passes of a model by its strategy.
-
-    Attributes:
-        under_way: their number.
-    """
-
-    under_way: int = 0
 
 
 class DDP(Strategy):
@@ -92,6 +81,9 @@ class DDP(Strategy):
         self.module = set_batch_norm(self.to_device(model), self.batch_norm)
         self.frozen = FrozenParameters(self)
         self._wrap()
+
+    def refuse_bare_calls(self) -> None:
+        self.module.register_forward_pre_hook(BareCalls(self.name, self.passes))
 
     def _wrap(self) -> None:
         """Let DDP reduce the gradients of the parameters that are not frozen now. Collective."""
