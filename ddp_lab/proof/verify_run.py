@@ -8,8 +8,9 @@ import torch
 
 from ddp_lab.config.build import Config, find_target
 from ddp_lab.config.change import resolved
-from ddp_lab.proof.compare import RunFacts, RunReport, compare
+from ddp_lab.proof.compare import RunReport, compare
 from ddp_lab.proof.plans import Plan, is_chosen, make_plans, single
+from ddp_lab.proof.reference import RunFacts
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.workers import Workers
 
