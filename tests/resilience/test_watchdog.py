@@ -17,7 +17,14 @@ from torch.distributed import HashStore
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import flight_recorder, heartbeats, stacks
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
-from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
+from ddp_lab.resilience.heartbeats import (
+    NodeLink,
+    OwnHeartbeat,
+    Table,
+    least,
+    start_of,
+    suspicion,
+)
 from ddp_lab.resilience.watchdog import Watchdog, describe
 from ddp_lab.world.process import RankInfo
 from ddp_lab.world.runtime import Runtime
@@ -41,6 +48,7 @@ def table() -> Table:
     """Return the table of a node of four ranks, of which this process is the first."""
     made = Table(Runtime("cpu"))
     made.size = 4
+    os.truncate(made.path, start_of(4))
     return made
 
 
