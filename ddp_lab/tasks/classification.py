@@ -11,7 +11,7 @@ from ddp_lab.config.errors import ConfigError, SampleError, TrainingError
 from ddp_lab.config.types import Fraction
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.data.labels import LabelRange
-from ddp_lab.tasks.base import LossFunction, Task, sum_dtype
+from ddp_lab.tasks.base import LossFunction, Task
 
 TOP = 5  # a sample counts in the top-5 accuracy if its class has one of the five largest logits
 MOST_CLASSES = 2000  # with more classes there is no confusion matrix: with 2,000 it has 32 MB
@@ -78,8 +78,7 @@ class Classification(Task):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(self.loss, CrossEntropy):  # one kernel
             self._require_classes(outputs, targets)
-            device = outputs.device
-            weight = torch.full((), len(targets), dtype=sum_dtype(device), device=device)
+            weight = torch.full((), len(targets), device=outputs.device)
             if targets.dim() == 2:  # probabilities
                 return self.loss(outputs, targets, "none").sum(), weight
             return self.loss(outputs, targets, "sum"), weight
