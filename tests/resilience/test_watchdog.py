@@ -82,6 +82,22 @@ def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypa
     assert (table.read("failure"), table.heartbeats()) == (None, [beat(0)])
 
 
+def test_table_has_the_place_of_a_rank_at_once_and_the_rest_with_its_next_heartbeat(
+    table, tmp_path
+):
+    made = watch(tmp_path, table, rank=1)
+    assert table.read(1) is None
+    made.heartbeat.write()
+    for doing, step in (("loading", 17), ("training", 17), ("loading", 18)):
+        made.record["beat"] = step
+        made.heartbeat.at(doing, 3, step)
+        read = table.read(1)
+        assert (read["epoch"], read["step"], read["doing"]) == (3, step, doing)
+        assert (read["since"], read["beat"]) == (made.record["since"], 0)
+    made.heartbeat.write()
+    assert table.heartbeats() == [made.record]
+
+
 def test_table_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *of: False)  # no files in memory
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
