@@ -497,8 +497,10 @@ class Strategy(ABC):
         micro_batches = self._divide(inputs, targets, global_size, accumulate)
         divisor = self.divisor(global_size)
         *early, last = micro_batches
-        with self.no_sync():
-            results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
+        results: list[torch.Tensor] = []
+        if early:
+            with self.no_sync():
+                results += [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self._add_gradient(*last, divisor))
         self.reduce_gradients()
         sums = reduce(torch.add, results)
