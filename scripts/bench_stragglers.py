@@ -3,10 +3,12 @@
     torchrun --standalone --nproc_per_node=2 scripts/bench_stragglers.py \
         --pairs 200 --seconds 0.6 strategy=ddp model=resnet18 data=synthetic batch_size=512
 
-Two models are trained at the same time, in turns of some hundred steps: one whose work is timed and
-exchanged, as with the default of straggler.seconds, and one without, as with null. So drift of the
-machine meets both. Both exchange what concerns all ranks twice a second. Printed is the median of
-the ratios of the turns' durations, with the interval in which it lies with 95 %.
+One model is trained, in turns of some hundred steps: in one turn the ranks time their work and
+exchange it, as with the default of straggler.seconds, and in the next one they do not. So drift of
+the machine meets both. Two models would not do: of two that are trained in the same way, one was
+0.3 % slower than the other, on two H200s, by where its memory lies. In all turns the ranks exchange
+what concerns all of them twice a second. Printed is the median of the ratios of the turns'
+durations, with the interval in which it lies with 95 %.
 """
 
 import argparse
@@ -31,7 +33,9 @@ from ddp_lab.launchers.command_line import compose_config  # noqa: E402
 from ddp_lab.observe.logger import Logger  # noqa: E402
 from ddp_lab.run.build import build  # noqa: E402
 from ddp_lab.run.job import Job  # noqa: E402
+from ddp_lab.speed.cuda_graph import GraphStep  # noqa: E402
 from ddp_lab.speed.fastest import build_step  # noqa: E402
+from ddp_lab.strategies.work_time import EventTimer  # noqa: E402
 from ddp_lab.training.hooks import Run  # noqa: E402
 from ddp_lab.training.progress import Progress  # noqa: E402
 from ddp_lab.training.stragglers import Detector, Stragglers  # noqa: E402
@@ -48,32 +52,27 @@ class Turns:
 
     Args:
         job: what is trained.
-        is_timed: whether the ranks are compared.
     """
 
-    def __init__(self, job: Job, is_timed: bool):
+    def __init__(self, job: Job):
         self.job = job
         self.device = job.runtime.device
-        if is_timed:
-            job.strategy.time_work()
+        job.strategy.time_work()
         trainer = job.trainer()
         self.step: Any = build_step(job.options, trainer.eager_step, job.loaders["train"], ENDLESS)
         self.position = Progress()
         self.batches = self.endless()
-        stragglers = None
-        if is_timed:
-            stragglers = Stragglers(Detector(0.2, 60.0), Logger(), lambda position, named: None)
+        self.timer = job.strategy.timer
+        self.stragglers = Stragglers(Detector(0.2, 60.0), Logger(), lambda position, named: None)
         run = SimpleNamespace(strategy=job.strategy, position=self.position, waited=0.0)
         self.sync = Sync(
             job.strategy,
             trainer.eager_step.running_sums,
             Every(),
             lambda: (False, False, False, False),
-            work=stragglers,
         )
         self.sync.begin_epoch(self.position)
-        if stragglers is not None:
-            stragglers.on_start(cast("Run", run))
+        self.stragglers.on_start(cast("Run", run))
 
     def endless(self) -> Iterator[Any]:
         """Yield batches, epoch after epoch."""
@@ -84,8 +83,18 @@ class Turns:
             yield from self.step.batches(loader)
             self.position.epoch += 1
 
-    def take(self, steps: int) -> float:
-        """Take steps, and return their seconds on this rank. Collective."""
+    def take(self, steps: int, is_compared: bool) -> float:
+        """Take steps, and return their seconds on this rank. Collective.
+
+        Args:
+            steps: their number.
+            is_compared: whether the ranks time their work and exchange it.
+        """
+        timer = self.timer if is_compared else None
+        self.job.strategy.timer = timer
+        if isinstance(self.step, GraphStep):
+            self.step.timer = cast("EventTimer | None", timer)
+        self.sync.work = self.stragglers if is_compared else None
         wait(self.device)
         self.sync.begin(self.position)
         began = time.perf_counter()
@@ -104,12 +113,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ratios_of(timed: Turns, plain: Turns, pairs: int, steps: int) -> Generator[float]:
-    """Yield the duration of each turn whose work is timed, in that of the turn beside it."""
+def ratios_of(turns: Turns, pairs: int, steps: int) -> Generator[float]:
+    """Yield the duration of each turn with a comparison, in that of the turn beside it."""
     for pair in range(pairs):
-        order = (timed, plain) if pair % 2 else (plain, timed)
-        seconds = {turns: turns.take(steps) for turns in order}
-        yield seconds[timed] / seconds[plain]
+        order = (True, False) if pair % 2 else (False, True)
+        seconds = {is_compared: turns.take(steps, is_compared) for is_compared in order}
+        yield seconds[True] / seconds[False]
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -123,7 +132,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Train both models in turns, and print what the comparison costs."""
+    """Train in turns, and print what the comparison costs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=200, help="pairs of turns")
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
@@ -136,23 +145,22 @@ def main() -> None:
 
 def measure(cfg: Any, runtime: Runtime, pairs: int, seconds: float) -> None:
     """Measure with a config, and print the result on rank 0. Collective."""
-    jobs = [build(cfg, runtime) for _ in range(2)]
-    if not jobs[0].strategy.has_equal_work:
-        raise SystemExit(f"strategy={jobs[0].strategy.name}: only the wait for batches is compared")
-    with jobs[0].options.backend_flags(runtime):
-        timed = Turns(jobs[0], True)
-        plain = Turns(jobs[1], False)
-        each = max(turns.take(20) / 20 for turns in (plain, timed, plain, timed))
+    job = build(cfg, runtime)
+    if not job.strategy.has_equal_work:
+        raise SystemExit(f"strategy={job.strategy.name}: only the wait for batches is compared")
+    with job.options.backend_flags(runtime):
+        turns = Turns(job)
+        each = max(turns.take(20, is_compared) / 20 for is_compared in (False, True) * 2)
         number = runtime.broadcast_from_rank0("steps", lambda: max(1, round(seconds / each)))
-        list(ratios_of(timed, plain, WARM_UP, number))
-        ratios = list(ratios_of(timed, plain, pairs, number))
+        list(ratios_of(turns, WARM_UP, number))
+        ratios = list(ratios_of(turns, pairs, number))
     if runtime.is_main:
         low, high = interval(ratios)
         cost = statistics.median(ratios) - 1
         print(
             f"comparing the ranks costs {cost:+.3%} of a step ({low - 1:+.3%} to {high - 1:+.3%}, "
             f"{pairs} pairs of {count(number, 'step')} of {1000 * each:.2f} ms, "
-            f"{jobs[0].strategy.where}, {jobs[0].strategy.name})"
+            f"{job.strategy.where}, {job.strategy.name})"
         )
 
 

@@ -27,19 +27,19 @@ def cost_of(output: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("options", ["speed=off", "cuda_graph=true"])
 @pytest.mark.parametrize("strategy", ["ddp", "scratch"])
-def test_comparing_the_ranks_costs_less_than_a_thousandth_of_a_step(strategy, options):
-    line = [*LARGE, f"strategy={strategy}", options]
-    code, output = launch(SCRIPT, "--pairs=200", "--seconds=0.6", *line, gpus=True)
+def test_comparing_the_ranks_costs_less_than_a_thousandth_of_a_step(strategy):
+    """Captured, because eager steps of a busy host differ by some percent from each other."""
+    line = [*LARGE, f"strategy={strategy}", "cuda_graph=true", "compile=false"]
+    code, output = launch(SCRIPT, "--pairs=60", "--seconds=0.6", *line, gpus=True)
     assert code == 0, output
-    _, low, high = cost_of(output)
-    assert low < 0.1, "the cost is above a thousandth with 95 %"
-    assert high < 0.5, "the measurement is too noisy to show anything"
+    cost, _, high = cost_of(output)
+    assert cost < 0.1
+    assert high < 0.2, "the measurement is too noisy to show anything"
 
 
 @pytest.mark.slow
-def test_script_trains_both_models_in_turns_on_cpus():
+def test_script_trains_in_turns_on_cpus():
     small = ["model=lenet", "data=synthetic", "data.dataset.train_size=100", "batch_size=20"]
     line = [*small, "strategy=ddp", "device=cpu"]
     code, output = launch(SCRIPT, "--pairs=5", "--seconds=0.1", *line)

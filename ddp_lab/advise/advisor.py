@@ -19,7 +19,7 @@ from ddp_lab.advise.plan import (
 )
 from ddp_lab.advise.tp_prediction import predict
 from ddp_lab.config.build import Config, construct, find_target
-from ddp_lab.config.change import remove
+from ddp_lab.config.change import remove, text_without
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.dataset import Dataset
@@ -134,6 +134,21 @@ class Advisor:
         model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
         return cls(cfg, dataset, model, devices, free, common, own_overrides)
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of the GLOBAL batch, of the config."""
+        return self.cfg.batch_size
+
+    @property
+    def precision(self) -> str:
+        """The number format of the run."""
+        return self.cfg.precision
+
+    @property
+    def run_text(self) -> str:
+        """The run as YAML, without its strategy."""
+        return text_without(self.cfg, ["strategy"])
+
     def candidates(self) -> list[list[str]]:
         """Return the overrides of the strategies, simple ones first.
 
@@ -209,7 +224,7 @@ class Advisor:
     def bound(self, plans: Iterable[DeviceEstimate]) -> float | None:
         """Return the seconds that a step takes at least; None if the devices' peak is not known."""
         devices = self.devices
-        peak = self.devices.peak(self.cfg.precision)
+        peak = self.devices.peak(self.precision)
         if devices.card is None or peak is None:
             return None
         most = 0.0

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ddp_lab.advise.advisor import Advisor, Row
-from ddp_lab.config.change import text_without
 from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.resilience.run_directory import read_json, write_json
 
@@ -111,7 +110,7 @@ def summary(advisor: Advisor, row: Row, runs: list[ShortRun]) -> dict[str, Any]:
         profiles = [run.profile for run in runs if run.profile]
         result["exposed"] = statistics.median(exposed(profile["rows"]) for profile in profiles)
         result["allocated"] = max(max(profile["peak_memory_bytes"]) for profile in profiles)
-    if peak := advisor.devices.peak(advisor.cfg.precision):
+    if peak := advisor.devices.peak(advisor.precision):
         result["mfu"] = statistics.mean(plan.flops for plan in row.plans) * rate / row.images / peak
     return result
 
@@ -127,12 +126,12 @@ def exposed(rows: list[dict[str, float]]) -> float:
 def cache_of(advisor: Advisor) -> Path:
     """Return the file of the results for this machine, run and version of torch."""
     devices = advisor.devices
-    run = text_without(advisor.cfg, ["strategy"])
     if devices.kind == "cuda":
         name = torch.cuda.get_device_name()
     else:
         name = f"{platform.node()} {platform.processor()}"
-    key = hashlib.sha256(f"{name} {devices.number} {torch.__version__} {run}".encode()).hexdigest()
+    measured = f"{name} {devices.number} {torch.__version__} {advisor.run_text}"
+    key = hashlib.sha256(measured.encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_lab"
     return root / f"measured-{key[:16]}.json"
 

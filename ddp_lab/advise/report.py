@@ -43,7 +43,6 @@ svg {{max-width: 100%; height: auto}}
 
 def head(advisor: Advisor) -> list[str]:
     """Return lines that describe the run and the devices."""
-    cfg = advisor.cfg
     devices = advisor.devices
     memory = f" ({devices.memory / GiB:.1f} GiB)" if devices.memory < float("inf") else ""
     nodes = f" on each of {devices.nodes} machines" if devices.nodes > 1 else ""
@@ -51,7 +50,7 @@ def head(advisor: Advisor) -> list[str]:
     parameters = sum(tensor.numel() for tensor in advisor.model.parameters())
     return [
         f"{devices.per_node} x {devices.name}{memory}{nodes}; {parameters:,} parameters, images "
-        f"{images}, batch_size={cfg.batch_size}, {cfg.precision}",
+        f"{images}, batch_size={advisor.batch_size}, {advisor.precision}",
         "Planned by real steps on fake tensors. Memory is that of eager execution, at least what a "
         "compiled step needs.",
     ]

@@ -32,6 +32,20 @@ from ddp_lab.checkpoints.state import State, Write, copy_full
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 
+# size in bytes of a checkpoint from which checkpoint.format=auto shards it
+SHARDED_FROM = 4 * 2**30
+
+
+def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
+    """Return whether checkpoints are sharded.
+
+    Args:
+        choice: the config key `checkpoint.format`.
+        ranks: number of ranks.
+        size: bytes of a checkpoint.
+    """
+    return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
+
 
 def ignore(path: Path) -> None:
     """Do nothing about a checkpoint."""

@@ -82,7 +82,12 @@ def count(number: int, noun: str) -> str:
 
 def count_with_verb(number: int, noun: str) -> str:
     """Return a count and its verb, for example "1 rank is" or "2 ranks are"."""
-    return f"{count(number, noun)} {'is' if number == 1 else 'are'}"
+    return f"{count(number, noun)} {is_or_are(number)}"
+
+
+def is_or_are(number: int) -> str:
+    """Return the verb of a count, where it does not directly follow the noun."""
+    return "is" if number == 1 else "are"
 
 
 def first_few(values: Iterable[object], most: int) -> str:

@@ -24,7 +24,7 @@ def seed_of(purpose: str, bits: int = 32, **place: int) -> int:
         bits: of the seed.
         place: the run's seed, and what else the numbers depend on, such as epoch and index.
     """
-    key = " ".join([purpose, *(f"{name}={number}" for name, number in place.items())])
+    key = " ".join([purpose, *[f"{name}={number}" for name, number in place.items()]])
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[: bits // 8], "big")
 
 

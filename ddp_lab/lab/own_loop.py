@@ -7,11 +7,12 @@ import torch
 
 from ddp_lab.data.trees import require_no_arrays
 from ddp_lab.lab.calls import Calls
+from ddp_lab.lab.draws import Draws
 from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
+from ddp_lab.lab.loop_position import LoopPosition
 from ddp_lab.lab.model_mistakes import mistakes_reported
-from ddp_lab.lab.own_step import OwnStep, watch_bare_calls
+from ddp_lab.lab.own_step import OwnStep
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.training.progress import Progress
 from ddp_lab.training.step import Step
 
 
@@ -20,10 +21,10 @@ class OwnLoop:
 
     strategy: Strategy
     eager_step: Step
-    position: Progress
     batch_size: int
     _batches: LocalBatches
     _calls: Calls
+    _loop: LoopPosition
 
     def prepare_own_steps(self, number: int) -> None:
         """Prepare the methods below, after `Strategy.setup`.
@@ -31,8 +32,10 @@ class OwnLoop:
         Args:
             number: of the trainer in its Lab.
         """
-        self._own_step = OwnStep(self.eager_step, self.batch_size, number)
-        watch_bare_calls(self.strategy)
+        self._own_step = OwnStep(self.eager_step, number)
+        seed = self.eager_step.options.seed
+        self._draws = Draws(self.strategy, self.batch_size, seed, number)
+        self.strategy.refuse_bare_calls()
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the outputs of the model in training mode, with a gradient. Collective.
@@ -112,7 +115,7 @@ class OwnLoop:
         """
         self._own_step.require_supported("update")
         loss = self._own_step.update()
-        self._count_step(self._batches.current)
+        self._loop.count_step(self._batches.current)
         return loss
 
     def randn(self, *shape: int, name: str) -> torch.Tensor:
@@ -130,7 +133,7 @@ class OwnLoop:
                 in this step before.
         """
         self._own_step.require_supported("randn")
-        return self._own_step.randn(shape, name)
+        return self._draws.randn(shape, name, self.eager_step.scheduler.last_epoch)
 
     def _begin_own_step(self, current: CurrentBatch | None) -> None:
         if self._own_step.is_begun:
@@ -145,5 +148,3 @@ class OwnLoop:
     def _begin_step(self, current: CurrentBatch | None) -> None: ...
 
     def _set_training(self) -> None: ...
-
-    def _count_step(self, current: CurrentBatch | None) -> None: ...

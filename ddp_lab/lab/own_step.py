@@ -8,28 +8,24 @@ What is divided by is known only at the end: the sum of the weights over all par
 mean of the means of parts or ranks would be another value.
 """
 
-import itertools
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.seeds import seed_of
 from ddp_lab.data.trees import Tree
+from ddp_lab.lab.spare_rows import SpareRows, have_samples, tensors_of, without_rows
 from ddp_lab.models.outputs import map_outputs
-from ddp_lab.strategies.base import Strategy, gradients_of, total
-from ddp_lab.strategies.ddp import DDP, Passes
+from ddp_lab.strategies.base import gradients_of, total
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.frozen import without_gradients
 from ddp_lab.strategies.micro_batches import surroundings
 from ddp_lab.tasks.base import sum_dtype
 from ddp_lab.training.step import Step
-
-T = TypeVar("T")
 
 WAY_OUT = (
     "Use trainer.step with a loss function, or strategy=single, scratch, ddp or fsdp, which call "
@@ -42,7 +38,6 @@ class OwnStep:
 
     Args:
         step: of the trainer.
-        batch_size: samples in the GLOBAL batch.
         number: of the trainer in its Lab.
 
     Attributes:
@@ -50,22 +45,18 @@ class OwnStep:
         is_frozen: whether gradients pass through the model, which takes no step then.
     """
 
-    def __init__(self, step: Step, batch_size: int, number: int):
+    def __init__(self, step: Step, number: int):
         self.step = step
         self.number = number
         self.strategy = step.strategy
-        self.batch_size = batch_size
         self.is_begun = False
         self._accumulates = False
         self._has_sent = False  # the backward pass that sends the gradients is done
         self.is_frozen = False
         self._sums = torch.zeros(0)  # [loss_sum, weight] of this rank's parts
         self._has_gradients = False  # `backward` was called in this step
-        # a sample of the inputs of each form, with which the rank is padded when it has none
-        self._rows: dict[Hashable, list[torch.Tensor]] = {}
+        self._spare_rows = SpareRows(step.strategy.device)
         self._passes = 0  # forward passes of this step
-        # the step for which the random numbers of a name were drawn last
-        self._drawn: dict[str, int] = {}
 
     def require_supported(self, method: str) -> None:
         """Check that the strategy lets a loop call the model and the backward pass.
@@ -149,8 +140,7 @@ class OwnStep:
         Raises:
             ConfigError: the rank has no sample, and padding would count.
         """
-        tensors = tensors_of((arguments, keywords))
-        has_samples = all(len(tensor) for tensor in tensors if tensor.dim())
+        has_samples = have_samples(tensors_of((arguments, keywords)))
         if self._accumulates:
             # of several parts, which `gather` must not compare
             self.strategy.begin_batch(self.strategy.global_size, accumulate=2, in_loop=True)
@@ -161,11 +151,7 @@ class OwnStep:
                 "find_unused_parameters=True the parameters that padding uses would count as used. "
                 "Leave out such batches on all ranks, or use trainer.step"
             )
-        form = form_of(tensors)
-        if has_samples and form not in self._rows:
-            self._rows[form] = [row_of(tensor) for tensor in tensors]
-        row = self._rows.get(form) or tensors_of(spare)
-        inputs = placed((arguments, keywords), row, strategy.device)
+        inputs = self._spare_rows.place((arguments, keywords), spare)
         self._seed_pass()
         passing = strategy.pass_context(inputs, has_samples)
         with passing, surroundings(strategy, None, has_samples), strategy.autocast():
@@ -316,129 +302,6 @@ class OwnStep:
         self._has_gradients = False
         self._passes = 0
         return torch.where(weight == 0, 0, loss / weight)
-
-    def randn(self, shape: tuple[int, ...], name: str) -> torch.Tensor:
-        """Return rows of numbers that are drawn for the GLOBAL batch.
-
-        Args:
-            shape: [b, ...] of this rank.
-            name: of what is drawn, once in a step.
-
-        Raises:
-            ConfigError: there are more rows than samples, or the name was drawn before.
-        """
-        strategy = self.strategy
-        most = self.batch_size // strategy.dp_size
-        if not shape or not 0 <= shape[0] <= most:
-            raise ConfigError(
-                f"randn: got the shape {list(shape)}, expected [b, ...] with a row for each sample "
-                f"of this rank, at most {most}"
-            )
-        step = self.step.scheduler.last_epoch
-        if self._drawn.get(name) == step:
-            raise ConfigError(
-                f"randn: name={name} was drawn in this step before, and would be the same numbers. "
-                "Use another name"
-            )
-        self._drawn[name] = step
-        seed = self.step.options.seed
-        key = seed_of(f"randn {name}", seed=seed, trainer=self.number, step=step)
-        generator = torch.Generator().manual_seed(key)
-        drawn = torch.randn(self.batch_size, *shape[1:], generator=generator)
-        return drawn[strategy.dp_rank :: strategy.dp_size][: shape[0]].to(strategy.device)
-
-
-class BareCalls:
-    """Refuses calls of the model that the strategy does not see: a hook on the model.
-
-    A wrapper such as DistributedDataParallel sums the gradients of its own calls only.
-
-    Args:
-        strategy: its name, for the message.
-        passes: of the strategy that are under way.
-    """
-
-    def __init__(self, strategy: str, passes: Passes):
-        self.strategy = strategy
-        self.passes = passes
-
-    def __deepcopy__(self, memo: object) -> "BareCalls":
-        """Return a hook that allows all calls: a copy of the model belongs to the user."""
-        return BareCalls(self.strategy, Passes(under_way=1))
-
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Raise a TrainingError if a loop calls the model, in training and with gradients."""
-        if not self.passes.under_way and module.training and torch.is_grad_enabled():
-            raise TrainingError(
-                f"strategy={self.strategy}: the model was called directly in training, so its "
-                "gradients would not be summed over the ranks. Use trainer.forward(inputs), then "
-                "trainer.backward(loss_sum, weight) and trainer.update(); or trainer.step(inputs, "
-                "targets); or torch.no_grad(), if no gradient is needed"
-            )
-
-
-def watch_bare_calls(strategy: Strategy) -> None:
-    """Let a direct call of the model be refused, if the strategy has a wrapper that must be called.
-
-    Args:
-        strategy: after `setup`.
-    """
-    if isinstance(strategy, DDP):
-        strategy.module.register_forward_pre_hook(BareCalls(strategy.name, strategy.passes))
-
-
-def tensors_of(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers, in their order."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def form_of(tensors: list[torch.Tensor]) -> Hashable:
-    """Return what the rows of tensors have in common with other ones: shapes and dtypes."""
-    return tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
-
-
-def row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the first row of a tensor; of a scalar the scalar."""
-    return (tensor[:1] if tensor.dim() else tensor).detach().clone()
-
-
-def placed(inputs: T, rows: list[torch.Tensor], device: torch.device) -> T:
-    """Return inputs on a device; those of a rank that has no sample with one of padding.
-
-    Args:
-        inputs: arguments and keywords of the model.
-        rows: a sample, used if it has the form of `inputs`: of zeros, as of a mask of nothing, a
-            model may make NaN.
-        device: of the rank.
-    """
-    fits = form_of(rows) == form_of(tensors_of(inputs))
-    padding = iter(rows if fits else itertools.repeat(None))
-
-    def place(tensor: torch.Tensor) -> torch.Tensor:
-        row = next(padding)
-        tensor = tensor.to(device)
-        if not tensor.dim() or len(tensor):
-            return tensor
-        if row is None:
-            row = tensor.new_zeros(1, *tensor.shape[1:])
-        # concatenated, because gradients of other models may pass through the empty tensor
-        return torch.cat([tensor, row.to(device)])
-
-    return tree_map_only(torch.Tensor, place, inputs)
-
-
-def without_rows(output: torch.Tensor) -> torch.Tensor:
-    """Return an output of padding alone without its row.
-
-    Raises:
-        ConfigError: it has no rows.
-    """
-    if not output.dim():
-        raise ConfigError(
-            "forward: a rank that has no sample got an output of shape [], from which padding "
-            "cannot be left out. Let the model return outputs with a row for each sample"
-        )
-    return output[:0]
 
 
 def describe(value: Any) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from ddp_lab.checkpoints.state import Shapes, State
 from ddp_lab.config.check import validate
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.config.types import Every
-from ddp_lab.data.loader import Loader
 from ddp_lab.data.sources import Reading
 from ddp_lab.data.trees import pad, require_one_size, require_tensors, to
 from ddp_lab.lab.arguments import FitKeys, require_same_form
@@ -22,6 +21,7 @@ from ddp_lab.lab.calls import Calls, CountedSteps
 from ddp_lab.lab.example import Parts
 from ddp_lab.lab.local_batches import CurrentBatch, LocalBatches
 from ddp_lab.lab.log import LabLogger
+from ddp_lab.lab.loop_position import LoopPosition
 from ddp_lab.lab.model_mistakes import mistakes_reported
 from ddp_lab.lab.own_loop import OwnLoop
 from ddp_lab.lab.pretrained import Pretrained
@@ -38,7 +38,6 @@ from ddp_lab.training.metrics import evaluate
 from ddp_lab.training.not_finite import NotFiniteNotes
 from ddp_lab.training.plan import FitSettings, StepLimit
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.stream_position import check_resumed
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Recipe
 
@@ -99,8 +98,6 @@ class Trainer(OwnLoop, training.Trainer):
         ema: the averages of the weights; None without them.
         state: all of these, as checkpoints save them.
         eager_step: the training step in eager mode.
-        position: the position as checkpoints and the log have it, with the epoch counted from 1. A
-            loop reads `progress`.
         logger: the logger of the Lab. It gets the metrics of every epoch of `fit`, and of steps
             within it.
     """
@@ -111,7 +108,7 @@ class Trainer(OwnLoop, training.Trainer):
         super().__init__(strategy, model, task, recipe)
         self.batch_size = recipe.batch_size
         self.state = State.of(self, options.shapes)
-        self.position = Progress(first_order=0)
+        self._loop = LoopPosition()
         self.logger = options.logger
         self._calls = options.calls
         parts = options.parts
@@ -126,11 +123,9 @@ class Trainer(OwnLoop, training.Trainer):
             options.readers,
             recipe.step.accumulate,
         )
-        self._stream: Loader | None = None  # of the last loop, if it was on a stream
         self._files = TrainerFiles(self.state, options.pretrained)
         self._metrics = options.metrics
         self._callbacks = options.callbacks
-        self._resumed = False
         self._late_hooks = LateHooks(strategy, options.model)
         self._notes = NotFiniteNotes(strategy.runtime.is_main)
         # What the model's `training` was after the last switch to training; None: an evaluation or
@@ -145,9 +140,19 @@ class Trainer(OwnLoop, training.Trainer):
         The epoch counts from 0. It is the next argument of `batches`, and the number of epochs
         that are done.
         """
-        # a loop of an older version has not saved it so
-        counts_from_1 = self.position.first_order is not None
-        return replace(self.position, epoch=self.position.epoch - counts_from_1)
+        return self._loop.from_0
+
+    @property
+    def position(self) -> Progress:
+        """The position as checkpoints and the log have it, with the epoch counted from 1.
+
+        A loop reads `progress`.
+        """
+        return self._loop.progress
+
+    @position.setter
+    def position(self, progress: Progress) -> None:
+        self._loop.progress = progress
 
     def close(self) -> None:
         """End the processes that read datasets. A Lab calls it when its `with` block is left."""
@@ -180,8 +185,8 @@ class Trainer(OwnLoop, training.Trainer):
                 a stream has another epoch than 0, or another order than that of the checkpoint.
             SampleError: the dataset cannot return a sample; on the rank that reads it.
         """
-        order = epoch + self._first_order(0)
-        resumes = self._resumed and order == self.position.order
+        order = epoch + self._loop.first_order(0)
+        resumes = self._loop.resumes_in(order)
         start = self.position.samples if resumes else 0
         self._training = None
         loader = self._batches.loader(dataset, "shuffled" if shuffle else "ordered")
@@ -190,33 +195,14 @@ class Trainer(OwnLoop, training.Trainer):
                 f"epoch={epoch}: a stream has no epochs: it begins again at its end. Use epoch=0, "
                 "and end the loop after a number of steps"
             )
-        self._begin_stream(loader, resumes)
+        self._loop.begin_stream(loader, resumes)
         self._calls.begin(
             "called batches",
             {"epoch": epoch, "shuffle": shuffle, "the length of the dataset": loader.data.size},
         )
-        self._resumed = False
+        self._loop.is_resumed = False
         yield from self._batches.iterate(loader, order, start)
-        if self.position.order == order and self.position.samples == loader.data.size:
-            self.position = self.position.next_epoch()
-
-    def _begin_stream(self, loader: Loader, resumes: bool) -> None:
-        """Let the readers of a stream begin where a checkpoint was, or at the beginning.
-
-        Raises:
-            ConfigError: the checkpoint is in another order of samples.
-        """
-        if resumes:
-            check_resumed(self.position, loader.data.readers)
-        loader.begin_at(self.position.stream if resumes else {})
-        self._stream = loader if loader.data.is_endless else None
-
-    def _with_stream(self) -> Progress:
-        """Return the position with that of the readers of a stream, if there is one. Collective."""
-        if self._stream is None:
-            return self.position
-        stream = self._stream.stream_position(self.strategy.runtime)
-        return replace(self.position, stream=stream)
+        self._loop.end_epoch(order, loader.data.size)
 
     def step(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Train on a global batch: forward, backward, clipping, the optimizer and the schedule.
@@ -251,7 +237,7 @@ class Trainer(OwnLoop, training.Trainer):
         with mistakes_reported(self.strategy):
             self.eager_step(batch)
         self.eager_step.seed_alike()
-        self._count_step(current)
+        self._loop.count_step(current)
         loss, *_, weight = total(strategy, self.eager_step.sums)
         return torch.where(weight == 0, 0, loss / weight)
 
@@ -261,7 +247,7 @@ class Trainer(OwnLoop, training.Trainer):
         Args:
             current: batch of `batches` that is trained on; None: another one.
         """
-        epoch = self.progress.epoch + 1 + self._epochs_ahead(current)
+        epoch = self.progress.epoch + 1 + self._loop.epochs_ahead(current)
         self._calls.begin_step(self.position.step + 1, epoch)
         self._set_training()
 
@@ -271,17 +257,6 @@ class Trainer(OwnLoop, training.Trainer):
             self._late_hooks.take()
             strategy.train()
             self._training = strategy.module.training
-
-    def _count_step(self, current: CurrentBatch | None) -> None:
-        """Move the position after a step."""
-        self.position.step += 1
-        if current:
-            self.position.epoch += self._epochs_ahead(current)
-            self.position.samples = current.samples
-
-    def _epochs_ahead(self, current: CurrentBatch | None) -> int:
-        """Return how many epochs a batch is ahead of the position."""
-        return current.order - self.position.order if current else 0
 
     def fit(
         self,
@@ -338,7 +313,7 @@ class Trainer(OwnLoop, training.Trainer):
                 f"epochs={epochs}: a stream has no epochs: it begins again at its end. Use "
                 "max_steps, and leave epochs out"
             )
-        self._begin_stream(loaders["train"], resumes=self._resumed)
+        self._loop.begin_stream(loaders["train"], resumes=self._loop.is_resumed)
         lengths = {"the length of the training dataset": loaders["train"].data.size}
         if validation is not None:
             loaders["val"] = self._batches.loader(validation, "evaluation", "validation")
@@ -349,13 +324,11 @@ class Trainer(OwnLoop, training.Trainer):
             "called fit",
             {"log_every": log_every, **limits, **lengths},
         )
-        self._resumed = False
-        self._first_order(1)
-
-        position = self.position
-        if position.samples == loaders["train"].data.size and not position.sums:
+        self._loop.is_resumed = False
+        self._loop.first_order(1)
+        if not self.position.sums:
             # A loop was left after the last step of an epoch, of which nothing is left to train.
-            self.position = position.next_epoch()
+            self._loop.end_epoch(self.position.order, loaders["train"].data.size)
         self.logger.begin()
         step = self.eager_step
 
@@ -502,7 +475,7 @@ class Trainer(OwnLoop, training.Trainer):
         """
         self._own_step.require_ended("checkpoint")
         self._calls.begin("called checkpoint")
-        self._files.save_checkpoint(Path(folder), self._with_stream())
+        self._files.save_checkpoint(Path(folder), self._loop.with_stream(self.strategy.runtime))
 
     def resume(self, folder: str | Path) -> tuple[int, int]:
         """Load the newest checkpoint in `folder`.
@@ -521,24 +494,8 @@ class Trainer(OwnLoop, training.Trainer):
         """
         self._own_step.require_ended("resume")
         self._calls.begin("called resume")
-        progress = self._files.load_newest(Path(folder))
-        self.position = progress if progress.step else Progress(first_order=0)
-        self._resumed = True
+        self._loop.resume(self._files.load_newest(Path(folder)))
         return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
-
-    def _first_order(self, new: int) -> int:
-        """Return the number of the order of the first epoch, after `position` has it, too.
-
-        Args:
-            new: that of a run which begins now: 0 in a loop, and 1 in `fit`. A checkpoint of an
-                older version numbers its epochs as the orders, from here, too.
-        """
-        position = self.position
-        if not position.step:
-            self.position = Progress(first_order=new)
-        elif position.first_order is None:
-            self.position = replace(position, epoch=position.epoch + 1 - new, first_order=new)
-        return self.position.order - self.position.epoch + 1
 
     def _averages(self) -> AbstractContextManager[None]:
         return self.ema.in_use() if self.ema else nullcontext()

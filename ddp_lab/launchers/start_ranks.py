@@ -43,6 +43,8 @@ SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"
 EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 C10D_PORT = 29400  # of torch, where --rdzv-endpoint has none
 STATIC_PORT = 29500  # the same without --master-port
+LOCALHOST = "127.0.0.1"  # torch's default of --master-addr
+PORT_VARIABLE = "PET_MASTER_PORT"  # from which torch reads --master-port
 IN_USE = "the port is in use; choose another one, the same on every machine"
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
 # What starts several processes: the number of tasks, the program, and which task this is.
@@ -164,10 +166,15 @@ def parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
 def choose_rendezvous(options: Namespace) -> None:
     """Choose how the ranks find each other: without an address it is this machine alone.
 
+    On one machine they meet at the port of --master-port, or else at a free one.
+
     Raises:
         ConfigError: there is no address for several machines, or its host is unknown, which torch
-            would try for minutes.
+            would try for minutes; or --master-port would not be used.
     """
+    require_port_is_used(options)
+    if options.master_port and not is_large(options):
+        options.master_addr = options.master_addr or LOCALHOST
     address = options.rdzv_endpoint or options.master_addr
     if not address and is_large(options):
         raise ConfigError(
@@ -190,6 +197,30 @@ def choose_rendezvous(options: Namespace) -> None:
         raise ConfigError(
             f"{address}: cannot be resolved on {socket.gethostname()} ({error.strerror})"
         ) from None
+
+
+def require_port_is_used(options: Namespace) -> None:
+    """Check that no other option decides the port, for which torch would ignore --master-port.
+
+    It may do so where a scheduler has set the environment variable of --master-port.
+
+    Raises:
+        ConfigError: One does.
+    """
+    port = options.master_port
+    if port is None or str(port) == os.environ.get(PORT_VARIABLE):
+        return
+    deciding = ""
+    if options.standalone:
+        deciding = "--standalone, which takes a free port"
+    elif options.rdzv_endpoint:
+        deciding = f"--rdzv-endpoint {options.rdzv_endpoint}, which sets the port"
+    elif options.rdzv_backend != "static":
+        deciding = f"--rdzv-backend {options.rdzv_backend}, which takes --rdzv-endpoint HOST:PORT"
+    if deciding:
+        raise ConfigError(
+            f"--master-port {port}: cannot be combined with {deciding}. Leave one of them out"
+        )
 
 
 def meeting_point(options: Namespace) -> tuple[str, int]:

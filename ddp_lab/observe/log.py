@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -19,6 +21,7 @@ from ddp_lab.world.process import discard_output
 log = logging.getLogger("ddp_lab")
 SLOW = 3.0  # seconds after which what takes time is logged
 AGAIN = 20.0  # seconds from there to the next such line
+SHORTEST = 0.01  # seconds between two looks at what is slow
 # the most ranks that have a log file of their own: not a file of each of a thousand ranks
 LOG_FILES = 8
 
@@ -44,25 +47,79 @@ class LogFile(logging.FileHandler):
         """Do nothing: the line is on the console, too."""
 
 
+@dataclass(eq=False)
+class Activity:
+    """What may take long.
+
+    Attributes:
+        name: what is logged.
+        tell: logs it.
+        due: when, as time.monotonic counts it.
+    """
+
+    name: str
+    tell: Callable[[str], object]
+    due: float
+
+
+class Activities:
+    """Logs those of the activities under way that take long, from one thread.
+
+    An epoch has two, so that a thread for each would cost short epochs 0.1 %. The thread ends when
+    nothing was under way for a while. It need not be woken up for a new activity: it never sleeps
+    for longer than SLOW, before which nothing new is due.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Activity] = {}
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, activity: Activity) -> None:
+        """Log an activity when it is due, until it ends."""
+        with self._lock:
+            self._under_way[id(activity)] = activity
+            if self._thread is None or not self._thread.is_alive():  # it does not survive a fork
+                self._thread = threading.Thread(target=self._watch, name="slow", daemon=True)
+                self._thread.start()
+
+    def end(self, activity: Activity) -> None:
+        """Log an activity no more."""
+        del self._under_way[id(activity)]
+
+    def _watch(self) -> None:
+        while self._is_needed():
+            now = time.monotonic()
+            for activity in [*self._under_way.values()]:
+                if now >= activity.due:
+                    activity.tell(f"{activity.name} ...")
+                    activity.due = now + AGAIN
+            dues = [activity.due for activity in [*self._under_way.values()]]
+            time.sleep(max(SHORTEST, min([SLOW, *(due - now for due in dues)])))
+
+    def _is_needed(self) -> bool:
+        """Return whether something is under way. If not, the thread must end."""
+        with self._lock:
+            if not self._under_way:
+                self._thread = None
+            return bool(self._under_way)
+
+
+activities = Activities()
+
+
 @contextmanager
-def log_if_slow(activity: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
+def log_if_slow(name: str, tell: Callable[[str], object] = log.info) -> Generator[None]:
     """Log what the body does if it takes longer than a few seconds, and repeat it until it ends.
 
     `tell` is used before the log is set up.
     """
-    ended = threading.Event()
-
-    def repeat() -> None:
-        wait = SLOW
-        while not ended.wait(wait):
-            tell(f"{activity} ...")
-            wait = AGAIN
-
-    threading.Thread(target=repeat, daemon=True).start()
+    activity = Activity(name, tell, time.monotonic() + SLOW)
+    activities.begin(activity)
     try:
         yield
     finally:
-        ended.set()
+        activities.end(activity)
 
 
 def print_if_slow(activity: str, is_main: bool) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_lab.config.build import Config
-from ddp_lab.config.change import changed
+from ddp_lab.config.change import changed, resolved
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import apply
 from ddp_lab.data.collated import Collated
@@ -17,6 +17,7 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.models.make import make_model
 from ddp_lab.proof.plans import Plan, batch_size_for, samples_for
 from ddp_lab.proof.recording import Recording, record, without_dropout
+from ddp_lab.proof.reference import RunFacts
 from ddp_lab.run.build import prepare
 from ddp_lab.run.build_data import load_dataset
 from ddp_lab.run.build_model import model_spec
@@ -110,6 +111,19 @@ class ConfigRun:
         cfg = changed(self.cfg, values)
         cfg.strategy = plan.strategy  # merged, it would keep options of another one
         return in_group(partial(train, cfg, self.dataset, reverses), dtype)
+
+    def strategy_options(self) -> dict[str, Any]:
+        """Return the config group `strategy` of the run."""
+        return resolved(self.cfg)["strategy"]
+
+    def facts(self) -> RunFacts:
+        """Return what a comparison must know of the run.
+
+        Raises:
+            ConfigError: the model cannot be made.
+        """
+        values = resolved(self.cfg)
+        return RunFacts(values["max_grad_norm"], values["accumulate"], self.has_batch_norm())
 
     def has_batch_norm(self) -> bool:
         """Return whether the model has a layer whose statistics depend on the batch.

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from ddp_lab.config.build import find_target
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.lab.lab import Lab
-from ddp_lab.proof.compare import RunFacts, RunReport, compare
+from ddp_lab.proof.compare import RunReport, compare
 from ddp_lab.proof.plans import (
     Plan,
     batch_size_for,
@@ -27,6 +27,7 @@ from ddp_lab.proof.plans import (
     single,
 )
 from ddp_lab.proof.recording import RecordedStep, Recording, without_dropout
+from ddp_lab.proof.reference import RunFacts
 from ddp_lab.proof.subject import TIMEOUT, leave_group
 from ddp_lab.proof.verify_run import preload
 from ddp_lab.proof.workers import Workers
@@ -57,7 +58,7 @@ class LabRun:
     def record(
         self, plan: Plan, dtype: torch.dtype, reverses: bool, max_grad_norm: float | None
     ) -> Recording:
-        """Train with a strategy, as `compare.Subject`. Collective."""
+        """Train with a strategy, as `reference.Subject`. Collective."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         recording = Recording(0)

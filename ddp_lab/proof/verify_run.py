@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ddp_lab.config.build import Config, find_target
-from ddp_lab.config.change import resolved
-from ddp_lab.proof.compare import RunFacts, RunReport, compare
+from ddp_lab.proof.compare import RunReport, compare
 from ddp_lab.proof.plans import Plan, is_chosen, make_plans, single
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.workers import Workers
@@ -41,12 +40,11 @@ def verify_run(
     """
     torch.set_num_threads(1)  # a forked process cannot use the threads of this one
     subject = ConfigRun.of(cfg)
-    values = resolved(subject.cfg)
-    options: dict[str, Any] = values["strategy"]
+    options = subject.strategy_options()
     run = None
     if strategy is not None:
         run = plan_of_run(strategy, options, ranks)
-    facts = RunFacts(values["max_grad_norm"], values["accumulate"], subject.has_batch_norm())
+    facts = subject.facts()
     plans = make_plans(run, options, ranks, facts.accumulate, facts.has_batch_norm)
     plans = [plan for plan in plans if is_chosen(plan, only)]
     preload(plans)

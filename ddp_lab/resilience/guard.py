@@ -92,6 +92,7 @@ class Guard(Hook):
     at_steps: Collection[int]
     saved: Progress = field(init=False)
     run: Run = field(init=False)
+    _has_evaluated: bool = field(init=False, repr=False, default=True)
 
     def flags(self) -> tuple[bool, bool, bool, bool]:
         """Return what this rank has to say.
@@ -167,11 +168,19 @@ class Guard(Hook):
             self.save(self.run.current())
         self.heartbeat.at("loading", position.epoch, position.step + 1)
 
+    def on_evaluate(self, results: Mapping[str, Evaluation]) -> None:
+        """Note whether anything was evaluated after the epoch."""
+        self._has_evaluated = bool(results)
+
     def on_epoch_end(self, position: Progress) -> None:
         """Save a checkpoint after an evaluation if one is due or the best."""
         is_last = bool(stop_reasons(position, self.run.settings))
         due = is_last or position.evaluated_epoch % self.every_epochs == 0
-        if due or position.is_best(self.checkpoints.best) or self._decide(position.step, position):
+        if not due:
+            due = position.is_best(self.checkpoints.best)
+        if not due and self._has_evaluated:  # otherwise it was decided just now, after the step
+            due = self._decide(position.step, position)
+        if due:
             self.save(position)
         if not is_last:
             self.heartbeat.at("loading", position.epoch, position.step + 1)

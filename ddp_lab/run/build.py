@@ -49,7 +49,14 @@ from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.classification import Classification, require_classes
-from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, plain_options
+from ddp_lab.training.performance import (
+    AUTO,
+    KEYS,
+    PerformanceOptions,
+    Wanted,
+    excluded_by,
+    plain_options,
+)
 from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes, step_limits
 from ddp_lab.training.schedule import Horizon, ShapeByMetric, make_scheduler, try_shape
 from ddp_lab.training.step import StepOptions
@@ -62,15 +69,6 @@ if TYPE_CHECKING:
     from ddp_lab.training.callbacks import Callback
     from ddp_lab.training.gathered_metrics import GatheredMetrics
     from ddp_lab.training.groups import ParameterGroups
-
-OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
-OF_STREAM = (
-    "a CUDA graph gathers its batches from a dataset on the device, which a stream does not fill"
-)
-OF_ANY_LENGTH = (
-    "data.collate_fn may return another shape in each batch; pad to a fixed length in the dataset, "
-    "and leave data.collate_fn out"
-)
 
 
 def prepare(
@@ -237,7 +235,7 @@ def assemble(
         idle=built.unused,
         checkpoint_activations=cfg.checkpoint_activations,
         initial_weights=built.initial_weights,
-        unsupported=excluded_by(dataset),
+        unsupported=excluded_by(dataset.train),
     )
     if task.head_chunks > 1:
         from ddp_lab.strategies.head_losses import check_head
@@ -364,16 +362,6 @@ def make_fit_settings(
         max_minutes=cfg.get("max_minutes"),
         evaluate_every=cfg.get("evaluate_every"),
     )
-
-
-def excluded_by(dataset: Dataset) -> dict[str, str]:
-    """Return why the form of a dataset's batches excludes performance options, by their names."""
-    by_stream = {"cuda_graph": OF_STREAM} if dataset.train.is_endless else dict[str, str]()
-    if dataset.train.is_tree:
-        return by_stream | dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
-    if not dataset.train.has_fixed_shapes:
-        return by_stream | dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
-    return by_stream
 
 
 def make_mix(

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_lab.checkpoints.find import find_checkpoint, find_source, open_checkpoint, run_of
 from ddp_lab.config.build import chosen_trackers, plain
 from ddp_lab.config.compose import CONF
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.errors import ConfigError, is_or_are
 from ddp_lab.config.schema import StragglerConfig
 from ddp_lab.config.types import LIMITS
 from ddp_lab.data.dataset import Dataset
@@ -166,7 +166,7 @@ def left_out(cfg: DictConfig) -> list[str]:
         return []
     return [
         f"optimizer._target_={cfg.optimizer['_target_']}: {', '.join(names)} of optimizer={chosen} "
-        f"{'is' if len(names) == 1 else 'are'} left out"
+        f"{is_or_are(len(names))} left out"
     ]
 
 

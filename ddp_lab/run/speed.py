@@ -1,12 +1,19 @@
-"""The performance options of a run: the facts on which speed=auto depends."""
+"""The performance of a run: the facts on which speed=auto depends, and the step that it chooses."""
+
+from typing import cast
 
 from torch import nn
 
 from ddp_lab.data.dataset import Dataset, InMemory
 from ddp_lab.models.chain import Chain
+from ddp_lab.observe.log import log_if_slow
+from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.training.optimizer import ELEMENTWISE
 from ddp_lab.training.performance import AUTO, KEYS, PerformanceOptions, Wanted, choose
+from ddp_lab.training.progress import Progress
+from ddp_lab.training.step import TrainStep
+from ddp_lab.training.trainer import Trainer
 
 
 def find_options(
@@ -101,3 +108,29 @@ def bytes_of(dataset: Dataset) -> int | None:
     from ddp_lab.data.trees import number_of_bytes
 
     return sum(number_of_bytes((samples.inputs, samples.targets)) for samples in sets)
+
+
+def make_fast_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
+    """Return the step to train with, compiled and captured by the job's options. Collective.
+
+    Args:
+        job: of the run.
+        trainer: of its model.
+        progress: the position of the run, from which the steps that are left follow.
+    """
+    from ddp_lab.speed.fastest import build_step
+
+    settings = job.fit_settings
+    before = job.sizes.steps_before(progress)
+    steps_left = settings.steps_left(progress, before, job.sizes.steps_per_epoch)
+    with log_if_slow("preparing the training step: capturing or warming it up"):
+        built = build_step(
+            job.options,
+            trainer.eager_step,
+            job.loaders["train"],
+            steps_left,
+            settings.seconds_left(progress),
+        )
+    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
+    # other loader.
+    return cast("TrainStep", built)

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore
+from ddp_lab.checkpoints.checkpoints import Checkpoints, ignore, is_sharded_format
 from ddp_lab.checkpoints.files import steps_in
 from ddp_lab.checkpoints.find import result_in, run_of
 from ddp_lab.checkpoints.state import State
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from ddp_lab.training.timed_schedule import TimedSchedule
 
 Outcome = Literal["finished", "preempted", "interrupted"]
-# size in bytes of a checkpoint from which checkpoint.format=auto shards it
-SHARDED_FROM = 4 * 2**30
 
 
 def train(job: Job) -> tuple[Outcome, Path]:
@@ -403,22 +401,9 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
         job.options.log_choices()
         return trainer.eager_step
 
-    from ddp_lab.speed.fastest import build_step
+    from ddp_lab.run.speed import make_fast_step
 
-    settings = job.fit_settings
-    before = job.sizes.steps_before(progress)
-    steps_left = settings.steps_left(progress, before, job.sizes.steps_per_epoch)
-    with log_if_slow("preparing the training step: capturing or warming it up"):
-        built = build_step(
-            job.options,
-            trainer.eager_step,
-            job.loaders["train"],
-            steps_left,
-            settings.seconds_left(progress),
-        )
-    # A GraphStep takes the batches of a DeviceLoader only; `options` disables cuda_graph for any
-    # other loader.
-    return cast("TrainStep", built)
+    return make_fast_step(job, trainer, progress)
 
 
 def fit_and_close(run: Run, requests: Requests) -> Outcome:
@@ -438,17 +423,6 @@ def fit_and_close(run: Run, requests: Requests) -> Outcome:
         close_all(run.hooks, "failed")
         raise
     return status
-
-
-def is_sharded_format(choice: str, ranks: int, size: int) -> bool:
-    """Return whether checkpoints are sharded.
-
-    Args:
-        choice: the config key `checkpoint.format`.
-        ranks: number of ranks.
-        size: bytes of a checkpoint.
-    """
-    return choice == "sharded" or (choice == "auto" and ranks > 1 and size >= SHARDED_FROM)
 
 
 def log_result(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ddp_lab.config.errors import count
+from ddp_lab.config.errors import count, is_or_are
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.models.blocks import kind
 from ddp_lab.speed.compile import compiling, repeats
@@ -161,16 +161,18 @@ def compile_pays_off(step: Step, seconds: float, steps_left: float) -> tuple[boo
     Args:
         step: the step in eager mode.
         seconds: duration of a step that is not compiled.
-        steps_left: steps until the end of the run.
+        steps_left: steps until the end of the run; inf if it has none.
     """
     layers = layers_to_compile(step.strategy)
     left = steps_left * seconds
     needed = WORTH_FROM + WORTH_EACH * layers
     pays = step.strategy.runtime.broadcast_from_rank0("compile", lambda: left > needed)
-    verb = "is" if round(steps_left) == 1 else "are"
-    steps = (
-        f"{count(round(steps_left), 'step')} of {1000 * seconds:.3g} ms {verb} left, {left:.0f} s"
-    )
+    duration = f"{1000 * seconds:.3g} ms"
+    if math.isinf(steps_left):
+        steps = f"steps of {duration} are left without an end"
+    else:
+        number = round(steps_left)
+        steps = f"{count(number, 'step')} of {duration} {is_or_are(number)} left, {left:.0f} s"
     return (
         pays,
         f"{steps}: compiling {count(layers, 'different layer')} pays from about {needed:.0f} s on",

@@ -3,6 +3,7 @@
 Each strategy overrides what differs. What most steps do not need has a file each, which is loaded
 by the first step that does:
 
+    requirements.py   what of a launch and of inputs a strategy refuses
     model_checks.py   what of a model a strategy refuses before it divides it
     micro_batches.py  gradient accumulation, and batches with padding
     nested.py         inputs or outputs that are a tuple or dict
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import local, put
@@ -61,6 +61,7 @@ class Strategy(ABC):
         strategy.place(model, task)             the process group opens; model and task to devices
           setup(model)                            moves, wraps, cuts; sets `module` and `forward`
         strategy.use_compiled(...)              if the step is compiled
+        strategy.refuse_bare_calls()            if a loop of the user may call the model
         optimizer = SGD(strategy.module.parameters())
         strategy.train()
         strategy.forward_backward(...)          all of a training step but the optimizer's:
@@ -182,33 +183,24 @@ class Strategy(ABC):
         mesh_axes: Mapping[str, int] | None = None,
         batch_norm: BatchNorm = "local",
     ):
-        if self.one_process and runtime.world_size > 1:
-            from ddp_lab.config.worlds import require_one_process
+        mesh_axes = mesh_axes or {}
+        is_plain = (
+            runtime.world_size == 1
+            and not mesh_axes
+            and runtime.device.type != "mps"
+            and runtime.precision != "fp16"
+        )
+        if not is_plain:
+            from ddp_lab.strategies.requirements import check_launch
 
-            require_one_process(self.name, runtime.world_size)
-        if runtime.device.type == "mps" and not self.supports_mps:
-            raise ConfigError(
-                f"device=mps: is not supported by strategy={self.name}: a Mac has one such device, "
-                "and gloo and NCCL do not take its tensors. Use strategy=single, or device=cpu"
-            )
-
-        if runtime.precision == "fp16" and runtime.device.type not in self.fp16_devices:
-            raise ConfigError(
-                f"precision=fp16: is supported on NVIDIA GPUs only, and the device is "
-                f"{runtime.device.type}. Use precision=bf16, or float32, the default"
-            )
+            check_launch(self, runtime, mesh_axes)
 
         self.runtime = runtime
         self.device = runtime.device
         self.devices = [self.device]
         self.num_devices = runtime.world_size
 
-        mesh_axes = mesh_axes or {}
         ranks_per_replica = math.prod(mesh_axes.values())
-        if runtime.world_size % ranks_per_replica:
-            from ddp_lab.config.worlds import require_division
-
-            require_division(runtime.world_size, mesh_axes)
         self.dp_rank = runtime.rank // ranks_per_replica
         self.dp_size = runtime.world_size // ranks_per_replica
         self.replicas = self.dp_size
@@ -419,6 +411,12 @@ class Strategy(ABC):
         if forward is not None:
             self.forward = forward
 
+    def refuse_bare_calls(self) -> None:  # noqa: B027, most strategies call the model as a loop does
+        """Let calls of the model in training that do not pass through the strategy raise an error.
+
+        Called after `setup`, by a trainer whose loop has the model.
+        """
+
     def to_device(self, blocks: Module, device: torch.device | None = None) -> Module:
         """Move blocks of the model to a device, or draw their initial weights there; return them.
 
@@ -499,8 +497,10 @@ class Strategy(ABC):
         micro_batches = self._divide(inputs, targets, global_size, accumulate)
         divisor = self.divisor(global_size)
         *early, last = micro_batches
-        with self.no_sync():
-            results = [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
+        results: list[torch.Tensor] = []
+        if early:
+            with self.no_sync():
+                results += [self._add_gradient(*micro_batch, divisor) for micro_batch in early]
         results.append(self._add_gradient(*last, divisor))
         self.reduce_gradients()
         sums = reduce(torch.add, results)
@@ -693,11 +693,9 @@ class Strategy(ABC):
             ConfigError: they are a tuple or a dict, and the strategy cuts the model into blocks.
         """
         if self.calls_blocks and not isinstance(inputs, torch.Tensor):
-            raise ConfigError(
-                f"strategy={self.name}: cuts the model into blocks, each of which gets one tensor, "
-                f"so inputs that are a {type(inputs).__name__} are not supported. Use single, "
-                "scratch, dp, ddp, fsdp or tp, or put the inputs into one tensor"
-            )
+            from ddp_lab.strategies.requirements import refuse_several
+
+            refuse_several(self, inputs)
 
     def describe(self) -> str:
         """Return a line for the log: which part of the model is on which device.

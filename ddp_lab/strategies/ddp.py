@@ -1,9 +1,7 @@
 """torch's DistributedDataParallel: what scratch.py does, overlapped with the backward pass."""
 
 import re
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import sum_of
 from ddp_lab.models.real_view import real_view
+from ddp_lab.strategies.bare_calls import BareCalls, Passes
 from ddp_lab.strategies.base import ALL_PERFORMANCE_OPTIONS, Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.buckets import MiB
@@ -37,15 +36,31 @@ from ddp_lab.world.runtime import Runtime
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
-@dataclass
-class Passes:
-    """Passes of a model by its strategy.
+class Pass(AbstractContextManager[None]):
+    """The context of a pass, which counts it and explains errors of DDP in it.
 
-    Attributes:
-        under_way: their number.
+    A generator in its place would double what it costs in every step.
+
+    Args:
+        strategy: whose model is called.
+        inputs: of the forward pass; None: there is none.
     """
 
-    under_way: int = 0
+    def __init__(self, strategy: "DDP", inputs: Any):
+        self.strategy = strategy
+        self.inputs = inputs
+
+    def __enter__(self) -> None:
+        self.strategy.passes.under_way += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
+        self.strategy.passes.under_way -= 1
+        if isinstance(error, Exception):
+            explained = self.strategy.explain(error, self.inputs)
+            if explained is not None:
+                raise explained from None
 
 
 class DDP(Strategy):
@@ -92,6 +107,9 @@ class DDP(Strategy):
         self.module = set_batch_norm(self.to_device(model), self.batch_norm)
         self.frozen = FrozenParameters(self)
         self._wrap()
+
+    def refuse_bare_calls(self) -> None:
+        self.module.register_forward_pre_hook(BareCalls(self.name, self.passes))
 
     def _wrap(self) -> None:
         """Let DDP reduce the gradients of the parameters that are not frozen now. Collective."""
@@ -155,19 +173,16 @@ class DDP(Strategy):
         with self.pass_context(inputs, num_valid > 0):
             return super().add_gradient(inputs, targets, num_valid, divisor)
 
-    @contextmanager
-    def pass_context(self, inputs: Any, has_samples: bool) -> Generator[None]:
-        self.passes.under_way += 1
-        try:
-            yield
-        except Exception as error:
-            if UNFINISHED in str(error) and not self.find_unused_parameters:
-                raise unused_error(self, self._name_in(str(error)), self.runtime.rank) from None
-            if inputs is not None and size(inputs) == 0 and self.find_unused_parameters:
-                raise empty_error(self, error) from None
-            raise
-        finally:
-            self.passes.under_way -= 1
+    def pass_context(self, inputs: Any, has_samples: bool) -> AbstractContextManager[None]:
+        return Pass(self, inputs)
+
+    def explain(self, error: Exception, inputs: Any) -> Exception | None:
+        """Return an error in place of one of a pass; None: torch's own says what is wrong."""
+        if UNFINISHED in str(error) and not self.find_unused_parameters:
+            return unused_error(self, self._name_in(str(error)), self.runtime.rank)
+        if inputs is not None and size(inputs) == 0 and self.find_unused_parameters:
+            return empty_error(self, error)
+        return None
 
     def reduce_gradients(self) -> None:
         self.frozen.require_same_in_step()  # within a step it is too late for other buckets
@@ -194,7 +209,15 @@ def sum_bucket(
     be multiplied by the number of ranks, and so would every gradient that hooks on activations and
     backward passes of the user's own see.
     """
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    buffer = bucket.buffer()
+    if bucket.is_last() and buffer.device.type == "cpu":
+        # Nothing is left to be computed meanwhile. A callback would run in a thread of gloo, which
+        # costs 0.1 ms: it has to wake up, and to get Python's lock.
+        dist.all_reduce(buffer, group=group)
+        summed = torch.futures.Future[torch.Tensor]()
+        summed.set_result(buffer)
+        return summed
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None  # None is for ranks outside of the group
     return work.get_future().then(first_of)
 

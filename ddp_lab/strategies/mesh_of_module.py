@@ -10,17 +10,19 @@ one. Then `fully_shard` is applied to its parts, as under fsdp.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lab.config.errors import ConfigError, count
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.trial import random_like, some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import set_batch_norm
 from ddp_lab.strategies.dtensor import local
+from ddp_lab.strategies.mesh_model import MeshModel, Placed
 from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
 from ddp_lab.strategies.parameters import make_contiguous
 from ddp_lab.strategies.unit_hooks import UnitHooks
@@ -52,7 +54,7 @@ def require_no_stages(
             raise ConfigError(f"strategy.{key}={keys[key]}: is not supported {why}. Use {remedy}")
 
 
-class MeshOfModule:
+class MeshOfModule(MeshModel):
     """What a mesh does with a module that is no Chain.
 
     Args:
@@ -67,11 +69,12 @@ class MeshOfModule:
     plan: ModulePlan | None
     units: list[nn.Module]
     hooks: UnitHooks
+    unsupported = dict.fromkeys(("compile", "cuda_graph"), UNTESTED)
 
     def __init__(self, option: Mapping[Any, str] | None):
         self.option = option
 
-    def partition(self, mesh: "Mesh", model: nn.Module) -> None:
+    def partition(self, mesh: "Mesh", model: nn.Module, samples: int) -> None:
         """Choose the plan and the units, as `Strategy.partition`.
 
         Raises:
@@ -90,6 +93,7 @@ class MeshOfModule:
         self.units = find_units(model, usage)
         names = {module: name for name, module in model.named_modules()}
         require_one_dtype([*self.units, model], names)
+        self.tries_plan = self.plan is not None
 
     def _choose_plan(self, model: nn.Module, tp: int) -> ModulePlan | None:
         if self.option is None and tp == 1:
@@ -109,12 +113,7 @@ class MeshOfModule:
             )
         return plan
 
-    def setup(self, mesh: "Mesh", model: nn.Module, along_dp: DeviceMesh) -> nn.Module:
-        """Divide and shard the model, as `Strategy.setup`, and return it.
-
-        Args:
-            along_dp: the ranks along dp.
-        """
+    def setup(self, mesh: "Mesh", model: nn.Module) -> Placed:
         along_tp = mesh.mesh["tp"]
         self.tp_group = along_tp.get_group()
         mesh.to_device(model)
@@ -124,8 +123,8 @@ class MeshOfModule:
             self._divide(mesh, model, self.plan)
 
         self.hooks = UnitHooks(model, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
-        mesh.shard([*self.units, model], along_dp, reshard_after_forward=True)
-        return model
+        mesh.shard([*self.units, model], mesh.along_dp(), reshard_after_forward=True)
+        return Placed(model, along_tp.get_local_rank() == 0, forward=model)
 
     def _divide(self, mesh: "Mesh", model: nn.Module, plan: ModulePlan) -> None:
         """Divide the layers by the plan, and compare the model with the undivided one."""
@@ -140,8 +139,19 @@ class MeshOfModule:
         if trial is not None:
             trial.compare(lambda: self._sum_along_tp(model))
 
+    def before_sharding(self, unit: nn.Module) -> None:
+        self.hooks.before_sharding(unit)
+
+    def after_sharding(self, unit: nn.Module) -> None:
+        self.hooks.after_sharding(unit)
+
+    def begin_step(self, inputs: Tree, has_samples: bool) -> None:
+        self.hooks.has_samples = has_samples
+
+    def no_sync(self) -> AbstractContextManager[object]:
+        return self.hooks.no_sync()
+
     def reduce_gradients(self, mesh: "Mesh") -> None:
-        """Complete the gradients after the last backward pass of a step."""
         assert mesh.dp_group is not None
         self.hooks.drop_unused(mesh.dp_group, mesh.device)
         self._sum_along_tp(mesh.module)
@@ -154,7 +164,6 @@ class MeshOfModule:
                     dist.all_reduce(local(parameter.grad), group=self.tp_group)
 
     def describe(self, mesh: "Mesh") -> str:
-        """Return the line of the log, as `Strategy.describe`."""
         replicate, shard, tp = (mesh.axes[name] for name in ("replicate", "shard", "tp"))
         names = [name for name, module in mesh.module.named_modules() if module in self.units]
         gathered = f"separately: {some(names)}" if names else "together"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # Why stages that are traces exclude performance options (`Strategy.unsupported`).
-UNSUPPORTED_BY_TRACES = dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
+UNSUPPORTED_BY_TRACES: dict[str, str] = dict.fromkeys(("cuda_graph", "compile"), OF_TRACES)
 
 
 class TracedModel:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError, count
+from ddp_lab.config.errors import ConfigError, count, is_or_are
 from ddp_lab.models.blocks import blocks_of
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -319,9 +319,8 @@ def describe(
             f"{count(number, 'parameter')} {'matches' if number == 1 else 'match'} {entry.match}"
             for entry, number in zip(entries, counts[1:], strict=True)
         ]
-        verb = "is" if counts[0] == 1 else "are"
         lines.append(
-            f"optimizer.groups: {', '.join(parts)}; {counts[0]} {verb} in the "
+            f"optimizer.groups: {', '.join(parts)}; {counts[0]} {is_or_are(counts[0])} in the "
             "default group, whose learning rate is shown"
         )
     if len({*scales.values()}) > 1:

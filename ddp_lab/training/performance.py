@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ddp_lab.data.dataset import Samples
 from ddp_lab.observe.log import log
 from ddp_lab.world.device import size
 from ddp_lab.world.runtime import Runtime
@@ -17,6 +18,15 @@ DATA_SHARE = 0.5
 # of that memory: a capture warms up with steps whose effects are undone, from copies of weights and
 # momenta
 MODEL_SHARE = 0.05
+# why the form of the batches excludes options
+OF_TREES = "it was never tested with inputs or targets that are a tuple or dict"
+OF_STREAM = (
+    "a CUDA graph gathers its batches from a dataset on the device, which a stream does not fill"
+)
+OF_ANY_LENGTH = (
+    "data.collate_fn may return another shape in each batch; pad to a fixed length in the dataset, "
+    "and leave data.collate_fn out"
+)
 KEYS = {  # the config keys, by the name of the option
     "loader": "data.loader",
     "cuda_graph": "cuda_graph",
@@ -100,6 +110,20 @@ class PerformanceOptions(NamedTuple):
             value = getattr(self, name)
             shown = {True: "on", False: "off", None: "off"}.get(value, value)
             log.info(f"  {key:15} {shown:7} {self.reasons.get(name, 'set in the config')}".rstrip())
+
+
+def excluded_by(train: Samples) -> dict[str, str]:
+    """Return why the form of the batches excludes performance options, by their names.
+
+    Args:
+        train: samples of the training set.
+    """
+    by_stream = {"cuda_graph": OF_STREAM} if train.is_endless else dict[str, str]()
+    if train.is_tree:
+        return by_stream | dict.fromkeys(("cuda_graph", "compile", "channels_last"), OF_TREES)
+    if not train.has_fixed_shapes:
+        return by_stream | dict.fromkeys(("cuda_graph", "compile"), OF_ANY_LENGTH)
+    return by_stream
 
 
 def plain_options(wanted: Wanted, in_memory: bool) -> PerformanceOptions:

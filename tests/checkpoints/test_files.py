@@ -17,11 +17,10 @@ from checkpoints import bias_in, names, resume, save_epochs, step, tiny
 from safetensors.torch import save_file
 from torch import nn
 
-from ddp_lab.checkpoints.checkpoints import Checkpoints
+from ddp_lab.checkpoints.checkpoints import SHARDED_FROM, Checkpoints, is_sharded_format
 from ddp_lab.checkpoints.files import STATE, best_in, sha256, steps_in, sums_of
 from ddp_lab.checkpoints.find import open_checkpoint, result_in
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.run.train import SHARDED_FROM, is_sharded_format
 from ddp_lab.training.ema import EMA
 from ddp_lab.training.progress import Progress
 

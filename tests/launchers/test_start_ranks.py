@@ -29,6 +29,7 @@ from ddp_lab.launchers.start_ranks import (
     report_failure,
     start_ranks,
 )
+from ddp_lab.launchers.waiting import is_free
 
 TWO = "python -m ddp_lab train --nproc 2"
 
@@ -137,20 +138,61 @@ def test_ctrl_c_ends_the_ranks_with_one_line(tmp_path):
     assert "preempted" not in output
 
 
-@pytest.mark.parametrize("more", [[], ["--nnodes=2"], ["--nnodes=2", "--rdzv-backend=c10d"]])
-def test_port_in_use_is_named_before_the_config_is_checked(more, monkeypatch):
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--master-port={port}",
+        "--master-addr=127.0.0.1 --master-port={port}",
+        "--master-addr=127.0.0.1 --master-port={port} --nnodes=2",
+        "--rdzv-endpoint=127.0.0.1:{port} --nnodes=2 --rdzv-backend=c10d",
+    ],
+)
+def test_port_in_use_is_named_before_the_config_is_checked(place, monkeypatch):
     monkeypatch.setattr(launcher, "check", None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
-        if len(more) == 2:
-            place = [f"--rdzv-endpoint=127.0.0.1:{port}"]
+        options = place.format(port=port).split()
         with pytest.raises(ConfigError) as error:
-            read_options(["--nproc=2", *place, *more, "strategy=ddp", "device=cpu"])
+            read_options(["--nproc=2", *options, "strategy=ddp", "device=cpu"])
     assert str(error.value) == (
         f"the ranks were not started: 127.0.0.1:{port}: the port is in use; choose another one, "
         "the same on every machine"
     )
+
+
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_of_one_machine_meet_at_its_master_port(restarts, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    overrides = [*SMALL, "strategy=ddp", "epochs=100000", "name=mine", f"runs_dir={tmp_path}"]
+    if restarts:
+        overrides += ["checkpoint.every_steps=5", "inject=crash@rank=1,step=8"]
+    line = f"{TWO} --master-port {port} --max-restarts {restarts}"
+    process = start(line, *overrides, stderr=subprocess.PIPE)
+    wait_for_heartbeat(tmp_path / "mine", 1, lambda record: record["step"] > 10, 120)
+    is_used = not is_free("127.0.0.1", port)
+    process.send_signal(signal.SIGINT)
+    code, _, errors = finish(process)
+    assert (code, is_used) == (130, True), errors
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ("--standalone", "--standalone, which takes a free port. Leave one of them out"),
+        ("--rdzv-endpoint=localhost:1", "--rdzv-endpoint localhost:1, which sets the port. Leave"),
+        ("--rdzv-backend=c10d", "--rdzv-backend c10d, which takes --rdzv-endpoint HOST:PORT. "),
+    ],
+)
+def test_master_port_that_torch_would_ignore_is_refused(others, message, monkeypatch):
+    line = ["strategy=ddp", "--nproc=2", others, "device=cpu"]
+    with pytest.raises(ConfigError) as error:
+        read_options([*line, "--master-port=29517"])
+    assert str(error.value).startswith(f"--master-port 29517: cannot be combined with {message}")
+
+    # of a scheduler, which sets it in every job
+    monkeypatch.setenv("PET_MASTER_PORT", "29517")
+    read_options(line)
 
 
 def test_port_of_another_rendezvous_is_left_to_torch(monkeypatch):

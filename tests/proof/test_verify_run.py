@@ -17,8 +17,9 @@ from ddp_lab.config.errors import ConfigError
 from ddp_lab.lab.arguments import find_strategy
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.proof import workers as proof_workers
-from ddp_lab.proof.compare import RunFacts, compare
+from ddp_lab.proof.compare import compare
 from ddp_lab.proof.plans import CHOICES, Plan, batch_size_for, make_plans, samples_for, single
+from ddp_lab.proof.reference import RunFacts
 from ddp_lab.proof.subject import ConfigRun
 from ddp_lab.proof.verify_run import verify_run
 from ddp_lab.proof.workers import Workers

@@ -17,7 +17,14 @@ from torch.distributed import HashStore
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.resilience import flight_recorder, heartbeats, stacks
 from ddp_lab.resilience.flight_recorder import ALL_CALLED, describe_waits
-from ddp_lab.resilience.heartbeats import NodeLink, OwnHeartbeat, Table, least, suspicion
+from ddp_lab.resilience.heartbeats import (
+    NodeLink,
+    OwnHeartbeat,
+    Table,
+    least,
+    start_of,
+    suspicion,
+)
 from ddp_lab.resilience.watchdog import Watchdog, describe
 from ddp_lab.world.process import RankInfo
 from ddp_lab.world.runtime import Runtime
@@ -41,6 +48,7 @@ def table() -> Table:
     """Return the table of a node of four ranks, of which this process is the first."""
     made = Table(Runtime("cpu"))
     made.size = 4
+    os.truncate(made.path, start_of(4))
     return made
 
 
@@ -72,6 +80,22 @@ def test_table_is_private_and_has_no_name_when_all_ranks_have_opened_it(monkeypa
     table.write(0, beat(0))
     assert table.path.read_bytes(), "status.json names it"
     assert (table.read("failure"), table.heartbeats()) == (None, [beat(0)])
+
+
+def test_table_has_the_place_of_a_rank_at_once_and_the_rest_with_its_next_heartbeat(
+    table, tmp_path
+):
+    made = watch(tmp_path, table, rank=1)
+    assert table.read(1) is None
+    made.heartbeat.write()
+    for doing, step in (("loading", 17), ("training", 17), ("loading", 18)):
+        made.record["beat"] = step
+        made.heartbeat.at(doing, 3, step)
+        read = table.read(1)
+        assert (read["epoch"], read["step"], read["doing"]) == (3, step, doing)
+        assert (read["since"], read["beat"]) == (made.record["since"], 0)
+    made.heartbeat.write()
+    assert table.heartbeats() == [made.record]
 
 
 def test_table_that_cannot_be_created_is_an_error(tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from launches import SMALL, main_in_world
 from worlds import once, run_world
 
 from ddp_lab.commands import runs
-from ddp_lab.run.diff import compare_runs, rule_of
+from ddp_lab.run.diff import compare_runs
+from ddp_lab.run.recorded_differences import rule_of
 
 TRAINED = [*SMALL, "epochs=2", "log_every=1", "tracker=none", "device=cpu", "strategy=single"]
 TEXT = [

@@ -3,6 +3,7 @@
 On GPUs: test_gpu.py.
 """
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +181,7 @@ class OfModel:
         ("vit_l16", 0.078, 100, False),
         ("resnet18", 0.0028, 20 * 938, False),  # 20 epochs of Fashion-MNIST, batch 64, one H200
         ("resnet18", 0.0028, 60 * 938, True),
+        ("resnet18", 0.0028, math.inf, True),
     ],
 )
 def test_compiling_pays_by_the_time_left_and_the_kinds_of_blocks(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from warm import programs
 
 from ddp_lab.observe.metrics_file import read_epochs, read_rows
-from ddp_lab.resilience.heartbeats import start_of
+from ddp_lab.resilience.heartbeats import read_row
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -157,7 +157,8 @@ def read_heartbeat(run_dir: Path, rank: int) -> dict | None:
     for _ in range(2):  # a row may be read while it is written
         with contextlib.suppress(OSError, ValueError, KeyError):
             table = Path(json.loads((run_dir / "status.json").read_text())["heartbeats"])
-            return json.loads(table.read_bytes()[start_of(rank) :].partition(b"\n")[0])
+            with table.open("rb") as file:
+                return read_row(file.fileno(), rank)
     return None
 
 

@@ -65,9 +65,12 @@ def test_evaluation_of_a_model_that_returns_nan_counts_every_sample():
     assert tested.values["loss"] != tested.values["loss"]
 
 
+@pytest.mark.parametrize("on_host", [True, False], ids=["on the host", "as on a GPU"])
 @pytest.mark.parametrize("start", [0, LONGEST - 3])
-def test_running_sums_return_the_first_step_that_is_not_finite(start):
+def test_running_sums_return_the_first_step_that_is_not_finite(start, on_host):
     running_sums = RunningSums(Classification(), torch.device("cpu"))
+    if not on_host:
+        running_sums.compile(lambda function: function)
     running_sums.begin(start)
     for step in range(1, 11):
         running_sums.add(
