@@ -149,6 +149,8 @@ def record_environment(
 def code_of(config: str) -> dict[str, str]:
     """Return a hash of each file of the modules that a config names, without installed packages."""
     packages = set(TARGET.findall(config)) - {"ddp_lab", "torch"}
+    if not packages:
+        return {}
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     hashes: dict[str, str] = {}
     # a copy, because another thread may import
