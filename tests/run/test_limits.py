@@ -155,7 +155,7 @@ def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     )
     line = (strategy, *data, "log_every=1", f"max_minutes={limit}")
     line += (f"runs_dir={tmp_path}", "name=run")
-    run_world(ranks, main_in_world, *SMALL, *line)
+    run_world(ranks, main_in_world, *SMALL, *line, timeout=100)
     rows = read_metrics(run_dir)
     seconds = sum(row["seconds"] for row in rows)
     assert 60 * limit <= seconds < 60 * limit + 2
@@ -172,7 +172,7 @@ def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
         expected = 0.5 * (1 + math.cos(math.pi * min(1, done)))
         assert row["lr"] == pytest.approx(0.01 * expected)
 
-    run_world(ranks, main_in_world, *SMALL, *line)
+    run_world(ranks, main_in_world, *SMALL, *line, timeout=100)
     log = (run_dir / "train.log").read_text()
     assert f"nothing to do: max_minutes={limit} have passed at step {last_step}; raise" in log
 
