@@ -66,26 +66,29 @@ class Activities:
     """Logs those of the activities under way that take long, from one thread.
 
     An epoch has two, so that a thread for each would cost short epochs 0.1 %. The thread ends when
-    nothing was under way for a while. It need not be woken up for a new activity: it never sleeps
-    for longer than SLOW, before which nothing new is due.
+    nothing was under way for a while. As a rule it need not be woken up for a new activity: it
+    sleeps for at most SLOW, before which nothing new is due.
     """
 
     def __init__(self) -> None:
         self._under_way: dict[int, Activity] = {}
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._next_look = 0.0
 
     def begin(self, activity: Activity) -> None:
         """Log an activity when it is due, until it ends."""
-        with self._lock:
+        with self._changed:
             self._under_way[id(activity)] = activity
-            if self._thread is None or not self._thread.is_alive():  # it does not survive a fork
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="slow", daemon=True)
                 self._thread.start()
+            elif activity.due < self._next_look:
+                self._changed.notify()
 
     def end(self, activity: Activity) -> None:
         """Log an activity no more."""
-        del self._under_way[id(activity)]
+        self._under_way.pop(id(activity), None)  # a fork within its body does not know it
 
     def _watch(self) -> None:
         while self._is_needed():
@@ -94,18 +97,26 @@ class Activities:
                 if now >= activity.due:
                     activity.tell(f"{activity.name} ...")
                     activity.due = now + AGAIN
-            dues = [activity.due for activity in [*self._under_way.values()]]
-            time.sleep(max(SHORTEST, min([SLOW, *(due - now for due in dues)])))
+            self._sleep(now)
 
     def _is_needed(self) -> bool:
         """Return whether something is under way. If not, the thread must end."""
-        with self._lock:
+        with self._changed:
             if not self._under_way:
                 self._thread = None
             return bool(self._under_way)
 
+    def _sleep(self, now: float) -> None:
+        """Sleep until something may be due."""
+        with self._changed:
+            dues = [activity.due for activity in self._under_way.values()]
+            self._next_look = min([now + SLOW, *dues])
+            self._changed.wait(max(SHORTEST, self._next_look - now))
+
 
 activities = Activities()
+# A fork has no thread, and the lock may have been taken.
+os.register_at_fork(after_in_child=activities.__init__)
 
 
 @contextmanager

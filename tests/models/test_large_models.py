@@ -94,9 +94,16 @@ def test_buffer_that_a_pass_changes_is_found_by_values_only_if_it_is_written(cha
     assert torch.equal(model.mean, torch.zeros(4))
 
 
+class Told(log.Activities):
+    """Logs every activity when it begins, as if all took long."""
+
+    def begin(self, activity: log.Activity) -> None:
+        activity.tell(f"{activity.name} ...")
+
+
 def test_what_takes_time_before_the_log_begins_is_printed(monkeypatch, capsys):
     """Each part of the construction says what it waits for."""
-    monkeypatch.setattr(log, "SLOW", 0.0)
+    monkeypatch.setattr(log, "activities", Told())
     build(Case.of("fsdp own=Plain").config(), Runtime("cpu"))
     lines = capsys.readouterr().out.splitlines()
     for line in (
