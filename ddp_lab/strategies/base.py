@@ -411,7 +411,7 @@ class Strategy(ABC):
         if forward is not None:
             self.forward = forward
 
-    def refuse_bare_calls(self) -> None:  # noqa: B027, most strategies call the model as a loop does
+    def refuse_bare_calls(self) -> None:  # noqa: B027, most call the model as a loop does
         """Let calls of the model in training that do not pass through the strategy raise an error.
 
         Called after `setup`, by a trainer whose loop has the model.

@@ -79,7 +79,7 @@ class MeshModel(ABC):
     def reduce_gradients(self, mesh: "Mesh") -> None:
         """Complete the gradients after the last backward pass of a step. Collective."""
 
-    def require_called_hooks(self, mesh: "Mesh", model: nn.Module) -> None:  # noqa: B027, traces only
+    def require_called_hooks(self, mesh: "Mesh", model: nn.Module) -> None:  # noqa: B027
         """Check the hooks on modules, besides those that `Strategy.require_called_hooks` checks."""
 
     def counted_parameters(self, mesh: "Mesh") -> Iterable[nn.Parameter]:
