@@ -44,7 +44,8 @@ EXIT_CODES = {signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
 C10D_PORT = 29400  # of torch, where --rdzv-endpoint has none
 STATIC_PORT = 29500  # the same without --master-port
 LOCALHOST = "127.0.0.1"  # torch's default of --master-addr
-PORT_VARIABLE = "PET_MASTER_PORT"  # from which torch reads --master-port
+ADDRESS_VARIABLE = "PET_MASTER_ADDR"  # from which torch reads --master-addr
+PORT_VARIABLE = "PET_MASTER_PORT"  # the same of --master-port
 IN_USE = "the port is in use; choose another one, the same on every machine"
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
 # What starts several processes: the number of tasks, the program, and which task this is.
@@ -138,7 +139,12 @@ def launch_parser() -> Parser:
         "ddp-lab train", None, parents=[get_args_parser()], add_help=False, allow_abbrev=False
     )
     parser.add_argument("--nproc", dest="nproc_per_node")
-    parser.set_defaults(nproc_per_node=None, master_addr=None, signals_to_handle=SIGNALS)
+    # Some releases of torch have a port by default, which could not be told from one that was asked
+    # for.
+    port = os.environ.get(PORT_VARIABLE)
+    parser.set_defaults(
+        nproc_per_node=None, master_addr=None, master_port=port, signals_to_handle=SIGNALS
+    )
     return parser
 
 
@@ -173,24 +179,37 @@ def choose_rendezvous(options: Namespace) -> None:
             would try for minutes; or --master-port would not be used.
     """
     require_port_is_used(options)
-    if options.master_port and not is_large(options):
+    if is_large(options):
+        options.master_addr = options.master_addr or os.environ.get(ADDRESS_VARIABLE)
+    elif options.master_port:
         options.master_addr = options.master_addr or LOCALHOST
     address = options.rdzv_endpoint or options.master_addr
-    if not address and is_large(options):
+    if address:
+        check_host(address, has_port=bool(options.rdzv_endpoint))
+    elif is_large(options):
         raise ConfigError(
             f"--nnodes {options.nnodes}: needs --rdzv-endpoint HOST:PORT, the same on every "
             "machine: a port of one of them"
         )
 
-    if not address:
+    if not (options.rdzv_endpoint or options.master_port or is_large(options)):
         options.standalone = True
+        options.master_addr = None
         return
+    options.master_port = options.master_port or STATIC_PORT
     # torch's default, which is for --master-addr
     if options.rdzv_endpoint and options.rdzv_backend == "static":
         options.rdzv_backend = "c10d"
 
+
+def check_host(address: str, has_port: bool) -> None:
+    """Check that the host of an address is known.
+
+    Raises:
+        ConfigError: It is not.
+    """
     # IPv6 addresses are in brackets
-    host = re.sub(r"\]?:\d+$|^\[", "", address) if options.rdzv_endpoint else address
+    host = re.sub(r"\]?:\d+$|^\[", "", address) if has_port else address
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -226,7 +245,7 @@ def require_port_is_used(options: Namespace) -> None:
 def meeting_point(options: Namespace) -> tuple[str, int]:
     """Return host and port of a launch on several machines, by default with torch's ports."""
     if not options.rdzv_endpoint:
-        return options.master_addr, int(options.master_port or STATIC_PORT)
+        return options.master_addr, options.master_port
     text = options.rdzv_endpoint
     port = re.search(r":(\d+)$", text)
     host = re.sub(r"\]?:\d+$|^\[|\]$", "", text)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from launches import SMALL, start, wait_for_heartbeat
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.run import get_args_parser
 
 from ddp_lab import __main__ as dispatcher
 from ddp_lab.config.errors import ConfigError
@@ -24,7 +25,9 @@ from ddp_lab.launchers import start_ranks as launcher
 from ddp_lab.launchers.command import refuse_tasks
 from ddp_lab.launchers.start_ranks import (
     OWN_STORE,
+    STATIC_PORT,
     is_large,
+    meeting_point,
     read_options,
     report_failure,
     start_ranks,
@@ -193,6 +196,31 @@ def test_master_port_that_torch_would_ignore_is_refused(others, message, monkeyp
     # of a scheduler, which sets it in every job
     monkeypatch.setenv("PET_MASTER_PORT", "29517")
     read_options(line)
+
+
+@pytest.mark.parametrize("others", [[], ["--standalone"], ["--master-addr=127.0.0.1"]])
+@pytest.mark.parametrize("default", [None, 29500])
+def test_ranks_of_one_machine_meet_at_a_free_port_unless_one_is_named(others, default, monkeypatch):
+    """Releases of torch differ in the default of their --master-port."""
+
+    def with_default() -> ArgumentParser:
+        parser = get_args_parser()
+        parser.set_defaults(master_port=default)
+        return parser
+
+    monkeypatch.setattr("torch.distributed.run.get_args_parser", with_default)
+    monkeypatch.setattr("ddp_lab.launchers.waiting.is_free", lambda *_: False)
+    options, _ = read_options(["--nproc=2", *others, "strategy=ddp", "device=cpu"])
+    assert options is not None
+    assert (options.standalone, options.master_addr, options.master_port) == (True, None, None)
+
+
+def test_ranks_of_several_machines_meet_where_a_scheduler_says(monkeypatch):
+    monkeypatch.setenv("PET_MASTER_ADDR", "127.0.0.1")
+    line = ["--nproc=2", "--nnodes=2", "--node-rank=1", "strategy=ddp", "device=cpu"]
+    options, _ = read_options(line)
+    assert options is not None
+    assert meeting_point(options) == ("127.0.0.1", STATIC_PORT)
 
 
 def test_port_of_another_rendezvous_is_left_to_torch(monkeypatch):

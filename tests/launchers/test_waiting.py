@@ -83,8 +83,7 @@ def test_port_of_another_program_is_told_from_that_of_a_store():
         ("a:123", None, None, ("a", 123)),
         ("a", None, None, ("a", 29400)),
         ("[::1]:7", None, None, ("::1", 7)),
-        ("", "b", None, ("b", 29500)),
-        ("", "b", "8", ("b", 8)),
+        ("", "b", 8, ("b", 8)),
     ],
 )
 def test_machines_meet_at_the_address_of_the_options(endpoint, address, port, expected):
