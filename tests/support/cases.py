@@ -36,13 +36,13 @@ MATRIX = [
     # activation checkpointing
     Case("single", settings="checkpoint_activations=block accumulate=3 clipped", ranks=(1,)),
     Case("dp", model="vit", settings="checkpoint_activations=block", ranks=(1,)),
-    Case("split", "num_microbatches=3", settings="checkpoint_activations=block recipe", ranks=(1,)),
+    Case("split", "num_microbatches=3", settings="checkpoint_activations=block recipe", slow=(1,)),
     Case(
         "scratch",
         "algorithm=bucketed",
         model="vit",
         settings="checkpoint_activations=block accumulate=3",
-        ranks=(2,),
+        slow=(2,),
     ),
     Case(
         "ddp", settings="checkpoint_activations=block recipe almost-empty", ranks=(2,), extra=(3,)
@@ -52,7 +52,7 @@ MATRIX = [
         "batch_norm=sync",
         model="narrow",
         settings="checkpoint_activations=block samples=61",
-        ranks=(2,),
+        slow=(2,),
         extra=(4,),
     ),
     Case(
@@ -112,7 +112,7 @@ MATRIX = [
     Case("ddp", settings="accumulate=3 clipped", ranks=(2,), extra=(1, 4)),
     Case("ddp", settings="data.loader=workers recipe almost-empty", ranks=(2,), extra=(3,)),
     Case("ddp", settings="focal almost-empty", slow=(2,), extra=(4,)),
-    Case("ddp", settings="files", ranks=(2,), extra=(4,)),
+    Case("ddp", settings="files", slow=(2,), extra=(4,)),
     Case("ddp", model="vit_drop", settings="accumulate=3", ranks=(2,)),
     Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), extra=(4,)),
     Case("fsdp", settings="almost-empty", ranks=(3,), extra=(1, 2)),
@@ -124,23 +124,23 @@ MATRIX = [
     Case("scratch", settings="stream", slow=(2,), extra=(4,)),
     Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), extra=(4,)),
     Case("fsdp", settings="readers", slow=(2,), extra=(4,)),
-    Case("pipeline", "num_microbatches=5", settings="readers", ranks=(2,), extra=(4,)),
+    Case("pipeline", "num_microbatches=5", settings="readers", slow=(2,), extra=(4,)),
     Case("tp", settings="stream", slow=(2,)),
     Case("ddp_pipeline", settings="readers data.num_workers=0", slow=(4,)),
     Case("fsdp", settings="model.init=by_block", slow=(2,)),
     Case("fsdp", model="vit", ranks=(2,)),
     Case("fsdp", model="vit", settings="almost-empty", slow=(4,)),
     Case("fsdp", model="vit_drop", slow=(2,)),
-    Case("pipeline", ranks=(1,)),
+    Case("pipeline", slow=(1,)),
     Case(
         "pipeline",
         "schedule=gpipe num_microbatches=24 cut=[fc2]",
         settings="data.loader=workers",
-        ranks=(2,),
+        slow=(2,),
     ),
     Case("pipeline", "schedule=interleaved1f1b", settings="accumulate=2 clipped", ranks=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", slow=(2,)),
-    Case("pipeline", "num_microbatches=5", settings="recipe", ranks=(2,)),
+    Case("pipeline", "num_microbatches=5", settings="recipe", slow=(2,)),
     Case("pipeline", settings="files", slow=(2,)),
     # the first stage has neither parameters nor buffers
     Case("pipeline", "cut=[first]", model="unbiased", settings="clipped", ranks=(2,)),
@@ -167,11 +167,11 @@ MATRIX = [
     Case("ddp_pipeline", model="vit", settings="clipped", slow=(4,)),
     Case("ddp_pipeline", "schedule=gpipe num_microbatches=3", settings="almost-empty", slow=(4,)),
     Case("ddp_pipeline", "schedule=interleaved1f1b", settings="clipped", slow=(4,)),
-    Case("tp", "tp=1", settings="clipped", ranks=(1,)),
+    Case("tp", "tp=1", settings="clipped", slow=(1,)),
     Case("tp", settings="data.loader=workers almost-empty", ranks=(2,)),
     Case("tp", "tp=2", settings="accumulate=3 clipped", slow=(2,), extra=(4,)),
     Case("tp", settings="recipe", slow=(2,)),
-    Case("tp", settings="clipped", ranks=(4,)),  # which does not divide 50 channels and 10 units
+    Case("tp", settings="clipped", slow=(4,)),  # which does not divide 50 channels and 10 units
     Case("tp", "tp=2", model="vit", settings="clipped", slow=(2,), extra=(4,)),
     Case(
         "tp",
@@ -296,9 +296,9 @@ MATRIX = [
     # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so
     # one value per channel.
     Case("scratch", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
-    Case("ddp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
+    Case("ddp", "batch_norm=sync", model="normalized", slow=(3,), extra=(2,)),
     Case("fsdp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2, 4)),
-    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(4,), extra=(2,)),
+    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(2,), slow=(4,)),
     Case("mesh", "batch_norm=sync", model="normalized", slow=(2,), extra=(3,)),
     Case("mesh", "shard=null batch_norm=sync", model="normalized", slow=(3,)),
     Case(
@@ -327,7 +327,7 @@ MATRIX = [
     Case("pipeline", "cut=[fc1]", model="partly_frozen", settings="clipped", ranks=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="partly_frozen", ranks=(2,)),
     Case("mesh", "pp=2 cut=[fc1]", model="partly_frozen", settings="epochs=1 clipped", slow=(2,)),
-    Case("tp", model="partly_frozen", settings="clipped", ranks=(2,)),
+    Case("tp", model="partly_frozen", settings="clipped", slow=(2,)),
     # Models of users.
     Case(
         "scratch",
@@ -387,7 +387,7 @@ MATRIX = [
         "find_unused_parameters=true keep_whole=[experts.*]",
         model="experts",
         settings="almost-empty accumulate=3",
-        ranks=(3,),
+        slow=(3,),
         extra=(2,),
     ),
     Case(
@@ -417,7 +417,7 @@ MATRIX = [
         "find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001",
         model="experts",
         settings="adamw weights almost-empty",
-        ranks=(3,),
+        slow=(3,),
     ),
     Case(
         "ddp",
@@ -453,9 +453,9 @@ MATRIX = [
     Case("fsdp", model="own=finetuned", settings="max_grad_norm=0.05", slow=(2,)),
     Case("fsdp", model="own=vision_transformer", settings="data.dataset.channels=3", slow=(2,)),
     Case("ddp", model="own=lazy_blocks", ranks=(2,)),
-    Case("fsdp", model="own=lazy_blocks", ranks=(2,)),
+    Case("fsdp", model="own=lazy_blocks", slow=(2,)),
     Case("fsdp", model="own=lazy_blocks", settings="model.init=by_block", ranks=(2,)),
-    Case("pipeline", "cut=[2]", model="own=lazy_blocks", ranks=(2,)),
+    Case("pipeline", "cut=[2]", model="own=lazy_blocks", slow=(2,)),
     Case("tp", model="own=lazy_blocks", slow=(2,)),
     # Units of fsdp: containers, tied weights, parts used without their forward pass; parts that
     # only some steps and ranks use.
@@ -475,7 +475,7 @@ MATRIX = [
         "fsdp",
         model="units=Mixture",
         settings="accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty",
-        ranks=(3,),
+        slow=(3,),
         extra=(2,),
     ),
     Case(
@@ -498,7 +498,7 @@ MATRIX = [
         "keep_whole=[experts]",
         model="units=Mixture model.where=units",
         settings="accumulate=3 adamw clipped almost-empty",
-        ranks=(3,),
+        slow=(3,),
     ),
     Case(
         "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
@@ -518,13 +518,13 @@ MATRIX = [
         slow=(3,),
     ),
     # GPT-2's tied head: embedding and head have one weight, in two blocks
-    Case("single", model="tied_head", settings="accumulate=3", ranks=(1,)),
+    Case("single", model="tied_head", settings="accumulate=3", slow=(1,)),
     Case("dp", model="tied_head", settings="accumulate=2", slow=(1,)),
     Case("split", "num_microbatches=3", model="tied_head", settings="accumulate=2", slow=(1,)),
     Case("scratch", model="tied_head", settings="accumulate=2", slow=(2,)),
-    Case("scratch", "algorithm=bucketed", model="tied_head", ranks=(2,), extra=(3,)),
-    Case("ddp", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3,)),
-    Case("fsdp", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3, 4)),
+    Case("scratch", "algorithm=bucketed", model="tied_head", slow=(2,), extra=(3,)),
+    Case("ddp", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3,)),
+    Case("fsdp", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3, 4)),
     Case(
         "fsdp",
         "reshard_after_forward=false",
@@ -539,7 +539,7 @@ MATRIX = [
     Case("pipeline", "schedule=interleavedzerobubble", model="tied_head", slow=(2,)),
     Case("pipeline", model="tied_head", settings="model.init=default", slow=(2,)),
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
-    Case("ddp_pipeline", model="tied_head", settings="accumulate=2", ranks=(4,)),
+    Case("ddp_pipeline", model="tied_head", settings="accumulate=2", slow=(4,)),
     Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3,)),
     Case("mesh", "shard=2", model="tied_head", slow=(4,)),
     Case(
@@ -556,7 +556,7 @@ MATRIX = [
     Case("mesh", "shard=null", model="own=one_weight", slow=(2,)),
     Case("split", model="own=one_weight", slow=(1,)),
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
-    Case("pipeline", "cut=['5']", model="own=one_weight", ranks=(2,)),
+    Case("pipeline", "cut=['5']", model="own=one_weight", slow=(2,)),
     # plans of any module
     Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     # Without the bias of the keys, whose gradients are rounding errors of 1e-19. AdamW divides them
@@ -605,18 +605,18 @@ MATRIX = [
         "devices=[cpu,cpu] num_microbatches=3",
         task="multi_label",
         settings="accumulate=2",
-        ranks=(1,),
+        slow=(1,),
     ),
-    Case("fsdp", task="multi_label", ranks=(2,)),
+    Case("fsdp", task="multi_label", slow=(2,)),
     Case("dp", task="tokens", settings="accumulate=2", ranks=(1,)),
     Case(
         "split",
         "devices=[cpu,cpu] num_microbatches=3",
         task="segmentation",
         settings="accumulate=2",
-        ranks=(1,),
+        slow=(1,),
     ),
-    Case("scratch", task="segmentation", settings="accumulate=2", ranks=(2,)),
+    Case("scratch", task="segmentation", settings="accumulate=2", slow=(2,)),
     Case("ddp", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("ddp", task="sums", settings="accumulate=2 clipped", ranks=(3,), extra=(2,)),
     Case("fsdp", task="sums", settings="accumulate=2", slow=(2,), extra=(3,)),
@@ -628,16 +628,16 @@ MATRIX = [
         settings="accumulate=2",
         ranks=(1,),
     ),
-    Case("pipeline", task="sums", settings="accumulate=2", ranks=(2,)),
+    Case("pipeline", task="sums", settings="accumulate=2", slow=(2,)),
     Case("ddp_pipeline", "pp=1", task="sums", slow=(2,)),
     Case("mesh", "pp=2", task="sums", slow=(2,)),
     Case("ddp", task="tokens", settings="accumulate=2", ranks=(2,)),
-    Case("fsdp", task="segmentation", ranks=(2,)),
+    Case("fsdp", task="segmentation", slow=(2,)),
     Case("fsdp", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("pipeline", task="segmentation", settings="accumulate=2", ranks=(2,)),
-    Case("pipeline", task="tokens", ranks=(2,)),
+    Case("pipeline", task="tokens", slow=(2,)),
     Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", ranks=(2,)),
-    Case("tp", task="segmentation", settings="accumulate=2", ranks=(2,)),
+    Case("tp", task="segmentation", settings="accumulate=2", slow=(2,)),
     Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "tp=2", task="tokens", settings="accumulate=2", slow=(2,)),
@@ -650,7 +650,7 @@ MATRIX = [
         ranks=(1,),
     ),
     Case("single", task="one_left", settings=f"{CHUNKS} float64", slow=(1,)),
-    Case("scratch", task="one_left", settings=f"{CHUNKS} float64", ranks=(2,), slow=(3,)),
+    Case("scratch", task="one_left", settings=f"{CHUNKS} float64", slow=(2, 3)),
     Case(
         "scratch",
         "algorithm=bucketed",
@@ -658,7 +658,7 @@ MATRIX = [
         settings=f"{CHUNKS} accumulate=2",
         ranks=(2,),
     ),
-    Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), slow=(4,)),
+    Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", slow=(2, 4)),
     Case(
         "ddp",
         "find_unused_parameters=true",
@@ -668,7 +668,7 @@ MATRIX = [
     ),
     Case("ddp", task="one_left", settings=f"{CHUNKS} checkpoint_activations=block", slow=(2,)),
     Case("fsdp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), slow=(3,)),
-    Case("fsdp", task="one_left", settings=f"{CHUNKS} float64 clipped", ranks=(2,), slow=(4,)),
+    Case("fsdp", task="one_left", settings=f"{CHUNKS} float64 clipped", slow=(2, 4)),
     Case(
         "fsdp",
         "reshard_after_forward=false",
@@ -676,7 +676,7 @@ MATRIX = [
         settings=f"{CHUNKS} checkpoint_activations=block",
         slow=(2,),
     ),
-    Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,)),
+    Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", slow=(2,)),
     Case("mesh", "shard=1", task="one_left", settings=f"{CHUNKS} float64", slow=(2,)),
     Case("mesh", "shard=2", model="tied_head", settings=CHUNKS, slow=(4,)),
 ]
