@@ -132,7 +132,16 @@ def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
     assert time_slots(halves)[0] == [(0, 1, "F", 0), (3, 1, "I", 0), (4, 1, "W", 0)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "scratch", "fsdp", "tp tp=2", "mesh shard=null"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.slow),
+        pytest.param("scratch", marks=pytest.mark.slow),
+        "fsdp",
+        "tp tp=2",
+        pytest.param("mesh shard=null", marks=pytest.mark.slow),
+    ],
+)
 def test_module_of_the_user_is_planned_under_every_strategy_that_takes_it(strategy):
     row = planned(strategy, *own_model("Plain"))
     assert row.ranks == 2
@@ -166,6 +175,7 @@ def test_thousands_of_ranks_are_planned():
     )
 
 
+@pytest.mark.slow
 def test_warm_up_before_a_capture_copies_weights_and_momenta():
     """A compiled step warms up once: the optimizer has no state yet that would be copied."""
     state = planned("ddp", *VIT).fullest.state_bytes
@@ -177,6 +187,7 @@ def test_warm_up_before_a_capture_copies_weights_and_momenta():
         assert planned("ddp", *VIT, keys).fullest.peak["copies"] == expected, keys
 
 
+@pytest.mark.slow
 def test_unsharded_gradients_of_accumulation_are_counted():
     once, twice = (planned("fsdp", *VIT, f"accumulate={number}").fullest for number in (1, 2))
     assert (

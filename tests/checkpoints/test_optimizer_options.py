@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import assert_same, first_launch, train
 from launches import SMALL, refusal_in_world
+from slow_rows import slow_but
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, RAdam, RMSprop
 from torch.utils.data import TensorDataset
@@ -57,8 +58,8 @@ def change(checkpoint: Path, how: str) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("form", slow_but(["full"], ["full", "sharded"]))
+@pytest.mark.parametrize("how", slow_but(["lacks"], CHANGES))
 def test_run_resumes_a_checkpoint_of_another_release_of_torch(how, form, tmp_path):
     overrides = f"checkpoint.format={form}", "optimizer.momentum=0.9"
     first = first_launch(tmp_path.parent, 1, ("epochs=1", *overrides))

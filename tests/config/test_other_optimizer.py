@@ -11,13 +11,18 @@ ADAM = "optimizer._target_=torch.optim.Adam"
     ("overrides", "line"),
     [
         ([ADAM], f"{ADAM}: momentum, nesterov of optimizer=sgd are left out"),
-        ([ADAM, "~optimizer.momentum"], f"{ADAM}: momentum, nesterov of optimizer=sgd are left"),
-        (
+        pytest.param(
+            [ADAM, "~optimizer.momentum"],
+            f"{ADAM}: momentum, nesterov of optimizer=sgd are left",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["optimizer._target_=torch.optim.RMSprop", "optimizer.momentum=0.5"],
             "optimizer._target_=torch.optim.RMSprop: nesterov of optimizer=sgd is left out",
+            marks=pytest.mark.slow,
         ),
         ([ADAM, "optimizer=adamw"], ""),
-        ([], ""),
+        pytest.param([], "", marks=pytest.mark.slow),
     ],
 )
 def test_defaults_that_the_class_lacks_are_left_out_and_logged_once(overrides, line, tmp_path):

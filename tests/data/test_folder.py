@@ -234,7 +234,11 @@ def assert_epoch(loaders: list[WorkerLoader], epoch: int, start: int, expected) 
 
 @pytest.mark.parametrize(
     ("size", "workers"),
-    [(1, 0), (3, 1), (2, 2)],
+    [
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        (2, 2),
+    ],
 )
 def test_images_are_the_same_for_any_world_workers_and_resume(root, expected, size, workers):
     images = dataset(root).train

@@ -132,8 +132,9 @@ def train(lines: list[str]) -> None:
             main_in_world(*line.split())
 
 
-QUICK = ["1 single data.loader=device", "2 ddp data.num_workers=1", "3 ddp", "2 pipeline"]
-OTHERS = ["1 split strategy.devices=[cpu,cpu]", "1 dp", "2 ddp data.loader=device", "2 fsdp"]
+QUICK = ["1 single data.loader=device", "2 ddp data.num_workers=1"]
+OTHERS = ["3 ddp", "2 pipeline"]
+OTHERS += ["1 split strategy.devices=[cpu,cpu]", "1 dp", "2 ddp data.loader=device", "2 fsdp"]
 OTHERS += [
     "2 tp",
     "2 mesh data.loader=device",
@@ -274,7 +275,7 @@ def test_mistakes_are_one_message(tmp_path):
         assert code == 2, f"{line}: {printed}"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_token_outside_of_the_vocabulary_ends_the_run_with_one_message(workers, tmp_path):
     write_shard(tmp_path / "later.bin", [*range(85), 50000, *range(90)])
     line = f"ddp-lab train --nproc 2 strategy=ddp {RUN} data.num_workers={workers}"

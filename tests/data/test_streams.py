@@ -11,6 +11,7 @@ import own_datasets
 import own_streams
 import pytest
 import torch
+from slow_rows import slow_but
 
 from ddp_lab.config.errors import ConfigError, SampleError
 from ddp_lab.data import stream as streams
@@ -63,8 +64,8 @@ def in_order(readers: int, samples: int) -> torch.Tensor:
 
 
 # a multiple of the ranks, a divisor of them, and neither
-@pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("readers", slow_but([1, 3, 6], [1, 2, 3, 4, 6]))
+@pytest.mark.parametrize("ranks", slow_but([1, 2, 3], [1, 2, 3, 4]))
 def test_order_is_that_of_the_readers_for_any_ranks(readers, ranks):
     stream = stream_of(own_streams.Images, readers)
     expected = in_order(readers, 10 * BATCH).view(10, BATCH, 1, 28, 28)
@@ -73,7 +74,9 @@ def test_order_is_that_of_the_readers_for_any_ranks(readers, ranks):
     assert torch.allclose(later, expected[6:], atol=1e-3)
 
 
-@pytest.mark.parametrize(("readers", "ranks", "processes"), [(4, 1, 2), (4, 2, 4)])
+@pytest.mark.parametrize(
+    ("readers", "ranks", "processes"), [pytest.param(4, 1, 2, marks=pytest.mark.slow), (4, 2, 4)]
+)
 def test_processes_do_not_change_the_order(readers, ranks, processes):
     stream = stream_of(own_streams.Noisy, readers)
     assert loader(stream, 0, ranks, processes)._processes == 2
@@ -180,7 +183,9 @@ def targets_of(stream: Stream, batches: int, start: int = 0, position: Any = Non
     ]
 
 
-@pytest.mark.parametrize("readers", [1, 2, 4])
+@pytest.mark.parametrize(
+    "readers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_stream_of_datasets_is_divided_by_its_shards_and_resumes_from_its_state(readers):
     stream = stream_of(partial(own_streams.hugging_face, "train"), readers, targets="label")
     per_reader = own_streams.SIZE // readers

@@ -82,7 +82,7 @@ def test_killed_launch_leaves_no_process():
     ("command", "how"),
     [
         pytest.param("python", "stuck", id="python-stuck"),
-        pytest.param(TORCHRUN, "raise", id="torchrun-raise"),
+        pytest.param(TORCHRUN, "raise", id="torchrun-raise", marks=pytest.mark.slow),
         pytest.param("python", "raise", id="python-raise", marks=pytest.mark.slow),
         pytest.param(TORCHRUN, "stuck", id="torchrun-stuck", marks=pytest.mark.slow),
     ],

@@ -22,7 +22,7 @@ SCRIPTS = {
     "detector.py": ([], " loss", 0.01, 0.08),
 }
 
-FURTHER = ("bert.py", "detector.py", "gan.py")  # take the longest
+FURTHER = ("bert.py", "detector.py", "gan.py", "gpt.py", "segment.py")  # take the longest
 
 
 def run_example(name: str, *arguments: str) -> str:

@@ -7,6 +7,7 @@ import own_callbacks
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
+from slow_rows import slow_but
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import once, run_world
@@ -91,7 +92,10 @@ def trained(strategy: str, ranks: int, averaged: bool = False) -> list[dict[str,
 
 
 @pytest.mark.parametrize("averaged", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("strategy", "ranks"), [world[:2] for world in WORLDS])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    slow_but([("single", 1), ("ddp", 2)], [world[:2] for world in WORLDS]),
+)
 def test_metrics_are_those_of_the_complete_set(strategy, ranks, averaged):
     (single,) = trained("single", 1, averaged)
     for rank, outcome in enumerate(trained(strategy, ranks, averaged)):

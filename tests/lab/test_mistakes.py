@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from launches import call_in_process, refusal_in_world
+from slow_rows import slow_but
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from worlds import run_world
@@ -425,7 +426,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("case", READ)
 def test_sample_that_is_read_while_training_is_one_message_of_the_command(
     case, ranks, tmp_path, monkeypatch

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_rows import slow_but
 from torch import nn
 from torch.utils.data import TensorDataset
 from worlds import run_world
@@ -168,7 +169,7 @@ def failures(strategy: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_but(["dp", "ddp"], STRATEGIES))
 def test_inputs_that_the_model_does_not_support_are_one_message_on_ranks(strategy, capfd):
     for rank in run_world(STRATEGIES[strategy], failures, strategy, timeout=90):
         for case, (_, _, message) in MISTAKES.items():

@@ -241,7 +241,18 @@ def require_equal(trained: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (trained["weights"][name] - tensor).abs().max() <= 1e-12, name
 
 
-SLOW = [("scratch", 3), ("fsdp", 1), ("tp", 1), ("tp", 3), ("dp", 3)]
+SLOW = [
+    ("single", 1),
+    ("scratch", 1),
+    ("scratch", 3),
+    ("ddp", 1),
+    ("fsdp", 1),
+    ("fsdp", 3),
+    ("tp", 1),
+    ("tp", 3),
+    ("dp", 1),
+    ("dp", 3),
+]
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,17 @@ NOISE = 3
 FIRST = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
 SECOND = partial(torch.optim.SGD, lr=0.1)
 WORLDS = [("single", 1, {}), ("dp", 1, {}), *REPLICATING]
+FAST = [
+    ("single", 1, {}),
+    ("dp", 1, {}),
+    ("scratch", 3, {"algorithm": "bucketed"}),
+    ("ddp", 3, {}),
+]
 each_world = pytest.mark.parametrize(
     ("strategy", "ranks", "options"),
     [
         # of three ranks some have no sample of the last batch
-        pytest.param(*world, marks=pytest.mark.slow if world[1] == 2 else ())
+        pytest.param(*world, marks=() if world in FAST else pytest.mark.slow)
         for world in WORLDS
     ],
     ids=lambda value: str(value).strip("{}"),
@@ -446,7 +452,7 @@ def penalize(strategy: str, options: dict[str, Any]):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("strategy", ["scratch", "ddp"])
+@pytest.mark.parametrize("strategy", [pytest.param("scratch", marks=pytest.mark.slow), "ddp"])
 def test_gradient_penalty_equals_single(strategy):
     (expected,) = run_world(1, penalize, "single", {}, timeout=60)
     models, *_ = run_world(2, penalize, strategy, {}, timeout=60)

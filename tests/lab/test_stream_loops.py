@@ -44,7 +44,9 @@ def loop(strategy: str, dataset: type, folder: str, ends: list[int], readers: in
     return losses
 
 
-@pytest.mark.parametrize(("dataset", "readers"), [(Noisy, 1), (Stateful, 2)])
+@pytest.mark.parametrize(
+    ("dataset", "readers"), [pytest.param(Noisy, 1, marks=pytest.mark.slow), (Stateful, 2)]
+)
 def test_loop_resumes_in_another_world_as_one_without_an_end(dataset, readers, tmp_path):
     whole = run_world(1, loop, "single", dataset, str(tmp_path / "whole"), [9], readers)[0]
     folder = str(tmp_path / "parts")

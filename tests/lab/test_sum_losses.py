@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_rows import slow_but
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from worlds import once, run_world
@@ -28,8 +29,8 @@ LENGTH = 9
 WORDS = 4
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 # Three ranks cannot divide the layers for tp, and dp has one process.
-WORLDS = [("dp", 1), ("ddp", 2), ("fsdp", 2)]
-SLOW = [("tp", 2), ("scratch", 2), ("scratch", 3), ("ddp", 3), ("fsdp", 3)]
+WORLDS = [("dp", 1), ("ddp", 2)]
+SLOW = [("fsdp", 2), ("tp", 2), ("scratch", 2), ("scratch", 3), ("ddp", 3), ("fsdp", 3)]
 WORLDS += [pytest.param(*world, marks=pytest.mark.slow) for world in SLOW]
 CUTTING = {
     "split": {"devices": ["cpu", "cpu"], "num_microbatches": 2},
@@ -221,7 +222,7 @@ def cut_world(strategy: str) -> list[dict[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("strategy", CUTTING)
+@pytest.mark.parametrize("strategy", slow_but(["split", "pipeline"], CUTTING))
 def test_strategies_that_cut_a_model_take_such_a_loss_of_tensors(strategy, accumulate):
     for by_accumulate in cut_world(strategy):
         require_equal(by_accumulate[accumulate], by_hand("positive"), partly=True)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_rows import slow_but
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from worlds import run_world
@@ -186,7 +187,9 @@ def of_logits(strategy: str, wrapped: bool) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("strategy", ["single", "scratch", "dp", "ddp", "fsdp", "tp"])
+@pytest.mark.parametrize(
+    "strategy", slow_but(["single", "ddp"], ["single", "scratch", "dp", "ddp", "fsdp", "tp"])
+)
 def test_tasks_take_the_logits_of_dicts(strategy):
     (expected,) = run_world(1, of_logits, "single", False, timeout=60)
     ranks = 1 if strategy in ("single", "dp") else 2

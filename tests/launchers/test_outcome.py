@@ -25,7 +25,14 @@ def outcome_of(file: Path, code: int) -> dict:
 
 
 @pytest.mark.covers("train --json")
-@pytest.mark.parametrize("line", [ONE, TWO, "python train.py"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(ONE, marks=pytest.mark.slow),
+        TWO,
+        pytest.param("python train.py", marks=pytest.mark.slow),
+    ],
+)
 def test_finished_run_has_its_metrics_and_files(line, tmp_path):
     file = tmp_path / "outcome.json"
     where = [f"runs_dir={tmp_path}/runs", f"--json={file}"]
@@ -121,13 +128,15 @@ def test_refused_run_has_the_message_and_no_directory(line, overrides, error, tm
     assert [record[key] for key in KEYS[3:]] == [None] * 8
 
 
-@pytest.mark.parametrize("line", [ONE, TWO])
 @pytest.mark.parametrize(
-    ("number", "code", "status"),
+    ("line", "number", "code", "status"),
     [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 75, "preempted"),
-        (signal.SIGUSR1, 75, "preempted"),
+        (TWO, signal.SIGINT, 130, "interrupted"),
+        (ONE, signal.SIGTERM, 75, "preempted"),
+        pytest.param(ONE, signal.SIGINT, 130, "interrupted", marks=pytest.mark.slow),
+        pytest.param(TWO, signal.SIGTERM, 75, "preempted", marks=pytest.mark.slow),
+        pytest.param(ONE, signal.SIGUSR1, 75, "preempted", marks=pytest.mark.slow),
+        pytest.param(TWO, signal.SIGUSR1, 75, "preempted", marks=pytest.mark.slow),
     ],
 )
 def test_run_that_is_stopped_by_a_signal_has_its_checkpoint(line, number, code, status, tmp_path):

@@ -1,11 +1,13 @@
 """How `ddp-lab train` and `train.py` end by each signal of docs/running.md, early or late."""
 
+import itertools
 import json
 import signal
 import subprocess
 
 import pytest
 from launches import OWN, SMALL, newest, start, wait_for_heartbeat
+from slow_rows import slow_but
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGUSR1: 75}
 OUTCOMES = {130: "interrupted", 75: "preempted"}
@@ -14,8 +16,16 @@ COMMANDS = {
     "one process": ("python -m ddp_lab train", "strategy=single"),
     "two ranks": ("python -m ddp_lab train --nproc 2", "strategy=ddp"),
 }
-every_command = pytest.mark.parametrize("command", COMMANDS)
-every_signal = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+FAST = [  # each command and each signal once
+    ("train.py", signal.SIGUSR1),
+    ("one process", signal.SIGINT),
+    ("two ranks", signal.SIGTERM),
+]
+every_command_and_signal = pytest.mark.parametrize(
+    ("command", "number"),
+    slow_but(FAST, itertools.product(COMMANDS, CODES)),
+    ids=lambda value: getattr(value, "name", value),
+)
 
 
 def end_of(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -24,8 +34,7 @@ def end_of(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-@every_command
-@every_signal
+@every_command_and_signal
 def test_signal_during_training_saves_a_checkpoint_and_is_the_exit_code(command, number, tmp_path):
     line, strategy = COMMANDS[command]
     where = [f"runs_dir={tmp_path}", "name=mine"]
@@ -43,8 +52,7 @@ def test_signal_during_training_saves_a_checkpoint_and_is_the_exit_code(command,
     assert newest(run_dir)["progress"]["step"] == status["step"] > 5
 
 
-@every_command
-@every_signal
+@every_command_and_signal
 def test_signal_before_training_is_the_exit_code_and_leaves_no_run(command, number, tmp_path):
     line, strategy = COMMANDS[command]
     model = ["model._target_=own_signals.signalling_cnn", f"+model.number={int(number)}"]

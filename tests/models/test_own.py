@@ -125,7 +125,7 @@ BUCKETED = "strategy=scratch strategy.algorithm=bucketed strategy.bucket_mb=0.00
 @pytest.mark.parametrize(
     ("strategy", "model", "parameter"),
     [
-        ("strategy=ddp", "SomeSteps", "sometimes.weight"),
+        pytest.param("strategy=ddp", "SomeSteps", "sometimes.weight", marks=pytest.mark.slow),
         ("strategy=ddp", "Experts", "experts."),  # of which each rank has used others
         (BUCKETED, "Experts", "experts."),
     ],

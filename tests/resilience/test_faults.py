@@ -24,6 +24,7 @@ from launches import (
     wait_for,
     wait_for_heartbeat,
 )
+from slow_rows import slow_but
 from torch.distributed.flight_recorder.fr_trace import main as torchfrtrace
 
 from ddp_lab.resilience.run_directory import RESTART_WAIT
@@ -133,7 +134,7 @@ REPORTS = {  # by fault: the kind in failure.json and a part of the message
 }
 
 
-@pytest.mark.parametrize("fault", REPORTS)
+@pytest.mark.parametrize("fault", slow_but(["raise"], REPORTS))
 @pytest.mark.covers("inject")
 def test_first_failure_is_reported_once(fault, tmp_path):
     code, output = launch(DDP, *overrides(tmp_path, "failed", f"inject={fault}@rank=1,step=8"))
@@ -302,7 +303,9 @@ def test_preemption_of_one_rank_saves_and_the_run_resumes(tmp_path, undisturbed)
     assert_same_end(tmp_path / "preempted", undisturbed[2])
 
 
-@pytest.mark.parametrize(("line", "code"), [("python train.py", 130), (DDP, 1)])
+@pytest.mark.parametrize(
+    ("line", "code"), [pytest.param("python train.py", 130, marks=pytest.mark.slow), (DDP, 1)]
+)
 def test_ctrl_c_saves_a_checkpoint(line, code, tmp_path):
     """A terminal sends SIGINT to all processes, and torchrun sends it to its ranks once more."""
     process = start(line, *overrides(tmp_path, "mine", "epochs=100000"))

@@ -49,6 +49,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == "ids" else pytest.mark.slow) for case in CASES]
 )
@@ -88,6 +89,7 @@ def test_steps_of_batches_of_any_length_are_not_compiled(tmp_path):
     assert message in (tmp_path / "ids" / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_with_padded_batches(tmp_path):
     expected = losses_of(1, [*PADDED, "epochs=3"], tmp_path, "once")
     losses_of(1, PADDED, tmp_path, "twice")

@@ -321,7 +321,9 @@ def record(run_dir: Path, launches: list[list[int]]) -> None:
         logger.close("finished" if number == len(launches) else "preempted", {})
 
 
-@pytest.mark.parametrize("picture", ["curves.png", "confusion.png"])
+@pytest.mark.parametrize(
+    "picture", ["curves.png", pytest.param("confusion.png", marks=pytest.mark.slow)]
+)
 def test_picture_of_a_resumed_run_has_all_epochs_and_the_last_evaluation(picture, tmp_path):
     with drawn():
         record(tmp_path / "resumed" / "mine", [[1, 2], [2, 3]])

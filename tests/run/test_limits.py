@@ -29,10 +29,25 @@ def places(run_dir: Path) -> list[tuple[int, int]]:
     ("limits", "expected", "why"),
     [
         ("max_steps=7", [(1, 5), (2, 7)], "ended: max_steps=7 is reached at step 7"),
-        ("max_steps=10", [(1, 5), (2, 10)], "ended: max_steps=10 is reached at step 10"),
-        ("max_steps=3 epochs=2", [(1, 3)], "ended: max_steps=3 is reached at step 3"),
+        pytest.param(
+            "max_steps=10",
+            [(1, 5), (2, 10)],
+            "ended: max_steps=10 is reached at step 10",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "max_steps=3 epochs=2",
+            [(1, 3)],
+            "ended: max_steps=3 is reached at step 3",
+            marks=pytest.mark.slow,
+        ),
         ("max_steps=30 epochs=1", [(1, 5)], None),
-        ("max_steps=7 data.loader=workers", [(1, 5), (2, 7)], "max_steps=7 is reached"),
+        pytest.param(
+            "max_steps=7 data.loader=workers",
+            [(1, 5), (2, 7)],
+            "max_steps=7 is reached",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_first_limit_that_is_reached_ends_the_run(limits, expected, why, tmp_path):
@@ -141,7 +156,7 @@ def test_limits_that_contradict_are_refused(line, message):
     assert f"error: {message}" in errors
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     run_dir = tmp_path / "run"
     limit = 0.03 + 0.01 * ranks  # minutes, of which 50 steps take a part

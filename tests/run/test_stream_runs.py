@@ -58,7 +58,7 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "ranks", "strategy", "more"),
     [
-        ("noisy", 1, "single", ()),
+        pytest.param("noisy", 1, "single", (), marks=pytest.mark.slow),
         ("stateful", 2, "ddp", ("data.readers=2", "ema=0.8")),
         pytest.param("stateful", 2, "pipeline", (), marks=pytest.mark.slow),
         pytest.param("noisy", 2, "fsdp", ("data.readers=2",), marks=pytest.mark.slow),

@@ -120,7 +120,7 @@ def error_of_capture(
     return str(caught.value), events, step.running_sums.totals[0].item()
 
 
-@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("waiting", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
     """A rank that left the step would leave the other one with messages that never come."""
     ranks = run_world(2, capture_with_a_waiting_stage, waiting, timeout=60)

@@ -142,9 +142,9 @@ def test_batches_are_gathered_by_one_compiled_function_in_all_epochs():
 @pytest.mark.parametrize(
     ("dtype", "memory_format"),
     [
-        (torch.float64, torch.contiguous_format),
+        pytest.param(torch.float64, torch.contiguous_format, marks=pytest.mark.slow),
         (torch.float64, torch.channels_last),
-        (torch.float32, torch.channels_last),
+        pytest.param(torch.float32, torch.channels_last, marks=pytest.mark.slow),
     ],
     ids=["float64", "float64-last", "bf16-last"],
 )

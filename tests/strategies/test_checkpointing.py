@@ -51,7 +51,7 @@ ALIKE = {
 
 QUICK = {
     1: ["single accumulate=2 vit clipped", f"single {DROPOUT}"],
-    2: ["ddp batch_norm=sync narrow", f"fsdp {DROPOUT}", "tp tp=2 vit"],
+    2: ["ddp batch_norm=sync narrow"],
 }
 
 

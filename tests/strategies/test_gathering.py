@@ -23,6 +23,7 @@ SIZE = 25
 BATCH = 12
 SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 WORLDS = [("dp", 1, {}), ("tp", 2, {"tp": 2}), *REPLICATING]
+FAST = [("dp", 1, {}), ("scratch", 3, {"algorithm": "bucketed"}), ("ddp", 3, {})]
 
 
 def pairs() -> TensorDataset:
@@ -118,7 +119,7 @@ def expected(nested: bool):
 @pytest.mark.parametrize(
     ("strategy", "ranks", "options", "nested"),
     [
-        pytest.param(*world, nested, marks=pytest.mark.slow if world[1] == 2 else ())
+        pytest.param(*world, nested, marks=() if world in FAST else pytest.mark.slow)
         for world in [*WORLDS, ("mesh", 2, {"shard": 1})]
         for nested in (False, True)[: 1 if world[0] == "mesh" else 2]
     ],

@@ -13,6 +13,7 @@ import torch
 from case import config_of, reference_of
 from in_bf16 import CHUNKS, SETTINGS, assert_chunks_round_no_more, run_in_bf16
 from launches import main_in_world, only_run, read_metrics, refusal_in_world
+from slow_rows import slow_but
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -309,7 +310,7 @@ def built(line: str, *, chunks: int = 3):
     return build(config_of(f"{line} task.head_chunks={chunks}"), Runtime("cpu"))
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", slow_but([*REFUSED][0:1] + [*REFUSED][5:], REFUSED))
 def test_what_needs_all_logits_is_refused_with_the_reason(case):
     with pytest.raises(ConfigError) as refusal:
         built(case)
@@ -320,7 +321,7 @@ def test_what_needs_all_logits_is_refused_with_the_reason(case):
     built(case, chunks=1)
 
 
-@pytest.mark.parametrize("axis", ["pp", "tp"])
+@pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_mesh_with_an_axis_within_a_replica_is_refused(axis):
     line = f"strategy=mesh strategy.{axis}=2 task=tokens task.head_chunks=2 model=gpt data=own "
     line += "data.dataset._target_=own_datasets.Tokens data.num_classes=11 data.num_workers=0"

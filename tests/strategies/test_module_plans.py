@@ -457,11 +457,12 @@ def test_plan_without_an_example_is_refused():
             0,
             "tp on 2 x cpu: dp 1 x tp 2; 4 layers sharded by strategy.plan, entry,",
         ),
-        (
+        pytest.param(
             "{layers.*.up: column}",
             2,
             "error: strategy.plan: the divided model does not compute what the model does: "
             "layers.0.down fails: RuntimeError: ",
+            marks=pytest.mark.slow,
         ),
     ],
 )

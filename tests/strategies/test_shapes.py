@@ -93,16 +93,18 @@ MODELS = {
     ),
     "flattened": (flattened, [partial(tokens, 3)] * 2),
 }
+QUICK = ("lengths", "sizes")
 CASES = [  # (strategy, its options, the model), on two ranks or in one process
     *(("split", {"num_microbatches": 3}, model) for model in MODELS),
     ("dp", {}, "lengths"),
-    *(("pipeline", {"num_microbatches": 2}, model) for model in MODELS),
+    *(("pipeline", {"num_microbatches": 2}, model) for model in QUICK),
+]
+FURTHER = [  # slow
+    *(("pipeline", {"num_microbatches": 2}, model) for model in MODELS if model not in QUICK),
     ("pipeline", {"num_microbatches": 2, "cut": ["4"]}, "floats"),
     ("pipeline", {"schedule": "interleavedzerobubble", "num_microbatches": 2}, "sizes"),
     ("mesh", {"pp": 2, "num_microbatches": 2}, "lengths"),
     ("tp", {}, "lengths"),
-]
-FURTHER = [  # slow
     ("pipeline", {"schedule": "gpipe", "num_microbatches": 3}, "lengths"),
     ("pipeline", {"schedule": "interleaved1f1b", "num_microbatches": 2}, "lengths"),
     ("ddp_pipeline", {"pp": 1, "num_microbatches": 2}, "lengths"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from case import reference_of
 from cases import assert_equal
+from slow_rows import slow_but
 from small_networks import make_model
 from torch import nn
 from training import run_cases
@@ -53,7 +54,7 @@ def advice(strategy: str, *overrides: str) -> tuple[Advisor, Row]:
     )
 
 
-@pytest.mark.parametrize("strategy", ["tp tp=2", "mesh tp=2"])
+@pytest.mark.parametrize("strategy", [pytest.param("tp tp=2", marks=pytest.mark.slow), "mesh tp=2"])
 def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
     """Query, key and value are one layer of a pair.
 
@@ -174,7 +175,9 @@ def sums_alive_after_a_strategy(strategy: str, options: list[str]) -> list[bool]
         return [before, made[0]() is not None]
 
 
-@pytest.mark.parametrize("strategy", ["strategy=tp", "strategy=mesh strategy.tp=2"])
+@pytest.mark.parametrize(
+    "strategy", ["strategy=tp", pytest.param("strategy=mesh strategy.tp=2", marks=pytest.mark.slow)]
+)
 def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(strategy):
     """A rank that finds them again would not make others, for which the other rank waits."""
     first, *options = strategy.split()
@@ -334,7 +337,9 @@ def test_advise_predicts_what_tensor_parallelism_gains():
     assert line.startswith("tp tp=2: prediction from FLOPs and bytes: tp=2 is at most 1.7")
 
 
-@pytest.mark.parametrize(("batch_size", "faster"), [(8, "single"), (8192, "ddp")])
+@pytest.mark.parametrize(
+    ("batch_size", "faster"), slow_but([(8192, "ddp")], [(8, "single"), (8192, "ddp")])
+)
 def test_advise_names_what_is_faster_where_tensor_parallelism_gains_nothing(batch_size, faster):
     """The sums of narrow tokens take longer than what they save; ddp sends 0.1 MB for any batch."""
     narrow = [*TINY, "model.width=32", "model.heads=4", "precision=bf16"]

@@ -44,7 +44,7 @@ def ddp_steps(accumulate: int) -> list[tuple[dict[str, int], dict[str, int]]]:
     return steps
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_ddp_sums_every_gradient_once_in_a_step(accumulate):
     size = 129_068  # of LeNet, which has 8 parameters
     for steps in run_world(2, ddp_steps, accumulate):
@@ -163,8 +163,10 @@ def test_pipelines_of_mesh_gather_once_and_sum_after_every_part(accumulate, monk
     ("axes", "ranks", "groups"),
     [
         ("pp=2 shard=2", 8, {0: [0, 1, 2, 3], 7: [4, 5, 6, 7]}),
-        ("pp=2 shard=2 tp=2", 16, {0: [0, 2, 4, 6], 11: [9, 11, 13, 15]}),
-        ("pp=2 shard=1", 4, {1: [0, 1], 2: [2, 3]}),
+        pytest.param(
+            "pp=2 shard=2 tp=2", 16, {0: [0, 2, 4, 6], 11: [9, 11, 13, 15]}, marks=pytest.mark.slow
+        ),
+        pytest.param("pp=2 shard=1", 4, {1: [0, 1], 2: [2, 3]}, marks=pytest.mark.slow),
         ("shard=2 tp=2", 8, {3: [1, 3, 5, 7]}),
     ],
 )

@@ -38,7 +38,7 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
 }
 SHARDING = ("fsdp", "tp", "mesh")  # which replace the parameters
 # a pipeline whose replicas are as those of ddp, and others that cut or shard as quicker ones do
-SLOW = ("ddp_pipeline", "tp", "mesh")
+SLOW = ("pipeline", "ddp_pipeline", "tp", "mesh")
 CUTTING = ("split", "pipeline", "ddp_pipeline", "mesh")  # which call the blocks of the model
 
 

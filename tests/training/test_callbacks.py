@@ -9,6 +9,7 @@ import own_callbacks
 import pytest
 import torch
 from launches import ROOT, SMALL, launch, main_in_world, only_run, read_metrics, refusal_in_world
+from slow_rows import slow_but
 from worlds import run_world
 
 from ddp_lab.config.errors import TrainingError
@@ -149,7 +150,7 @@ METHODS = ["on_start", "before_step", "on_step_end", "on_evaluation_batch", "on_
 METHODS += ["on_evaluated", "on_checkpoint", "on_epoch_end", "close"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_but(["on_start", "on_evaluate", "close"], METHODS))
 def test_exception_of_a_callback_is_one_message(method, tmp_path):
     callback = f"{{_target_: own_callbacks.Failing, method: {method}}}"
     message = failure("python train.py", tmp_path, callback, "evaluate_every=3")
@@ -160,7 +161,7 @@ def test_exception_of_a_callback_is_one_message(method, tmp_path):
     )
 
 
-@pytest.mark.parametrize("ranks", ["0,1", "1"])
+@pytest.mark.parametrize("ranks", slow_but(["1"], ["0,1", "1"]))
 def test_exception_on_some_ranks_is_one_message(ranks, tmp_path):
     callback = f"{{_target_: own_callbacks.Failing, method: on_step_end, ranks: [{ranks}]}}"
     message = failure(TWO_RANKS, tmp_path, callback)

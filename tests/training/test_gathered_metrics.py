@@ -16,6 +16,7 @@ from configs import config
 from launches import ROOT, SMALL, launch, only_run, read_metrics, refusal_in_world
 from omegaconf import OmegaConf
 from sklearn.metrics import roc_auc_score
+from slow_rows import slow_but
 from training import ONE_PROCESS, Recorder
 from worlds import once, run_world
 
@@ -56,23 +57,16 @@ LINES = {
         "single max_grad_norm=0.1",
         "single almost-empty",
     ],
-    2: [
-        "ddp",
-        "fsdp",
-        "pipeline",
-        "tp tp=2",
-        "ddp accumulate=3 clipped",
-        "fsdp almost-empty",
-        "mesh shard=null tp=2 short",
-    ],
-    3: ["ddp", "fsdp", "pipeline", "scratch almost-empty"],
+    2: ["ddp accumulate=3 clipped", "fsdp almost-empty", "pipeline"],
+    3: ["scratch almost-empty"],
+}
+FURTHER = {  # slow
+    2: ["ddp", "fsdp", "tp tp=2", "mesh shard=null tp=2 short"],
+    3: ["ddp", "fsdp", "pipeline"],
     4: ["ddp_pipeline", "mesh shard=2 tp=2 short"],
 }
 CASES = [(line, ranks) for ranks, lines in LINES.items() for line in lines]
-PARAMS = [
-    pytest.param(line, ranks, marks=[pytest.mark.slow] if ranks == 4 else [])
-    for line, ranks in CASES
-]
+SLOW = [(line, ranks) for ranks, lines in FURTHER.items() for line in lines]
 
 
 def train(line: str, metrics: list[Any], runtime: Runtime) -> dict[str, Any]:
@@ -134,20 +128,21 @@ def train_all(lines: list[str], metrics: list[Any]) -> dict[str, dict[str, Any]]
 
 
 @once
-def world(ranks: int) -> list[dict[str, dict[str, Any]]]:
-    return run_world(ranks, train_all, LINES[ranks], METRICS, timeout=400)
+def world(ranks: int, are_further: bool = False) -> list[dict[str, dict[str, Any]]]:
+    lines = (FURTHER if are_further else LINES)[ranks]
+    return run_world(ranks, train_all, lines, METRICS, timeout=400)
 
 
 @once
 def references() -> dict[str, dict[str, Any]]:
-    lines = dict.fromkeys(reference_of(line) for line, _ in CASES)
+    lines = dict.fromkeys(reference_of(line) for line, _ in [*CASES, *SLOW])
     return run_world(1, train_all, list(lines), METRICS, timeout=400)[0]
 
 
-@pytest.mark.parametrize(("line", "ranks"), PARAMS, ids=str)
+@pytest.mark.parametrize(("line", "ranks"), slow_but(CASES, [*CASES, *SLOW]), ids=str)
 def test_metrics_equal_those_of_one_device(line, ranks):
     expected = references()[reference_of(line)]["evaluations"]
-    for rank in world(ranks):
+    for rank in world(ranks, (line, ranks) in SLOW):
         trained = rank[line]["evaluations"]
         assert len(trained) == len(expected) == (1 if "short" in line else 2)
         for row, other in zip(trained, expected, strict=True):

@@ -14,6 +14,7 @@ from case import Case, config_of
 from fp16 import FITTING, LARGE, in_fp16, on_cpu
 from launches import launch
 from omegaconf import open_dict
+from slow_rows import slow_but
 from torch.nn.functional import cross_entropy
 from training import Outcome, largest_difference
 from worlds import once, run_world
@@ -89,7 +90,7 @@ def test_skipped_step_changes_the_scale_and_the_schedule_only(optimizer, average
     assert not any(torch.equal(*pair) for pair in zip(before, state_of(step), strict=True))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_but(["momentum"], OPTIMIZERS))
 def test_first_step_may_be_skipped(optimizer):
     """The step after it is that of a new optimizer, not one of memory without values."""
     step, (batch, *_) = make_step(*OPTIMIZERS[optimizer].split())
@@ -194,13 +195,14 @@ def test_ranks_agree_on_what_they_skip(case):
     assert 0 < largest_difference(outcome.weights, reference.weights) < 0.01 * moved
 
 
+@pytest.mark.slow
 def test_split_skips_on_all_its_devices():
     case = "split devices=[cpu,cpu] num_microbatches=2 vit"
     _, scale = in_fp16([case], [LARGE])[case, LARGE]
     assert 0 < scale["skipped_steps"] < 6
 
 
-@pytest.mark.parametrize("form", ["pt", "sharded"])
+@pytest.mark.parametrize("form", ["pt", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_resumed_run_continues_with_the_scale_and_the_averages(form, tmp_path):
     settings = f"single vit ema=0.9 checkpoint.at_steps=[4] save={tmp_path}"
     resumed = f"{settings} resume={tmp_path}/{form}/step_00000004.{form}"

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from launches import SMALL, launch, only_run, read_metrics
+from slow_rows import slow_but
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -103,7 +104,7 @@ def train(strategy: str, options: dict) -> tuple[list[float], dict[str, torch.Te
 
 @pytest.mark.parametrize(
     "world",
-    [pytest.param(each, marks=pytest.mark.slow if "hybrid" in each else ()) for each in WORLDS],
+    slow_but(["ddp", "fsdp", "pipeline"], WORLDS),
 )
 def test_strategy_has_the_weights_of_torchs_optimizers(world):
     ranks, options = WORLDS[world]

@@ -9,6 +9,7 @@ import torch
 from launches import SMALL, launch, only_run, read_metrics
 from own_optimizers import Counting, ScheduleFree
 from safetensors.torch import load_file
+from slow_rows import slow_but
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -108,7 +109,7 @@ def train(strategy: str, options: dict, folder: str, evaluates: bool, resumes: b
     return of_steps, evaluated
 
 
-@pytest.mark.parametrize("strategy", WORLDS)
+@pytest.mark.parametrize("strategy", slow_but(["single", "split", "ddp", "fsdp"], WORLDS))
 def test_strategy_equals_a_plain_loop(strategy, tmp_path):
     ranks, options = WORLDS[strategy]
     for of_steps, evaluated in run_world(
@@ -121,7 +122,7 @@ def test_strategy_equals_a_plain_loop(strategy, tmp_path):
         torch.testing.assert_close(written[name], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_evaluations_and_checkpoints_change_no_digit(strategy, tmp_path):
     ranks, options = WORLDS[strategy]
     losses = [
@@ -131,7 +132,10 @@ def test_evaluations_and_checkpoints_change_no_digit(strategy, tmp_path):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(("first", "second"), [("single", "single"), ("fsdp", "fsdp")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("single", "single"), pytest.param("fsdp", "fsdp", marks=pytest.mark.slow)],
+)
 def test_resumed_loop_continues_to_the_last_digit(first, second, tmp_path):
     ranks, options = WORLDS[first]
     (complete, _), *_ = run_world(ranks, train, first, options, str(tmp_path), False)
