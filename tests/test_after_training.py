@@ -73,9 +73,14 @@ def evaluations(folder: Path, strategies: list[str]) -> dict[str, dict]:
         return values
 
 
-def test_evaluation_under_any_strategy_equals_the_one_of_training(trained):
+@pytest.mark.parametrize(
+    "strategies",
+    [("ddp", "pipeline"), pytest.param(("scratch", "fsdp", "tp", "ddp"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_evaluation_under_any_strategy_equals_the_one_of_training(strategies, trained):
     logged = read_metrics(trained)[-1]
-    ranks = run_world(2, evaluations, trained, ["ddp", "scratch", "fsdp", "tp", "pipeline"])
+    ranks = run_world(2, evaluations, trained, [*strategies])
     results = ranks[0] | evaluations(trained, ["single", "split"])
     assert ranks[0] == ranks[1]
     for strategy, values in results.items():

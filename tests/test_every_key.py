@@ -14,7 +14,7 @@ import importlib
 import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from launches import ROOT, SMALL, main_in_world, read_metrics
 from omegaconf import OmegaConf
 from safetensors import safe_open
 from safetensors.torch import load_file
+from slow_rows import slow_but
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from worlds import run_world
@@ -476,21 +477,28 @@ def run_all(folder: str, lines: list[str]) -> list[tuple[object, str, float | No
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Ended]:
-    """Return the runs of all rows, and those that they are compared with, by their overrides."""
+    """Return the runs of KEYS, and those that they are compared with, by their overrides."""
+    others = ["", CHOSEN, SHARED, NORMED, "{TEXT}"]
+    return runs_of(tmp_path_factory.mktemp("runs"), others, KEYS.values())
+
+
+@pytest.fixture(scope="module")
+def further_runs(tmp_path_factory) -> dict[str, Ended]:
+    """Return the runs of MORE."""
+    rows = (row for rows in MORE.values() for row in rows.values())
+    return runs_of(tmp_path_factory.mktemp("further"), [""], rows)
+
+
+def runs_of(folder: Path, others: list[str], rows: Iterable[Row]) -> dict[str, Ended]:
+    """Return the runs of others and of rows, and what these are compared with."""
     from hf_datasets import write_hf  # takes 2 s, which all processes of pytest would spend
 
-    folder = tmp_path_factory.mktemp("runs")
     images = write_folder(folder / "images", {"train": 20, "test": 6}, sides=(20, 30))
-    write_hf(folder / "hf")
     (folder / "sentences.txt").write_bytes(b"to be or not, " * 90)
-    lines = [
-        "",
-        CHOSEN,
-        SHARED,
-        NORMED,
-        *(line for row in ROWS.values() for line in (row.base, row.overrides)),
-    ]
+    lines = [*others, *(line for row in rows for line in (row.base, row.overrides))]
     lines = list(dict.fromkeys(lines))
+    if any("{HF}" in line for line in lines):
+        write_hf(folder / "hf")
     names = {
         "FOLDER": images,
         "RUN": folder / "run0",
@@ -514,8 +522,13 @@ def runs(tmp_path_factory) -> dict[str, Ended]:
     }
 
 
-@pytest.mark.parametrize(("key", "kind"), ROWS, ids=lambda value: value or "key")
-def test_key_has_its_effect(key, kind, runs):
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    slow_but([each for each in ROWS if not each[1]], ROWS),
+    ids=lambda value: value or "key",
+)
+def test_key_has_its_effect(key, kind, request):
+    runs = request.getfixturevalue("further_runs" if kind else "runs")
     row = ROWS[key, kind]
     assert re.search(rf"(^| ){re.escape(key)}=", row.overrides), "the run does not set the key"
     run = runs[row.overrides]

@@ -11,11 +11,22 @@ from pathlib import Path
 
 import pytest
 import warm
+from slow_rows import slow_but
 
 from ddp_lab.exercises import processes
 from ddp_lab.exercises.catalog import TITLES, load
 from ddp_lab.exercises.explain import named
 
+FAST = [  # one of each form of exercise
+    "split_batch",
+    "ring_all_reduce",
+    "overlap",
+    "sharded_optimizer",
+    "gpipe_schedule",
+    "one_f_one_b_schedule",
+    "resume_epoch",
+    "spot_the_bug",
+]
 WRONG = {
     path.stem: tomllib.loads(path.read_text())["wrong"]
     for path in (Path(__file__).parent / "wrong").glob("*.toml")
@@ -64,7 +75,7 @@ def explain_source(file: Path, name: str, source: str, expected: str | None) -> 
     return text
 
 
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("name", slow_but(FAST, TITLES))
 def test_reference_solution_is_right_and_the_file_to_start_from_names_what_is_to_be_written(
     name, explain
 ):
@@ -75,7 +86,7 @@ def test_reference_solution_is_right_and_the_file_to_start_from_names_what_is_to
     assert missing in explain(name, exercise.template(), missing)
 
 
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize("name", slow_but(FAST, TITLES))
 def test_wrong_solutions_are_told_apart(name, explain):
     source = load(name).solution
     for wrong in WRONG[name]:

@@ -369,7 +369,13 @@ def test_mistake_in_an_own_step_is_one_message(lab, mistake, message):
 
 
 @pytest.mark.parametrize(
-    "strategy", [("split", {"devices": ["cpu", "cpu"]}), ("pipeline", {}), ("mesh", {}), ("tp", {})]
+    "strategy",
+    [
+        ("split", {"devices": ["cpu", "cpu"]}),
+        ("pipeline", {}),
+        pytest.param(("mesh", {}), marks=pytest.mark.slow),
+        pytest.param(("tp", {}), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("method", ["forward", "backward", "update", "accumulating", "frozen"])
 def test_strategy_that_owns_the_passes_refuses_own_steps(strategy, method):

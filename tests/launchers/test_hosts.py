@@ -385,7 +385,12 @@ def signal_when(capture, printed: int, numbers: list[int], out: list[str]) -> th
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow),
+    ],
 )
 def test_signal_reaches_the_launchers_of_all_hosts_which_may_save(number, code, stub, capfd):
     out: list[str] = []

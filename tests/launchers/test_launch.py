@@ -20,7 +20,7 @@ from small_digits import ALL_DIGITS
 from worlds import once, run_world
 
 LINES = [  # command, strategy, ranks, an excerpt of the log
-    ("torchrun --nproc_per_node=4 train.py strategy=ddp", "ddp", 4, "ddp on 4 x cpu"),
+    ("torchrun --nproc_per_node=2 train.py strategy=ddp", "ddp", 2, "ddp on 2 x cpu"),
     ("python train.py", "single", 1, "single on 1 x cpu"),
     ("python -m ddp_lab train --nproc 2 strategy=fsdp", "fsdp", 2, "fsdp on 2 x cpu"),
 ]

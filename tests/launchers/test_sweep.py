@@ -96,7 +96,7 @@ def test_concurrent_jobs_use_different_ports(tmp_path):
     sweep = "python -m ddp_lab -m --config-dir own experiment=mine"
     line = sweep_overrides(
         tmp_path,
-        "hydra.launcher.nproc_per_node=3",
+        "hydra.launcher.nproc_per_node=2",
         "hydra.launcher.max_parallel=2",
         "strategy=scratch,ddp",
     )

@@ -171,7 +171,15 @@ def begin_by_block(overrides: list[str]) -> dict:
     return begin(overrides, is_large=True)
 
 
-def test_blocks_of_a_chain_are_read_by_block(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        "strategy.shard=null",
+        pytest.param("strategy.tp=2", marks=pytest.mark.slow),
+        pytest.param("strategy.pp=2 strategy.cut=[block1]", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_a_chain_are_read_by_block(options, tmp_path):
     """A mesh reads a GPT with a tied head, whose file has one name of it."""
     overrides = [*TEXT, "data.root=README.md", "model=gpt", "model.depth=2", "model.width=16"]
     overrides += ["model.heads=2", "model.tied=true"]
@@ -180,17 +188,12 @@ def test_blocks_of_a_chain_are_read_by_block(tmp_path):
     shifted = {name: tensor + 1 for name, tensor in first.items()}
     save_file(shifted, tmp_path / "model.safetensors")
     overrides.append(f"model.weights={tmp_path}")
-    for options in (
-        ["strategy=mesh", "strategy.shard=null"],
-        ["strategy=mesh", "strategy.tp=2"],
-        ["strategy=mesh", "strategy.pp=2", "strategy.cut=[block1]"],
-    ):
-        ranks = run_world(2, begin_by_block, [*overrides, *options])
-        weights = ranks[0]["weights"]
-        assert all(torch.equal(weights[name], tensor) for name, tensor in shifted.items())
-        assert torch.equal(weights["head.linear.weight"], weights["embed.tokens.weight"])
-        whole = sum(tensor.nbytes for tensor in shifted.values())
-        assert max(rank["bytes"] for rank in ranks) < 0.9 * whole, options
+    ranks = run_world(2, begin_by_block, [*overrides, "strategy=mesh", *options.split()])
+    weights = ranks[0]["weights"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in shifted.items())
+    assert torch.equal(weights["head.linear.weight"], weights["embed.tokens.weight"])
+    whole = sum(tensor.nbytes for tensor in shifted.values())
+    assert max(rank["bytes"] for rank in ranks) < 0.9 * whole
 
 
 @pytest.mark.slow

@@ -97,6 +97,7 @@ def test_run_killed_at_any_step_resumes_to_the_same_end(tmp_path, undisturbed):
     assert_same_end(tmp_path / "killed", undisturbed[1])
 
 
+@pytest.mark.slow
 def test_run_resumes_in_mid_epoch_with_other_ranks_and_strategy(tmp_path, undisturbed):
     line = overrides(tmp_path, "moved", "checkpoint.every_steps=1")
     assert launch(DDP, *line, "data.loader=workers", "inject=raise@rank=1,step=8")[0] == 1
@@ -288,6 +289,7 @@ def test_on_nan_skip_continues_after_a_loss_that_is_not_finite(tmp_path):
     assert all(record["train_loss"] is not None for record in read_metrics(tmp_path / "skipped"))
 
 
+@pytest.mark.slow
 def test_preemption_of_one_rank_saves_and_the_run_resumes(tmp_path, undisturbed):
     """One rank receives the signal; all ranks exit after the same step.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launches import SMALL, main_in_world, read_metrics, refusal_in_world
+from slow_rows import slow_but
 from worlds import run_world
 
 BASE = [*SMALL, "data.dataset.train_size=40", "data.dataset.test_size=8", "epochs=1", "device=cpu"]
@@ -80,7 +81,7 @@ def refusals(lines: list[str]) -> list[tuple[object, str]]:
     return [refusal_in_world(line) for line in lines]
 
 
-@pytest.mark.parametrize("ranks", REFUSED)
+@pytest.mark.parametrize("ranks", slow_but([2], REFUSED))
 def test_loss_over_the_batch_is_refused_where_the_batch_is_divided(ranks):
     cases = REFUSED[ranks]
     ended = run_world(ranks, refusals, [with_base(line) for line, *_ in cases])[0]

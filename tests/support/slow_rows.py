@@ -9,7 +9,7 @@ import pytest
 def slow_but(fast: Collection[Any], rows: Iterable[Any]) -> list[Any]:
     """Return the rows of a parametrized test, all marked slow but those in `fast`.
 
-    A row is a value or a tuple of values.
+    A row is a value, or a tuple of the values of several parameters.
 
     Raises:
         ValueError: one of `fast` is not a row, so a test would be missing.
