@@ -135,10 +135,10 @@ def test_pipelines_wait_for_their_input_and_idle_as_the_bubble_says():
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param("ddp", marks=pytest.mark.slow),
+        "ddp",
         pytest.param("scratch", marks=pytest.mark.slow),
         "fsdp",
-        "tp tp=2",
+        pytest.param("tp tp=2", marks=pytest.mark.slow),
         pytest.param("mesh shard=null", marks=pytest.mark.slow),
     ],
 )

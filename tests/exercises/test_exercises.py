@@ -18,7 +18,7 @@ from ddp_lab.exercises.catalog import TITLES, load
 from ddp_lab.exercises.explain import named
 
 FAST = [  # one of each form of exercise
-    "split_batch",
+    "accumulate",
     "ring_all_reduce",
     "overlap",
     "sharded_optimizer",

@@ -387,8 +387,8 @@ def signal_when(capture, printed: int, numbers: list[int], out: list[str]) -> th
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        (signal.SIGTERM, 75),
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow),
     ],
 )

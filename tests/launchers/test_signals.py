@@ -16,10 +16,11 @@ COMMANDS = {
     "one process": ("python -m ddp_lab train", "strategy=single"),
     "two ranks": ("python -m ddp_lab train --nproc 2", "strategy=ddp"),
 }
-FAST = [  # each command and each signal once
-    ("train.py", signal.SIGUSR1),
-    ("one process", signal.SIGINT),
-    ("two ranks", signal.SIGTERM),
+FAST = [  # each command and each signal
+    ("train.py", signal.SIGTERM),
+    ("one process", signal.SIGUSR1),
+    ("two ranks", signal.SIGINT),
+    ("two ranks", signal.SIGUSR1),
 ]
 every_command_and_signal = pytest.mark.parametrize(
     ("command", "number"),

@@ -167,9 +167,9 @@ def train(strategy: str, name: str, options: dict, **of_trainer) -> dict:
 
 QUICK = {
     ("tied", "accumulate"): {"schedule": "1f1b", "num_microbatches": 2},
+    ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
 }
 FURTHER = {
-    ("pictures", "gpipe"): {"schedule": "gpipe", "num_microbatches": 1},
     ("recurrent", "1f1b"): {"schedule": "1f1b", "num_microbatches": 2, "cut": ["layers.1"]},
     ("tied", "mesh"): {"schedule": "1f1b", "num_microbatches": 2, "pp": 2},
     ("deep", "interleaved"): {"schedule": "interleaved1f1b", "num_microbatches": 2},
