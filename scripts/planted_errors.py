@@ -29,7 +29,9 @@ ERRORS = [
     for name, error in errors.items()
 ]
 LIMIT = 300  # seconds for the tests of an error
-PASSED, FAILED, NO_TESTS = 0, 1, 5  # exit codes of pytest
+PASSED = 0  # exit codes of pytest
+FAILED = 1
+NO_TESTS = 5
 SUITES = ("not slow", "slow and not extra")  # expressions of pytest's -m, the quickest first
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv*", "runs", "data", "*.egg-info", "__pycache__", ".*_cache"
