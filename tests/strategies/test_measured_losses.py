@@ -38,8 +38,8 @@ def measured_dtypes(cases: list[str]) -> dict[str, set[torch.dtype]]:
     for case in cases:
         seen: set[torch.dtype] = set()
 
-        def noting(found, task, outputs, *arguments):
-            found.add(outputs.dtype)
+        def noting(dtypes_of_case, task, outputs, *arguments):
+            dtypes_of_case.add(outputs.dtype)
             return measure(task, outputs, *arguments)
 
         base.measure = partial(noting, seen)  # as of Strategy.use_compiled
