@@ -76,6 +76,7 @@ def one_process(size: int) -> list[str]:
         for m in ("1", "4", "5 samples=97 data.loader=workers focal")
     ]
     splits.append(f"split {devices} num_microbatches=2 tied_head accumulate=2")
+    splits.append(f"split {devices} num_microbatches=2 vit float64 compile=true")
     # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s,
     # 2026-11-25).
     return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers float64", *splits]
@@ -117,8 +118,13 @@ TOGETHER = [
         "tp tp=2 clipped",
     ),
     *each(f"{GRAPH} {RECOMPUTED}", "ddp accumulate=2 vit float64", "fsdp vit float64 clipped"),
-    *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
-    *each(f"{GRAPH} {EXACT_RATE}", "fsdp units=Containers clipped"),
+    *each(GRAPH, "fsdp", "fsdp recipe"),
+    *each(
+        f"{GRAPH} {EXACT_RATE}",
+        "fsdp units=Containers clipped",
+        # In float32 the weights of 97 samples differ by 6e-6 on four GPUs (H200s, 2026-11-28).
+        "fsdp reshard_after_forward=false samples=97 float64",
+    ),
     *each(
         GRAPH,
         "mesh shard=null accumulate=2 short clipped",
