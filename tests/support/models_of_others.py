@@ -427,15 +427,15 @@ def train_all(strategy: str, names: list[str], folder: Path) -> dict[str, str | 
     return {name: trained(strategy, name, folder) for name in names}
 
 
-def train_planned(world: World, folder: Path) -> dict[str, str | float]:
-    """Train the models of PLANS on a rank of a world; results as of `trained`."""
+def train_planned(world: World, names: list[str], folder: Path) -> dict[str, str | float]:
+    """Train some of PLANS' models on a rank of a world; results as of `trained`."""
     return {
         name: trained(
             world.strategy,
             name,
             folder,
             **world.options,
-            **{"plan": plan} if world.is_planned else {},
+            **{"plan": PLANS[name]} if world.is_planned else {},
         )
-        for name, plan in PLANS.items()
+        for name in names
     }
