@@ -265,8 +265,8 @@ SLOW = {
     "mesh tp=2 sequence_parallel=true short": 8,
     "scratch algorithm=bucketed accumulate=3 vit clipped": 4,
     "ddp_pipeline pp=1 vit": 3,
-    "mesh pp=2 checkpoint_activations=block short": 2,
 }
+EXTRA = {"mesh pp=2 checkpoint_activations=block short": 2}
 
 
 def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
