@@ -21,6 +21,7 @@ reason below the table. So is a stock loop that torch alone does not have, with 
 plans, which needs no GPU, so that a later call on GPUs shows both.
 
 stock                the loop of the strategy as an expert writes it (scripts/bench_stock.py)
+stock float32 sums   the same of a Transformer that adds its blocks in float32, as most do
 stock eager          torch alone: images on the device, bf16, channels_last, fused SGD
 stock overhead       the same after torch.compile(mode="reduce-overhead"), on several devices inside
                      of DistributedDataParallel
@@ -67,7 +68,7 @@ from scripts.bench_layouts import (  # noqa: E402
 from scripts.bench_loops import LOOPS  # noqa: E402
 from scripts.bench_models import LR, MODELS  # noqa: E402
 from scripts.bench_pairs import ratios  # noqa: E402
-from scripts.bench_stock import why_no_stock_loop  # noqa: E402
+from scripts.bench_stock import USUAL_SUMS, why_no_stock_loop  # noqa: E402
 from scripts.bench_table import is_same, table  # noqa: E402
 
 FASTEST = ["cuda_graph=true", "compile=true", "channels_last=true", "precision=bf16"]
@@ -81,7 +82,7 @@ PAIRED = "ours beside bare"
 KEYS = ("model", "devices", "strategy", "loop", "batch")  # of a row: which one it is
 NUMBERS = ("rates", "ratios", "cpu_ratios", "layout")  # of a row: what is not printed
 PAIRS = 24  # epochs of a launch
-NAMES = [*LOOPS, "stock", *OURS, PAIRED]
+NAMES = [*LOOPS, "stock", USUAL_SUMS, *OURS, PAIRED]
 
 
 def overrides(model: str, ranks: int, arguments: argparse.Namespace) -> list[str]:
@@ -349,7 +350,9 @@ def rows_of(row: dict, layout: Layout, loops: list[str]) -> Iterator[dict]:
     strategy = row["strategy"]
     name = strategy.split()[0].partition("-")[0]
     for loop in loops:
-        if loop in (*LOOPS, PAIRED) and strategy not in ("single", "ddp"):
+        if loop in (*LOOPS, USUAL_SUMS, PAIRED) and strategy not in ("single", "ddp"):
+            continue
+        if loop == USUAL_SUMS and not MODELS[row["model"]].is_transformer:
             continue
         whole = row | {"loop": loop, "layout": layout._asdict(), "rates": [], "launches": 0}
         if layout.pp > 1:

@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from ddp_lab.world.device import peak_memory_bytes  # noqa: E402
 from scripts.bench_layouts import Layout  # noqa: E402
 from scripts.bench_models import LR, MODELS, Model, made_up  # noqa: E402
-from scripts.bench_stock import STOCK  # noqa: E402
+from scripts.bench_stock import STOCK, USUAL_SUMS, with_usual_sums  # noqa: E402
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 Step = Callable[[], Any]
@@ -168,10 +169,10 @@ def main(arguments: Namespace) -> None:
     torch.manual_seed(0)
     model = MODELS[arguments.model]
     arguments.layout = Layout(**arguments.layout)
-    loops = STOCK if arguments.loop == "stock" else LOOPS
-    step = loops[arguments.strategy if arguments.loop == "stock" else arguments.loop](
-        model, device, arguments
-    )
+    if arguments.loop == USUAL_SUMS:
+        model = replace(model, make=partial(with_usual_sums, model.make))
+    loop = LOOPS.get(arguments.loop, STOCK[arguments.strategy])
+    step = loop(model, device, arguments)
     rates: list[float] = []
     for _ in range(arguments.repeats + 1):
         wait(device)

@@ -52,6 +52,7 @@ class Model:
         steps: usual steps of a repeat.
         cpu_batch, cpu_steps: the same on a CPU, which take a second or so.
         optimizer: makes the optimizer of the stock loops.
+        is_transformer: whether its blocks are added to an embedding.
         counts_memory: whether the memory of train.py is measured, by a callback, which costs a
             few microseconds a step.
     """
@@ -65,6 +66,7 @@ class Model:
     cpu_batch: int = 64
     cpu_steps: int = 20
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(default=fused_sgd)
+    is_transformer: bool = False
     counts_memory: bool = True
 
     @property
@@ -123,6 +125,7 @@ MODELS = {
         batch=64,
         steps=20,
         optimizer=fused_adamw,
+        is_transformer=True,
     ),
     "vit_tiny": Model(  # for tests of the loops
         lambda: vit(
@@ -142,6 +145,7 @@ MODELS = {
         batch=8,
         steps=4,
         optimizer=fused_adamw,
+        is_transformer=True,
     ),
     "gpt2": Model(
         lambda: gpt(50304, 1024, depth=12, width=768, heads=12),
@@ -151,6 +155,7 @@ MODELS = {
         batch=32,
         steps=20,
         optimizer=fused_adamw,
+        is_transformer=True,
     ),
     "gpt2_tied": Model(
         lambda: gpt(50304, 1024, depth=12, width=768, heads=12, tied=True),
@@ -160,6 +165,7 @@ MODELS = {
         batch=32,
         steps=20,
         optimizer=fused_adamw,
+        is_transformer=True,
     ),
     "gpt_tiny": Model(  # for tests of the loops
         lambda: gpt(64, 16, depth=2, width=16, heads=4, tied=True),
@@ -169,6 +175,7 @@ MODELS = {
         batch=8,
         steps=4,
         optimizer=fused_adamw,
+        is_transformer=True,
     ),
 }
 

@@ -12,6 +12,10 @@ mesh         the one of these that has its axes
 
 All have bf16 autocast (FSDP2 its own policy), a compiled loss, the fused optimizer, and a batch
 that stays on the device. A step returns its loss; None on a rank that does not have it.
+
+Our Transformers add their blocks in the dtype of autocast, from which these loops profit as ours
+do. In most Transformers of others, such as those of nanoGPT and transformers, the embedding is in
+float32 under autocast, and so are all sums after it. `with_usual_sums` makes a model one of these.
 """
 
 from argparse import Namespace
@@ -38,6 +42,7 @@ from scripts.bench_models import Model, made_up
 
 Step = Callable[[], torch.Tensor | None]
 STYLES = {"column": ColwiseParallel, "heads": ColwiseParallel, "row": RowwiseParallel}
+USUAL_SUMS = "stock float32 sums"  # a loop
 
 
 @partial(torch.compile, dynamic=False)
@@ -74,6 +79,18 @@ def replicated_step(model: Model, device: torch.device, arguments: Namespace) ->
         return loss
 
     return step
+
+
+def with_usual_sums(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a Transformer of ours whose blocks are added in float32, also under autocast.
+
+    Args:
+        make: makes one whose first part is the embedding.
+    """
+    module = make()
+    embedding = next(module.children())
+    embedding.register_forward_hook(lambda module, inputs, sums: sums.float())
+    return module
 
 
 def divided_step(model: Model, device: torch.device, arguments: Namespace) -> Step:

@@ -117,8 +117,13 @@ TOGETHER = [
         "tp tp=2 clipped",
     ),
     *each(f"{GRAPH} {RECOMPUTED}", "ddp accumulate=2 vit float64", "fsdp vit float64 clipped"),
-    *each(GRAPH, "fsdp", "fsdp reshard_after_forward=false samples=97", "fsdp recipe"),
-    *each(f"{GRAPH} {EXACT_RATE}", "fsdp units=Containers clipped"),
+    *each(GRAPH, "fsdp", "fsdp recipe"),
+    *each(
+        f"{GRAPH} {EXACT_RATE}",
+        "fsdp units=Containers clipped",
+        # In float32 the weights of 97 samples differ by 6e-6 on four GPUs (H200s, 2026-11-28).
+        "fsdp reshard_after_forward=false samples=97 float64",
+    ),
     *each(
         GRAPH,
         "mesh shard=null accumulate=2 short clipped",

@@ -21,7 +21,6 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.lab.spare_rows import SpareRows, have_samples, tensors_of, without_rows
 from ddp_lab.models.outputs import map_outputs
 from ddp_lab.strategies.base import gradients_of, total
-from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.frozen import without_gradients
 from ddp_lab.strategies.micro_batches import surroundings
 from ddp_lab.tasks.base import sum_dtype
@@ -292,7 +291,7 @@ class OwnStep:
         loss, weight = total(strategy, self._sums)
         strategy.scale_gradients(torch.where(weight == 0, 0, 1 / weight))
         if strategy.loss_scale is not None:
-            strategy.loss_scale.unscale(map(local, gradients_of(strategy.module.parameters())))
+            strategy.loss_scale.unscale(gradients_of(strategy.module.parameters()))
         strategy.call_parameter_hooks()
         self.step.compute(None)
         self.step.advance()

@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.models.chain import has_hooks
-from ddp_lab.strategies.dtensor import local, put
+from ddp_lab.strategies.dtensor import put
 from ddp_lab.tasks.base import Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
@@ -507,7 +507,7 @@ class Strategy(ABC):
         if self.task.weighted:
             self._divide_by_weight(sums[-1], global_size)
         if self.loss_scale is not None:
-            self.loss_scale.unscale(map(local, gradients_of(self.module.parameters())))
+            self.loss_scale.unscale(gradients_of(self.module.parameters()))
 
         self.call_parameter_hooks()
         return sums
@@ -571,8 +571,9 @@ class Strategy(ABC):
 
     def scale_gradients(self, scale: torch.Tensor) -> None:
         """Multiply all gradients by a number, []."""
-        for gradient in map(local, gradients_of(self.module.parameters())):
-            gradient.mul_(scale.to(gradient))
+        from ddp_lab.strategies.gradients import multiply
+
+        multiply(gradients_of(self.module.parameters()), scale)
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the context of all gradient-accumulation steps but the last.

@@ -1,10 +1,13 @@
 """Gradients of parameters: which parameters have one, and how their sums replace them."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from ddp_lab.strategies.dtensor import local
 
 if TYPE_CHECKING:
     from ddp_lab.strategies.all_reduce import Algorithm
@@ -24,6 +27,24 @@ def by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault(parameter.dtype, []).append(parameter)
     return list(groups.values())
+
+
+def multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by a number, in place.
+
+    It is converted once for all of one device and type. torch would otherwise do so for each, and
+    launch two kernels for each: 1.1 of 60 ms of a step of GPT-2 (an H200, 2026-11-28).
+
+    Args:
+        gradients: of parameters; of DTensors, this rank's shards are multiplied.
+        factor: the number, [].
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for gradient in map(local, gradients):
+        groups[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), alike in groups.items():
+        converted = factor.to(device, dtype, non_blocking=True)
+        torch._foreach_mul_(alike, converted)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -13,11 +13,12 @@ complete model's gradient, and the same on all ranks: all of them skip a step, o
 a power of two, so that dividing by it rounds nothing but numbers below 1e-38.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import TypedDict
 
 import torch
+
+from ddp_lab.strategies.gradients import multiply
 
 # those of torch.amp.GradScaler
 INITIAL = 2.0**16
@@ -75,15 +76,9 @@ class LossScale:
         """Divide gradients by the scale, in place.
 
         Args:
-            gradients: of plain tensors, or the shards of this rank.
+            gradients: of parameters.
         """
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-        for gradient in gradients:
-            groups[gradient.device, gradient.dtype].append(gradient)
-        inverse = 1 / self.scale
-        for (device, dtype), alike in groups.items():
-            factor = inverse.to(device, dtype, non_blocking=True)
-            torch._foreach_mul_(alike, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        multiply(gradients, 1 / self.scale)
 
     def check(self, norm: torch.Tensor) -> torch.Tensor:
         """Decide whether the step is skipped; return whether its gradient is finite, [].

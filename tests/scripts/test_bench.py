@@ -204,11 +204,14 @@ STOCKS.append("pipeline schedule=interleaved1f1b")
 @pytest.mark.slow
 def test_every_strategy_has_a_stock_loop_that_runs_on_two_ranks(tmp_path):
     line = "python scripts/bench.py --gpus 0 --models vit_tiny --repeats 2 --steps 4 --patience 200"
-    more = ["--loops", "stock", "--json", str(tmp_path / "b.json"), "--strategies", *STOCKS]
+    loops = ["--loops", "stock", "stock float32 sums"]
+    more = [*loops, "--json", str(tmp_path / "b.json"), "--strategies", *STOCKS]
     code, output = launch(line, *more)
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [row["strategy"] for row in rows] == ["single", *STOCKS]
+    assert [row["strategy"] for row in rows if row["loop"] == "stock"] == ["single", *STOCKS]
+    others = [row["strategy"] for row in rows if row["loop"] == "stock float32 sums"]
+    assert others == ["single", "ddp"]
     assert not [row["skipped"] for row in rows if "skipped" in row]
     assert all(row["rate"] > 0 for row in rows)
 

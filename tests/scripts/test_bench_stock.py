@@ -1,17 +1,19 @@
 """scripts/bench_stock.py: each stock loop takes the step of one device, in float32."""
 
 from argparse import Namespace
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD
 from worlds import run_world
 
 from scripts.bench_layouts import Layout
-from scripts.bench_models import MODELS
-from scripts.bench_stock import STOCK, mesh_step, why_no_stock_loop
+from scripts.bench_models import MODELS, made_up
+from scripts.bench_stock import STOCK, mesh_step, why_no_stock_loop, with_usual_sums
 
 BATCH = 4  # samples on each device
 STEPS = 3
@@ -70,6 +72,33 @@ def test_stock_loops_have_the_losses_of_one_device():
         for losses in known:
             assert losses == pytest.approx(expected[number], abs=2e-6), name
         assert expected[number][-1] < expected[number][0] - 0.01, "nothing was trained"
+
+
+def dtypes_of_blocks(module: nn.Module, inputs: torch.Tensor) -> list[torch.dtype]:
+    """Return the dtypes of the input and the output of each block under autocast."""
+    dtypes: list[torch.dtype] = []
+    for block in list(module.children())[1:-1]:
+        block.register_forward_hook(
+            lambda _, inputs, output: dtypes.extend([inputs[0].dtype, output.dtype])
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        module(inputs)
+    return dtypes
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "vit_tiny"])
+def test_usual_sums_are_in_float32_under_autocast_and_change_no_loss_without_it(model):
+    """Each block gets the sum of those before it."""
+    made = MODELS[model]
+    inputs, _ = made_up(BATCH, made)
+    images_or_tokens = inputs if made.has_tokens else inputs.float()
+    torch.manual_seed(0)
+    ours = made.make()
+    usual = with_usual_sums(lambda: deepcopy(ours))
+    assert torch.equal(usual(images_or_tokens), ours(images_or_tokens))
+
+    assert dtypes_of_blocks(ours, images_or_tokens) == [torch.bfloat16] * 4
+    assert dtypes_of_blocks(usual, images_or_tokens) == [torch.float32] * 4
 
 
 @pytest.mark.parametrize(

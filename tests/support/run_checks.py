@@ -51,7 +51,7 @@ def check_run(
     assert OmegaConf.load(run_dir / "config.yaml").runs_dir == str(run_dir.parent)
     log = (run_dir / "train.log").read_text()
     assert log.count("global batch") == 1
-    assert log.count("epoch 1:") == 1
+    assert log.count("epoch 1: train loss ") == 1
     assert "\r" not in log, "a progress bar in the log file"
     files = {path.name for path in run_dir.glob("checkpoints/*.pt")}
     assert {path.name for path in run_dir.glob("checkpoints/*.sha256")} == {
