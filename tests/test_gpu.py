@@ -76,6 +76,7 @@ def one_process(size: int) -> list[str]:
         for m in ("1", "4", "5 samples=97 data.loader=workers focal")
     ]
     splits.append(f"split {devices} num_microbatches=2 tied_head accumulate=2")
+    splits.append(f"split {devices} num_microbatches=2 vit float64 compile=true")
     # In float32 the weights of 97 samples differ by 7e-6, in float64 by 6e-17 (two H100s,
     # 2026-11-25).
     return [f"dp {devices}", f"dp {devices} samples=97 data.loader=workers float64", *splits]

@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from ddp_lab.config.types import BatchNorm, Checkpointing
 from ddp_lab.models.chain import has_hooks
 from ddp_lab.strategies.dtensor import put
-from ddp_lab.tasks.base import Task, measure
+from ddp_lab.tasks.base import Measure, Task, measure
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.world.runtime import Runtime
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from ddp_lab.strategies.work_time import WorkTimer
 
 Module = TypeVar("Module", bound=nn.Module)
-Measure = Callable[[Task, Any, Any, int, float | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 ALL_PERFORMANCE_OPTIONS = frozenset({"cuda_graph", "compile", "channels_last", "fused"})
 

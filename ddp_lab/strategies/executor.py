@@ -20,7 +20,7 @@ from ddp_lab.config.worlds import has_one_stage
 from ddp_lab.data.trees import Tree, rows, size
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_shapes import StageShapes
-from ddp_lab.tasks.base import Task, measure, width
+from ddp_lab.tasks.base import Measure, Task, measure, width
 
 
 class Prepared(NamedTuple):
@@ -84,6 +84,7 @@ class Executor(ABC):
         self._targets: Tree = None  # of the batch
         self._form: TreeSpec | None = None  # of its outputs
         self._divisor: float | torch.Tensor = 1.0
+        self._measure: Measure = measure
         self._left = 0  # samples without padding in the micro-batches that follow
         self._results: list[torch.Tensor] = []  # the sums of each micro-batch so far
 
@@ -109,16 +110,26 @@ class Executor(ABC):
         return outputs, expected
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
+        self,
+        inputs: Tree,
+        targets: Tree,
+        num_valid: int,
+        divisor: float | torch.Tensor,
+        measure: Measure,
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, as `Strategy.add_gradient`.
 
         Only the last rank returns sums above 0.
+
+        Args:
+            inputs, targets, num_valid, divisor: as there.
+            measure: `Strategy.measure`.
         """
         batch = self.prepare(inputs, training=True)
         self._targets = targets
         self._form = batch.form
         self._divisor = divisor
+        self._measure = measure
         self._left = num_valid
         self._results = []
         expected = None
@@ -144,7 +155,7 @@ class Executor(ABC):
             targets = expected
         else:
             targets = rows(self._targets, expected)
-        loss, results = measure(self.task, outputs, targets, num_valid, self._divisor)
+        loss, results = self._measure(self.task, outputs, targets, num_valid, self._divisor)
         self._results.append(results)
         return loss
 

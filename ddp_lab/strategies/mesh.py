@@ -202,7 +202,7 @@ class Mesh(FullyShard):
         self.kind.begin_step(inputs, num_valid > 0)
         if self.executor is None:
             return super().add_gradient(inputs, targets, num_valid, divisor)
-        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor, self.measure)
 
     def predict(self, inputs: Tree) -> Any:
         self.require_inputs(inputs)

@@ -96,7 +96,9 @@ class MeshOfBlocks(MeshModel):
         assert isinstance(model, Chain)  # `partition`
         if self.tries_plan and not mesh.runtime.is_planned:
             self._try_blocks(mesh, model)
-        stages = make_stages(model, self.plan, mesh.pp_rank, mesh.runtime.precision, mesh.autocast)
+        # the outputs of the only stage are sent to no one
+        precision = mesh.runtime.precision if mesh.axes["pp"] > 1 else "float32"
+        stages = make_stages(model, self.plan, mesh.pp_rank, precision, mesh.autocast)
         for stage in stages.values():
             self._place(mesh, stage)
 

@@ -120,7 +120,7 @@ class Pipeline(Strategy):
         self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor
     ) -> torch.Tensor:
         self.require_inputs(inputs)
-        return self.executor.add_gradient(inputs, targets, num_valid, divisor)
+        return self.executor.add_gradient(inputs, targets, num_valid, divisor, self.measure)
 
     def reduce_gradients(self) -> None:
         assert self.pp_group is not None

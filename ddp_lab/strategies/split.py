@@ -17,7 +17,7 @@ batch.
 
 from collections import OrderedDict
 from copy import deepcopy
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,6 @@ from ddp_lab.data.trees import Tree, chunk, to
 from ddp_lab.models.chain import Chain, tie, tied_parameters, untie
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.tasks.base import measure
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -171,8 +170,8 @@ class Split(Strategy):
     ) -> torch.Tensor:
         self.require_inputs(inputs)
         if self.traced is not None:
-            task = self.task_on_last
-            sums = self.traced.add_gradient(inputs, targets, num_valid, divisor, task)
+            measure = partial(self.measure, self.task_on_last)
+            sums = self.traced.add_gradient(inputs, targets, num_valid, divisor, measure)
             return sums.to(self.device, non_blocking=True)
         losses: list[torch.Tensor] = []
         results: list[torch.Tensor] = []
@@ -182,7 +181,7 @@ class Split(Strategy):
         for micro_batch, expected in batch:
             num_samples = min(num_valid, len(micro_batch))
             num_valid -= num_samples
-            loss, sums = measure(
+            loss, sums = self.measure(
                 self.task_on_last, self._through_stages(micro_batch), expected, num_samples, divisor
             )
             losses.append(loss)

@@ -5,7 +5,7 @@ such as a head that is tied to the embedding, copies it in every forward pass; a
 gradient of the copy.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -25,7 +25,9 @@ from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.traced import Blueprint, Traced, bind, names_of
 from ddp_lab.strategies.traced_model import require_traceable
 from ddp_lab.strategies.traced_values import TracedStage
-from ddp_lab.tasks.base import Task, measure
+
+# `Strategy.measure` of one task
+MeasureOutputs = Callable[[Any, Tree, int, float | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class PlacedStage(NamedTuple):
@@ -179,13 +181,18 @@ class TracedSplit:
         return list(values)
 
     def add_gradient(
-        self, inputs: Tree, targets: Tree, num_valid: int, divisor: float | torch.Tensor, task: Task
+        self,
+        inputs: Tree,
+        targets: Tree,
+        num_valid: int,
+        divisor: float | torch.Tensor,
+        measure: MeasureOutputs,
     ) -> torch.Tensor:
         """Add the gradient of a batch to `.grad`, and return its sums, as `Strategy.add_gradient`.
 
         Args:
             inputs, targets, num_valid, divisor: as there.
-            task: with the loss, on the last device.
+            measure: `Strategy.measure` of a task whose tensors are on the last device.
         """
         prepared, repeated = self.prepare(inputs, training=True)
         targets = to(targets, self.devices[-1])
@@ -198,7 +205,7 @@ class TracedSplit:
             num_rows = max(num_samples, 1)  # `measure` cannot cut padding from all outputs
             outputs = tree_unflatten([tensor[:num_rows] for tensor in tensors], prepared.form)
             expected = rows(targets, index[:num_rows].to(self.devices[-1]))
-            loss, sums = measure(task, outputs, expected, num_samples, divisor)
+            loss, sums = measure(outputs, expected, num_samples, divisor)
             losses.append(loss)
             results.append(sums)
         reduce(torch.add, losses).backward()

@@ -384,6 +384,9 @@ def width(task: Task) -> int:
     return 2 + len(task.train_metrics)
 
 
+Measure = Callable[[Task, Any, Any, int, float | torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 def measure(
     task: Task, outputs: Any, targets: Any, num_valid: int, divisor: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
