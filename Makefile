@@ -4,10 +4,12 @@ SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 UV := $(BIN)/uv
-WORKERS ?= 3
+WORKERS ?= 4
 # The tests of a file share worlds and launches, so one process runs all of them. conftest.py starts
 # the longest files first.
 PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# the tests of `make test`
+MARKED ?= not slow
 QUICK := config data/test_loader.py data/test_images.py models/test_models.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
@@ -22,8 +24,8 @@ help: ## list the targets
 train: .venv/installed ## train LeNet on the digits dataset with two ranks
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
 
-test: .venv/installed-dev ## run the tests, except the slow ones
-	$(BIN)/$(PYTEST) -m "not slow"
+test: .venv/installed-dev ## run the tests, except the slow ones, or those of MARKED="not extra"
+	$(BIN)/$(PYTEST) -m "$(MARKED)"
 
 test-quick: .venv/installed-dev ## run the tests that start no launches
 	$(BIN)/$(PYTEST) -m "not slow" $(QUICK:%=tests/%)
@@ -34,7 +36,8 @@ test-slow: .venv/installed-dev ## run the slow tests, which `make test` omits
 test-extra: .venv/installed-dev ## run further rows of the slow tests, which `.ci/run` omits
 	$(BIN)/$(PYTEST) -m extra
 
-test-all: test test-slow test-extra ## run all tests
+test-all: .venv/installed-dev ## run all tests
+	$(BIN)/$(PYTEST)
 
 test-versions: test-oldest test-newest ## run test-quick on the oldest and on the newest versions that pyproject.toml allows
 

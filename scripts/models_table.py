@@ -113,7 +113,9 @@ def compare_every_strategy(folder: Path) -> Results:
     run_world(1, train_all, "single", list(PLANS), folder, timeout=900)
     results: dict[str, dict[str, str | float]] = {}
     for name, world in WORLDS.items():
-        results[name] = run_world(world.ranks, train_planned, world, folder, timeout=900)[0]
+        results[name] = run_world(
+            world.ranks, train_planned, world, list(PLANS), folder, timeout=900
+        )[0]
         print(name, results[name], flush=True)
     return results
 

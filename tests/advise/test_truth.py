@@ -36,12 +36,14 @@ SECOND = (  # which are slow tests
     f"pipeline {VIT}",
     f"mesh pp=2 tp=2 short {VIT} ema=0.8",
     "scratch algorithm=bucketed",
-    f"scratch checkpoint_activations=block {VIT}",
     f"fsdp checkpoint_activations=block {VIT}",
     "tp tp=2 ema=0.8",
-    f"fsdp reshard_after_forward=false {VIT}",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
     f"mesh shard=2 short {VIT} adamw",
+)
+THIRD = (  # which are extra tests: each combines what others have
+    f"scratch checkpoint_activations=block {VIT}",
+    f"fsdp reshard_after_forward=false {VIT}",
     f"mesh tp=4 sequence_parallel=true short {VIT}",
 )
 ALONE = ["single", f"single {VIT} adamw ema=0.8", f"single checkpoint_activations=block {VIT}"]
@@ -144,12 +146,18 @@ def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
 
 
 @pytest.mark.parametrize(
-    "case", [*ON_FOUR, *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND)]
+    "case",
+    [
+        *ON_FOUR,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND),
+        *(pytest.param(case, marks=pytest.mark.extra) for case in THIRD),
+    ],
 )
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):
+    (together,) = (cases for cases in (ON_FOUR, SECOND, THIRD) if case in cases)
     for rank in (0, 3):
         (planned,) = plan(case, 4, rank)
-        real = world(ON_FOUR if case in ON_FOUR else SECOND)[rank][case]
+        real = world(together)[rank][case]
         assert planned.state_bytes == real.state_bytes, f"rank {rank}"
         assert planned.allocated == pytest.approx(real.peak, rel=0.05), f"rank {rank}"
 

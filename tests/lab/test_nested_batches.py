@@ -241,24 +241,21 @@ def require_equal(trained: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (trained["weights"][name] - tensor).abs().max() <= 1e-12, name
 
 
-SLOW = [
-    ("single", 1),
-    ("scratch", 1),
-    ("scratch", 3),
-    ("ddp", 1),
-    ("fsdp", 1),
-    ("fsdp", 3),
-    ("tp", 1),
-    ("tp", 3),
-    ("dp", 1),
-    ("dp", 3),
-]
+SLOW = [("single", 1), ("scratch", 1), ("ddp", 1), ("fsdp", 3), ("tp", 3), ("dp", 1)]
+# the same strategies with another number of micro-batches
+EXTRA = [("scratch", 3), ("fsdp", 1), ("tp", 1), ("dp", 3)]
+
+
+def marks_of(strategy: str, steps: int) -> list:
+    if (strategy, steps) in EXTRA:
+        return [pytest.mark.extra]
+    return [pytest.mark.slow] if (strategy, steps) in SLOW else []
 
 
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
-        pytest.param(strategy, steps, marks=[pytest.mark.slow] if (strategy, steps) in SLOW else [])
+        pytest.param(strategy, steps, marks=marks_of(strategy, steps))
         for strategy in STRATEGIES
         for steps in (1, 3)
     ],

@@ -7,7 +7,6 @@ iproute2.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -101,9 +100,8 @@ class Machine:
         self.ready = self.keeper.stdout.readline()
 
     def start(self, line: str, *more: str) -> subprocess.Popen:
-        """Start a command on this machine by new interpreters, as `launches.start` does."""
-        enter = f"nsenter --target={self.keeper.pid} --net --uts --mount"
-        return start(f"{enter} {Path(sys.executable).parent}/{line}", *more)
+        """Start a module of Python on this machine as `launches.start` does."""
+        return start(f"python tests/support/enter.py {self.keeper.pid} {line}", *more)
 
     def connect(self, state: str) -> None:
         """Set the cable "up" or "down"."""
@@ -146,7 +144,7 @@ def start_node(machines: list[Machine], node: int, runs: Path):
     options = "--nnodes=2 --nproc_per_node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=run"
     endpoint = f"--rdzv-endpoint={machines[0].name}:29500 --rdzv-conf=is_host={1 - node}"
     fault = f"inject=slow@rank={node},step={14 - 6 * node}"
-    line = f"python -m ddp_lab train {options} {endpoint}"
+    line = f"ddp_lab train {options} {endpoint}"
     return machines[node].start(line, *OVERRIDES, f"runs_dir={runs}", fault)
 
 

@@ -51,9 +51,9 @@ STRATEGIES = {
     "pipeline": ["strategy.schedule=gpipe", "strategy.num_microbatches=2"],
 }
 # A pipeline traces its model several times, which takes seconds.
-QUICK = [("convnext", "ddp"), ("vit", "fsdp"), ("llama", "fsdp"), ("gpt2", "pipeline")]
+CHOSEN = [("convnext", "ddp"), ("vit", "fsdp"), ("llama", "fsdp"), ("gpt2", "pipeline")]
 ALL = [(name, strategy) for name in MODELS for strategy in STRATEGIES]
-SLOW = [case for case in ALL if case not in QUICK]
+EXTRA = [case for case in ALL if case not in CHOSEN]
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +81,18 @@ def references(folder):
 
 
 @once
-def trained(folder, is_quick: bool):
-    run_world(2, train, folder, QUICK if is_quick else SLOW, timeout=500)
+def trained(folder, is_chosen: bool):
+    run_world(2, train, folder, CHOSEN if is_chosen else EXTRA, timeout=500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.extra) for case in EXTRA)],
 )
 def test_model_by_name_trains_as_on_one_device(name, strategy, folder):
     references(folder)
-    trained(folder, (name, strategy) in QUICK)
+    trained(folder, (name, strategy) in CHOSEN)
     (expected,) = read_metrics(folder / f"{name}-single")
     (row,) = read_metrics(folder / f"{name}-{strategy}")
     assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)

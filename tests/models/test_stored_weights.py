@@ -100,9 +100,8 @@ STRATEGIES = {
     "split": (1, ["strategy=split", "strategy.devices=[cpu,cpu]"]),
 }
 QUICK = [("ddp", False)]
-SLOW = [("single", True)]
-SLOW += [(name, is_large) for name in ("split", "fsdp", "pipeline") for is_large in (True, False)]
-SLOW += [("ddp", True)]
+SLOW = [("single", True), *((name, True) for name in ("split", "fsdp", "pipeline"))]
+EXTRA = [*((name, False) for name in ("split", "fsdp", "pipeline")), ("ddp", True)]
 
 
 @once
@@ -113,7 +112,11 @@ def placed(folder, strategy: str, is_large: bool):
 
 @pytest.mark.parametrize(
     ("strategy", "is_large"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.extra) for case in EXTRA),
+    ],
 )
 def test_weights_and_buffers_are_those_of_the_directory(strategy, is_large, folder):
     expected = {

@@ -256,17 +256,15 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
 # The number of graphs on rank 0: of the embedding, of both blocks, of the head and of the loss, as
 # far as the rank has them. The loss of a pipeline is on its last rank. Parameters of a mesh along
 # tp that are not divided, and their layouts, divide a graph; there are as many for four blocks.
-FAST = {
+CASES = {
     "fsdp checkpoint_activations=block short clipped": 4,
     "ddp channels_last=true recipe ema=0.8": 2,  # of the model and of the loss
-}
-SLOW = {
     "tp tp=2 vit clipped": 4,
     "mesh tp=2 sequence_parallel=true short": 8,
     "scratch algorithm=bucketed accumulate=3 vit clipped": 4,
     "ddp_pipeline pp=1 vit": 4,
-    "mesh pp=2 checkpoint_activations=block short": 2,
 }
+EXTRA = {"mesh pp=2 checkpoint_activations=block short": 2}
 
 
 def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:
@@ -300,19 +298,19 @@ def count_graphs(
 
 
 @once
-def world(slow: bool) -> tuple[dict, dict]:
+def world(is_extra: bool) -> tuple[dict, dict]:
     """Return the outcomes and numbers of graphs on rank 0, and the outcomes of the references."""
-    cases = [f"{case} compile=true" for case in (SLOW if slow else FAST)]
+    cases = [f"{case} compile=true" for case in (EXTRA if is_extra else CASES)]
     references = list(dict.fromkeys(map(reference_of, cases)))
     return run_world(2, run_compiled, cases, timeout=500)[0], run_world(1, run_cases, references)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.extra) for case in EXTRA)]
 )
 def test_compiled_strategies_equal_single(case):
-    compiled, references = world(case in SLOW)
+    compiled, references = world(case in EXTRA)
     outcome, graphs = compiled[f"{case} compile=true"]
     assert_equal(outcome, references[reference_of(case)])
-    assert graphs == (FAST | SLOW)[case]
+    assert graphs == (CASES | EXTRA)[case]

@@ -235,9 +235,10 @@ def compiled(backend: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=pytest.mark.extra), "inductor"]
+)
 def test_peer_sums_are_parts_of_one_compiled_graph(backend):
-    """aot_eager compiles in a tenth of Inductor's time."""
     for rank in run_world(2, compiled, backend):
         assert rank["difference"] < 1e-9
 

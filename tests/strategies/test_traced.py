@@ -276,7 +276,15 @@ SPLIT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "case"), SPLIT)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("deep", "three devices"),
+        ("tied", "accumulate"),
+        ("recurrent", "two devices"),
+        pytest.param("pictures", "two devices", marks=pytest.mark.extra),
+    ],
+)
 def test_traced_model_on_several_devices_equals_single(name, case):
     accumulated = {"accumulate": 2} if case == "accumulate" else {}
     (trained,) = run_world(

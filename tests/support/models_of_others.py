@@ -1,6 +1,8 @@
 """Models of timm, transformers and torchvision, as they are, with random weights and small sizes.
 
 Each is trained by `single` and by other strategies. The packages are imported where they are used.
+Models have few layers, because tracing takes most of the time under a pipeline, and are narrow,
+because their weights are added and compared in float64.
 """
 
 import importlib
@@ -176,20 +178,47 @@ def of_torchvision(path: str, data: Dataset, loss: Any, **options: Any) -> Model
     return Model(make, data, loss)
 
 
+def short_resnet50() -> nn.Module:
+    """Return torchvision's resnet50 with fewer bottlenecks, and narrower ones."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return ResNet(Bottleneck, [1, 1, 2, 1], num_classes=CLASSES, width_per_group=8)
+
+
+def short_mc3_18() -> nn.Module:
+    """Return torchvision's mc3_18, whose convolutions mix frames in the first layer, with half of
+    the blocks.
+    """
+    from torchvision.models.video import resnet
+
+    convolutions = [resnet.Conv3DSimple] + [resnet.Conv3DNoTemporal] * 3
+    return resnet.VideoResNet(
+        resnet.BasicBlock, convolutions, [1, 1, 1, 1], resnet.BasicStem, num_classes=CLASSES
+    )
+
+
 def sizes(layers: str, width: str, heads: str) -> dict[str, int]:
-    return {layers: 4, width: 32, heads: 2}
+    return {layers: 2, width: 32, heads: 2}
 
 
 BERT = sizes("num_hidden_layers", "hidden_size", "num_attention_heads") | {"intermediate_size": 64}
 MODELS = {
-    "timm resnet18": of_timm("resnet18"),
-    "timm convnext_atto": of_timm("convnext_atto"),
+    "timm resnet18": of_timm(
+        "resnet18", stem_width=16, layers=(1, 1, 1, 1), channels=(16, 32, 48, 64)
+    ),
+    "timm convnext_atto": of_timm("convnext_atto", depths=(1, 1, 2, 1), dims=(16, 32, 48, 64)),
     # of 32 pixels one is left at the end, where BatchNorm of 3 samples is so badly conditioned that
     # single in float64 differs from itself with the samples in another order
     "timm efficientnet_b0": of_timm("efficientnet_b0", 64, drop_rate=0.0),
-    "timm vit_tiny": of_timm("vit_tiny_patch16_224", img_size=32, depth=4),
+    "timm vit_tiny": of_timm("vit_tiny_patch16_224", img_size=32, depth=4, embed_dim=48),
     "timm swin_tiny": of_timm(
-        "swin_tiny_patch4_window7_224", 56, img_size=56, depths=(1, 1, 2, 1), drop_path_rate=0.0
+        "swin_tiny_patch4_window7_224",
+        56,
+        img_size=56,
+        embed_dim=24,
+        depths=(1, 2),
+        num_heads=(3, 6),
+        drop_path_rate=0.0,
     ),
     "timm mixer_s32": of_timm("mixer_s32_224", 64, img_size=64),
     "transformers Llama": of_transformers(
@@ -210,7 +239,7 @@ MODELS = {
         vocab_size=WORDS + 1,  # an even number
         tie_word_embeddings=True,
         use_cache=False,
-        **BERT,
+        **BERT | {"num_hidden_layers": 4},  # of a pipeline of four stages
     ),
     "transformers GPT-2, tied": of_transformers(
         "GPT2LMHeadModel",
@@ -252,16 +281,14 @@ MODELS = {
         num_labels=CLASSES,
         **BERT,
     ),
-    "torchvision resnet50": of_torchvision("resnet50", Images(3, 64, 64), tasks.Classification()),
+    "torchvision resnet50": Model(short_resnet50, Images(3, 64, 64), tasks.Classification()),
     "torchvision deeplabv3": of_torchvision(
         "segmentation.deeplabv3_mobilenet_v3_large",
         Images(3, 64, 64),
         mean_pixel,
         weights_backbone=None,
     ),
-    "torchvision r3d_18": of_torchvision(
-        "video.r3d_18", Images(3, 4, 32, 32), tasks.Classification()
-    ),
+    "torchvision mc3_18": Model(short_mc3_18, Images(3, 2, 32, 32), tasks.Classification()),
     "nanoGPT's layout, tied": Model(NanoGPT, Texts(), last_token),
 }
 
@@ -400,15 +427,15 @@ def train_all(strategy: str, names: list[str], folder: Path) -> dict[str, str | 
     return {name: trained(strategy, name, folder) for name in names}
 
 
-def train_planned(world: World, folder: Path) -> dict[str, str | float]:
-    """Train the models of PLANS on a rank of a world; results as of `trained`."""
+def train_planned(world: World, names: list[str], folder: Path) -> dict[str, str | float]:
+    """Train some of PLANS' models on a rank of a world; results as of `trained`."""
     return {
         name: trained(
             world.strategy,
             name,
             folder,
             **world.options,
-            **{"plan": plan} if world.is_planned else {},
+            **{"plan": PLANS[name]} if world.is_planned else {},
         )
-        for name, plan in PLANS.items()
+        for name in names
     }

@@ -43,6 +43,8 @@ from ask import WORKER, program_of
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
+OWN = (ROOT, SUPPORT)  # which programs find only as a new interpreter would
+SEARCH: list[str] = []  # where programs find packages
 # the folder with the server's socket and programs, for pytest and its subprocesses
 VARIABLE = "DDP_LAB_TESTS_WARM"
 FINALIZE = "DDP_LAB_TESTS_FINALIZE"
@@ -317,7 +319,7 @@ class Rank:
 
 if __name__ == "__main__":
     process, *arguments = sys.argv[1:]
-    SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in (ROOT, SUPPORT)]
+    SEARCH = [path for path in sys.path if Path(path or ".").resolve() not in OWN]
     importlib.import_module("preload_rank" if process == "agent" else "preload")
     prepare_to_fork()
     if process == "agent":

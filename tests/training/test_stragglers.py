@@ -314,7 +314,14 @@ def test_slow_rank_is_named_with_its_part_and_recovers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["scratch", "scratch strategy.algorithm=bucketed", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("scratch", marks=pytest.mark.extra),
+        "scratch strategy.algorithm=bucketed",
+        "fsdp",
+    ],
+)
 def test_slow_compute_is_named_only_where_ranks_have_the_same_work(strategy, tmp_path):
     line = f"strategy={strategy} {SLEEPING} +model.rank=1 +data.dataset.steps={2 * PHASE}"
     _, rows, status = trained(tmp_path, line, ranks=2)

@@ -74,7 +74,7 @@ def test_two_ranks_train_where_proc_is_hidden(tmp_path):
         "name=run",
         "inject='slow@rank=1,step=3'",
     ]
-    ended = launch_where_mounted("-t tmpfs none /proc", *overrides)
+    ended = launch_where_mounted("-t tmpfs none /proc", *overrides, cold=True)
     # during the slow step of 3 s, rank 0 checks the other rank six times
     assert ended.returncode == 0, ended.stderr
     assert [record["epoch"] for record in read_metrics(tmp_path / "run")] == [1, 2]
