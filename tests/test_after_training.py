@@ -387,6 +387,7 @@ def test_predict_sees_the_files_of_a_folder_as_the_evaluation_does(tmp_path):
     assert {name for row in rows for name in row.classes} <= {"class 0", "class 1", "class 2"}
 
 
+@pytest.mark.slow
 def test_exported_files_have_the_models_names_and_logits(trained, command, tmp_path):
     model, _, inputs, classes = reference(trained)
     for suffix in ("safetensors", "onnx", "pt2"):

@@ -91,6 +91,7 @@ def test_search_of_two_ranks_goes_on_after_a_kill_with_the_same_jobs(tmp_path):
     assert (search / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_search_learns_that_a_job_diverged_and_runs_no_job_twice(tmp_path):
     line = [*ALONE, f"runs_dir={tmp_path}", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
     code, output = launch("python train.py -m", *line, "optimizer.lr=choice(0.01,1e30)")

@@ -52,6 +52,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_site_has_every_document(site):
     documents = {
         path.relative_to(ROOT).with_suffix(".html")

@@ -68,6 +68,7 @@ def interpret(program: str, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_modules_do_not_import_heavy_packages_at_the_top():
     ended = interpret(IMPORT_ALL)
     assert ended.returncode == 0, ended.stderr

@@ -166,6 +166,7 @@ def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are
     assert crossing == {"send": False, "recv": False, "allreduce": True}
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_planned():
     row = planned("fsdp", *VIT, "batch_size=8192", gpus="8xH100", nodes=512)
     assert row.devices == 4096

@@ -28,6 +28,7 @@ def newest(run_dir: Path) -> dict:
     return open_checkpoint(steps_in(run_dir / "checkpoints")[-1]).content()
 
 
+@pytest.mark.slow
 def test_relaunch_on_an_empty_disk_ends_as_an_undisturbed_run(tmp_path):
     line = (
         "strategy=fsdp",

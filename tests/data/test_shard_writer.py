@@ -113,6 +113,7 @@ def test_tokens_decode_to_the_texts(tokenizer, tmp_path, command, monkeypatch):
     assert tokens == [*chain(*expected)], "pieces that end with lines have the tokens of the whole"
 
 
+@pytest.mark.slow
 def test_printed_line_trains_on_the_shards(tokenizer, tmp_path, command):
     source = tmp_path / "a text.txt"
     source.write_text(text(300))

@@ -57,6 +57,7 @@ def write_some(folder, monkeypatch, everything):
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.extra)])
 def test_files_are_short_and_clean_and_import_no_ddp_lab(everything, tmp_path, monkeypatch):
     texts = write_some(tmp_path, monkeypatch, everything)

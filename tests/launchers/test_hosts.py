@@ -251,6 +251,7 @@ def test_default_number_of_ranks_is_that_of_the_gpus_of_each_host(fake, tmp_path
         fake.launch(*LINE)
 
 
+@pytest.mark.slow
 def test_gpus_that_cannot_be_counted_are_named(fake, tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart is missing')\n")
     fake.before(B, f"export PYTHONPATH={tmp_path}")
@@ -410,6 +411,7 @@ def test_second_ctrl_c_kills_what_does_not_end(stub, capfd):
     assert_gone("".join(out) + capfd.readouterr().out)
 
 
+@pytest.mark.slow
 def test_lost_connection_ends_the_launch_on_all_hosts(fake, capfd):
     """The stand-in for ssh is killed, as a connection that breaks."""
     out: list[str] = []

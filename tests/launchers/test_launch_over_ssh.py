@@ -48,6 +48,7 @@ def launch_on(hosts: SshHosts, *more: str, **options) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 @pytest.mark.covers("train --hosts", "train --ssh", "train --python")
 def test_two_hosts_have_the_losses_of_one_with_as_many_ranks(hosts, tmp_path):
     file = tmp_path / "outcome.json"

@@ -98,6 +98,7 @@ def test_model_by_name_trains_as_on_one_device(name, strategy, folder):
     assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_model_by_name_is_launched(tmp_path):
     code, output = launch(
         "ddp-lab train --nproc 2",

@@ -174,6 +174,7 @@ def begin_by_block(overrides: list[str]) -> dict:
     return begin(overrides, is_large=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -175,6 +175,7 @@ def test_profile_writes_summary_and_traces(tmp_path):
     assert "profiler_st" not in output, "the profiler's own messages are shown"
 
 
+@pytest.mark.slow
 def test_profile_compares_a_pipelines_bubble_with_the_formula(tmp_path):
     overrides = [
         *SMALL,

@@ -190,6 +190,7 @@ def train_small(folder: str, *overrides: str) -> None:
     main_in_world(*SMALL, "epochs=1", f"runs_dir={folder}", "name=run", *overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.covers(
     "tracker_options.wandb.project",
     "tracker_options.wandb.entity",

@@ -160,6 +160,7 @@ def test_plain_model_has_no_note_about_its_layers():
     assert [note for note in planted()["notes"] if "dropout" in note or "BatchNorm" in note] == []
 
 
+@pytest.mark.slow
 def test_model_that_draws_at_random_is_refused():
     assert "The model or the loss draws random numbers" in of_models()["Draws"]
 

@@ -135,6 +135,7 @@ def test_nothing_to_evaluate_is_refused():
     assert "error: evaluate_every=2: there is no validation set, and evaluate_test=end" in errors
 
 
+@pytest.mark.slow
 def test_checkpoint_is_written_every_n_minutes(tmp_path):
     line = (*SMALL, "data.dataset.train_size=20000", "max_minutes=0.06", "epochs=1")
     minutes = ("checkpoint.every_minutes=0.01", "checkpoint.keep=99", "evaluate_test=end")

@@ -192,6 +192,7 @@ def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     assert f"nothing to do: max_minutes={limit} have passed at step {last_step}; raise" in log
 
 
+@pytest.mark.slow
 def test_resumed_run_of_a_time_has_the_schedule_that_was_predicted(tmp_path):
     line = (*SMALL, "max_minutes=9", f"runs_dir={tmp_path}", "log_every=1", "max_steps=70")
     preempted = "inject=sigterm@rank=0,step=60"

@@ -127,6 +127,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_loss_over_the_batch_is_the_same_where_the_batch_is_not_divided(folder):
     expected = read_metrics(folder / "single")[-1]
     for name in ("dp", "micro", "tp"):

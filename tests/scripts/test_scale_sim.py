@@ -32,6 +32,7 @@ def trained() -> dict[int, Training]:
         return dict(zip(SIZES, made, strict=True))
 
 
+@pytest.mark.slow
 def test_operations_per_rank_do_not_grow_with_the_number_of_ranks(trained):
     for part in ("start", "training", "end"):
         made = {ranks: getattr(counts, part) for ranks, counts in trained.items()}

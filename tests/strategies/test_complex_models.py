@@ -141,6 +141,7 @@ def test_complex_weights_are_averaged(strategy, case):
     assert not torch.allclose(saved.imag, weights[-1]["model.waves.weight"].imag, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_complex_outputs_are_trained_under_ddp():
     losses, _ = train("single", **PARTS)
     for losses_of_rank in run_world(2, losses_of_parts, timeout=200):

@@ -127,6 +127,7 @@ def params(pairs: list[tuple[Case, int]]) -> list:
     ]
 
 
+@pytest.mark.slow
 def test_reference_trains_clips_and_augments():
     """A run in which nothing happens proves nothing."""
     trained = alone(SINGLE).weights

@@ -83,6 +83,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_best_checkpoint_and_patience_follow_a_metric_of_the_task(folder):
     errors = [row["val_mae"] for row in read_metrics(folder / "numbers")]
     assert errors == sorted(errors, reverse=True)

@@ -115,6 +115,7 @@ def test_rows_of_steps_are_scalars_of_tensorboard(trained):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -84,6 +84,7 @@ def test_learning_rates_are_those_of_torch(name, folder):
     assert len({*rates}) >= (2 if name in ("single", "ddp") else 3), "it is reduced"
 
 
+@pytest.mark.slow
 def test_learning_rates_follow_a_metric_of_which_high_values_are_good(folder):
     options = {"patience": 0, "threshold": 2.0, "cooldown": 1, "factor": 0.4}
     run = folder / "accuracy"
