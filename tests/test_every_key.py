@@ -671,6 +671,7 @@ def test_options_of_a_launch_reach_torchrun():
     assert overrides == ["strategy=ddp", "device=cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers(
     "advise --gpus", "advise --nodes", "advise --link", "advise --config-dir", "advise --json"
 )

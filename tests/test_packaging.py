@@ -54,6 +54,7 @@ def environment(wheel, tmp_path_factory):
     return Environment(tmp_path_factory.mktemp("fresh") / "env", wheel)
 
 
+@pytest.mark.slow
 def test_wheel_contains_every_module_and_config(wheel):
     package = [path for path in (ROOT / "ddp_lab").rglob("*.py") if "conf" not in path.parts]
     expected = {str(path.relative_to(ROOT)) for path in package}

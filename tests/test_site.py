@@ -63,6 +63,7 @@ def test_site_has_every_document(site):
     assert not [path for path in documents if not (site / path).exists()]
 
 
+@pytest.mark.slow
 def test_site_loads_nothing_from_other_hosts(site):
     loaded = [link for path in site.rglob("*.html") for link in LOADED.findall(path.read_text())]
     assert len(loaded) > 20
@@ -84,6 +85,7 @@ def test_page_of_the_api_names_every_public_name():
     assert "`tasks`" in page
 
 
+@pytest.mark.slow
 def test_page_of_the_api_has_every_method(site):
     page = (site / "docs" / "api.html").read_text()
     anchors = set(re.findall(r'id="(ddp_lab\.[\w.]+)"', page))

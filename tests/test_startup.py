@@ -95,6 +95,7 @@ def test_help_and_config_errors_do_not_load_torch(override, code, message):
     assert "torch" not in modules
 
 
+@pytest.mark.slow
 def test_default_run_loads_few_files_and_no_large_package_and_warns_of_nothing(tmp_path):
     ended = interpret(RUN, "epochs=1", f"runs_dir={tmp_path}")
     *_, files, last = ended.stdout.splitlines()

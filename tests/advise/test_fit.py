@@ -67,6 +67,7 @@ def test_refusal_names_the_two_simplest_alternatives(monkeypatch):
     assert second.endswith(", the simplest of 2 that fit on 4 such devices"), text
 
 
+@pytest.mark.slow
 def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
     runs = tmp_path / "runs"
     first, second = run_world(

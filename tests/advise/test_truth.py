@@ -145,6 +145,7 @@ def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
         return plan_rank(cfg, job.dataset, job.model, runtime.of_rank(rank))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -110,6 +110,7 @@ def test_momentum_may_be_added_and_removed_on_resume(tmp_path):
 GROUPED = "optimizer.groups=[{match: '*.bias', lr_scale: 3}, {match: conv1.*, momentum: 0.5}]"
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_its_groups_and_takes_over_other_ones(tmp_path):
     """Two ranks have one stage of the model each, and so other parameters of each group."""
     train(tmp_path, "moved", "epochs=1", "model=lenet", GROUPED, "strategy=pipeline", ranks=2)

@@ -111,6 +111,7 @@ def test_broken_solutions_are_explained_without_a_traceback(line, says, tmp_path
     assert says in text
 
 
+@pytest.mark.slow
 @pytest.mark.covers("exercise --speed")
 def test_speed_leaves_out_the_sizes_for_which_a_solution_is_too_slow(tmp_path):
     slow = "chunks = list("

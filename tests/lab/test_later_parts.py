@@ -161,6 +161,7 @@ def test_part_that_is_used_later_is_trained_as_on_one_device(strategy, folder):
         torch.testing.assert_close(saved[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", REFUSING)
 def test_part_that_is_used_later_is_one_message_where_it_was_frozen(strategy, folder):
     name = strategy.split()[0]

@@ -105,6 +105,7 @@ print(share)
 """
 
 
+@pytest.mark.slow
 def test_import_of_the_names_is_lazy_and_takes_less_than_half_of_torchs():
     ended = subprocess.run(
         [sys.executable, "-c", NAMES],

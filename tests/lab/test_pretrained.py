@@ -108,6 +108,7 @@ def trained(strategy: str, folder: Path) -> list[dict[str, dict[str, Any]]]:
     return run_world(1 if strategy == "single" else 2, train, strategy, folder, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", DIVIDED)
 def test_model_and_adapters_equal_single(strategy, name, folder):

@@ -179,6 +179,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("fabric")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_fault_is_named_with_its_remedy_in_time(name, root):
     report, other = reports(root)[name]

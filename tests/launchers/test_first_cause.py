@@ -57,6 +57,7 @@ def outcomes(folder: Path, cases: tuple[tuple[str, ...], ...]) -> dict[tuple[str
         return dict(zip(cases, launched, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

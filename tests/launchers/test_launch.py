@@ -85,6 +85,7 @@ def train_each(lines: list[str], folder: Path) -> None:
         main_in_world(*SMALL, *line.split(), "epochs=1", f"runs_dir={folder}", f"name=run{i}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 2 else ()) for ranks in LAYOUTS]
 )

@@ -86,6 +86,7 @@ def test_failed_job_does_not_end_the_sweep_and_only_it_runs_again(tmp_path):
     assert output.count("must be a number above 0") == 2, "the failed jobs must run again"
 
 
+@pytest.mark.slow
 @pytest.mark.covers("train --config-dir")
 def test_concurrent_jobs_use_different_ports(tmp_path):
     """It starts as a module in another directory, with a Hydra option and a group of the user's."""

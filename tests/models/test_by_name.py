@@ -158,6 +158,7 @@ def refuse(lines: list[str]) -> list[tuple[object, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", MISTAKES)
 def test_mistakes_in_names_and_sizes_are_refused_in_one_message(line, refusals):
     code, errors = refusals[line]

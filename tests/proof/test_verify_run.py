@@ -83,6 +83,7 @@ def row_of(name: str) -> dict:
     return next(row for row in planted()["rows"] if row["name"] == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_planted_error_is_named_with_its_factor_and_cause(name):
     _, tensor, factor, cause = WRONG[name]

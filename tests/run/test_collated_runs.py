@@ -129,6 +129,7 @@ def test_predict_refuses_inputs_that_are_no_images(run, command):
     assert errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_advise_and_doctor_take_runs_of_padded_batches(command, tmp_path):
     arguments = [word for word in PADDED if not word.startswith("device")]
     code, printed, errors = command(advise.main, "--gpus", "2xcpu", *arguments)

@@ -112,6 +112,7 @@ def test_weights_within_an_epoch_are_kept_as_the_best(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_count_as_time_of_training(tmp_path):
     line = (*LINE, "data.dataset.train_size=1200", "data.val_fraction=0.95", "epochs=1")
     train(tmp_path, "without", *line)

@@ -136,6 +136,7 @@ def test_loss_over_the_batch_is_the_same_where_the_batch_is_not_divided(folder):
             assert row[key] == pytest.approx(expected[key], rel=1e-5), (name, key)
 
 
+@pytest.mark.slow
 def test_log_says_once_what_a_divided_loss_is_computed_over(folder):
     said = "loss_over_batch=true: the loss is computed over each local batch of "
     for name, samples in {"meant": 12, "parts": 4, "replicated": 1}.items():
@@ -149,6 +150,7 @@ def test_log_says_once_what_a_divided_loss_is_computed_over(folder):
     assert losses[0] - losses[1] > 0.1, "with fewer samples to compare with, the loss is smaller"
 
 
+@pytest.mark.slow
 def test_ordinary_loss_is_trained_with_accumulation(folder):
     losses = [
         read_metrics(folder / name)[-1]["train_loss"] for name in ("ordinary", "ordinary_single")

@@ -1,14 +1,15 @@
 """How far it is from the command to its subject: the files that calls pass through.
 
 tests/test_startup.py counts the files that are loaded. The numbers are those of LeNet on one
-device. A change that exceeds one adds a detour to every
-reader's way: find a shorter one before raising it.
+device. A change that exceeds one adds a detour to every reader's way: find a shorter one before
+raising it.
 """
 
 import statistics
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from launches import SMALL, main_in_world
 from paths import after_each, calls, files_on_stack
@@ -58,6 +59,7 @@ def changes_in(files: list[str]) -> int:
     return sum(first != second for first, second in pairwise(files))
 
 
+@pytest.mark.slow
 def test_step_passes_through_few_files(tmp_path):
     steps = run_world(1, files_of_steps, tmp_path)[0]
     assert len(steps) == 5

@@ -55,6 +55,7 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
     assert "nothing to do" not in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "ranks", "strategy", "more"),
     [

@@ -51,6 +51,7 @@ def test_operations_per_rank_do_not_grow_with_the_number_of_ranks(trained):
     assert trained[32].start.files <= 4 * 32
 
 
+@pytest.mark.slow
 def test_training_uses_the_store_once_per_node_and_second_and_no_shared_file(trained):
     assert trained[2].training.store.total() == 0, "a single node needs no store"
     for ranks in SIZES:

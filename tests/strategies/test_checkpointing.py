@@ -63,6 +63,7 @@ def outcomes(ranks: int, is_quick: bool) -> dict[str, Outcome]:
     return run_world(ranks, run_cases, cases, timeout=300)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [

@@ -151,6 +151,7 @@ def test_parameters_that_the_loop_freezes_are_trained_as_on_one_device(strategy,
         assert rank[strategy, case] == pytest.approx(alone(case), rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "name"), [("frozen", "bias"), ("unfrozen", "weight")])
 @pytest.mark.parametrize("strategy", REFUSING)
 def test_forward_pass_that_freezes_is_refused_by_name(strategy, change, name):

@@ -408,6 +408,7 @@ def test_head_is_not_computed_twice_with_activation_checkpointing():
     assert again == [name for name in blocks if name != "head"]
 
 
+@pytest.mark.slow
 def test_compiled_step_compiles_what_is_done_with_a_chunk():
     line = "single tokens batch_size=12"
     job = built(line, chunks=3)

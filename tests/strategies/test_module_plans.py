@@ -159,6 +159,7 @@ def test_model_with_a_plan_equals_single(name, folder):
     assert_same(outcome, outcomes("single", 1, folder, is_slow)[0][name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_plan_is_found_before_the_first_step(name, folder):
     *_, message = WRONG[name]

@@ -68,6 +68,7 @@ def test_pair_of_layers_needs_one_sum_in_each_direction(strategy):
     assert sums == {"allreduce": blocks * pairs * directions}
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_scatters_and_gathers_once_for_a_pair():
     (plan,) = advice("mesh tp=2 sequence_parallel=true", *TINY, "batch_size=8")[1].plans
     calls = {group.name: number for group, number in plan.calls.items() if group.ranks == (0, 1)}
@@ -333,6 +334,7 @@ def test_log_of_a_run_on_gpus_predicts_what_tensor_parallelism_gains(
     assert (predict_here(job) is not None) == is_predicted
 
 
+@pytest.mark.slow
 def test_advise_predicts_what_tensor_parallelism_gains():
     (line,) = advice("tp tp=2", *LARGE, "model.depth=4", "batch_size=64")[0].notes
     assert line.startswith("tp tp=2: prediction from FLOPs and bytes: tp=2 is at most 1.7")

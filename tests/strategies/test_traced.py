@@ -400,6 +400,7 @@ def messages() -> list[dict[str, str]]:
     return run_world(2, refused, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MISTAKES)
 def test_model_that_no_trace_can_cut_is_refused_with_the_reason(case):
     for rank in messages():

@@ -258,6 +258,7 @@ def test_hooks_change_what_single_trains(kind):
     assert difference(trained("single")[kind], trained("single")["none"]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
 @pytest.mark.parametrize(
     "strategy",

@@ -91,6 +91,7 @@ def test_best_checkpoint_and_patience_follow_a_metric_of_the_task(folder):
     assert "result: epoch 3 (best val_mae), " in (folder / "numbers" / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, command):
     expected, results = (
         read_metrics(folder / f"text-{each}")[-1] for each in ("single", "pipeline")

@@ -126,6 +126,7 @@ def test_scale_rounds_nothing(settings):
     assert plain_norm is None or torch.equal(norm, plain_norm)
 
 
+@pytest.mark.slow
 def test_scale_doubles_after_steps_without_a_skipped_one(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 2)
     step, batches = make_step()
@@ -215,6 +216,7 @@ def test_split_skips_on_all_its_devices():
     assert 0 < scale["skipped_steps"] < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["pt", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_resumed_run_continues_with_the_scale_and_the_averages(form, tmp_path):
     settings = f"single vit ema=0.9 checkpoint.at_steps=[4] save={tmp_path}"

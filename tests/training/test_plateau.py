@@ -93,6 +93,7 @@ def test_learning_rates_follow_a_metric_of_which_high_values_are_good(folder):
     assert rates_of(run)[-1] == pytest.approx(0.01)
 
 
+@pytest.mark.slow
 def test_warm_up_precedes_and_is_not_reduced(folder):
     rates = rates_of(folder / "warm")
     assert rates[:6] == pytest.approx([LR * (step + 1) / 7 for step in range(6)])
@@ -100,10 +101,12 @@ def test_warm_up_precedes_and_is_not_reduced(folder):
     assert rates[6:] == pytest.approx(expected[6:], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_strategies_have_the_same_learning_rates(folder):
     assert rates_of(folder / "ddp") == rates_of(folder / "single")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stopped", "extended"])
 def test_run_that_is_resumed_or_extended_equals_the_uninterrupted_one(name, folder):
     assert "resumed from" in (folder / name / "train.log").read_text()
@@ -117,10 +120,12 @@ def test_run_that_is_resumed_or_extended_equals_the_uninterrupted_one(name, fold
     assert losses[0][-1] == losses[1][-1]
 
 
+@pytest.mark.slow
 def test_run_that_is_resumed_on_two_ranks_has_the_same_learning_rates(folder):
     assert rates_of(folder / "on-two") == rates_of(folder / "within")
 
 
+@pytest.mark.slow
 def test_reduction_is_a_line_of_the_log(folder):
     log = (folder / "single" / "train.log").read_text()
     assert log.count("the learning rate is multiplied by 0.3, before by 1") == 1
