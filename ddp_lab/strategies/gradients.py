@@ -44,7 +44,9 @@ def multiply(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         groups[gradient.device, gradient.dtype].append(gradient)
     for (device, dtype), alike in groups.items():
         converted = factor.to(device, dtype, non_blocking=True)
-        torch._foreach_mul_(alike, converted)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            alike, converted
+        )
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -150,7 +150,7 @@ def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
     "case",
     [
         *ON_FOUR,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in SECOND),
+        *SECOND,
         *(pytest.param(case, marks=pytest.mark.extra) for case in THIRD),
     ],
 )

@@ -46,28 +46,22 @@ PLANTED = [
     ("model", "constructor", "ranks=0 after=0:0.7", "ddp-lab"),
     ("model", "call", "ranks=1 before=1:0.7", "torchrun"),
 ]
-FAST = tuple(PLANTED[index] for index in (1, 2, 5, 7, 8, 10))  # each kind once
 
 
 @once
-def outcomes(folder: Path, cases: tuple[tuple[str, ...], ...]) -> dict[tuple[str, ...], Outcome]:
+def outcomes(folder: Path) -> dict[tuple[str, ...], Outcome]:
     """Launch three at a time: most of the time they wait."""
     with ThreadPoolExecutor(3) as pool:
-        launched = pool.map(lambda case: launch_planted(*case, folder / "-".join(case[:2])), cases)
-        return dict(zip(cases, launched, strict=True))
+        launched = pool.map(
+            lambda case: launch_planted(*case, folder / "-".join(case[:2])), PLANTED
+        )
+        return dict(zip(PLANTED, launched, strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=" ".join(case[:2]), marks=() if case in FAST else pytest.mark.slow)
-        for case in PLANTED
-    ],
-)
+@pytest.mark.parametrize("case", PLANTED, ids=lambda case: " ".join(case[:2]))
 def test_error_of_a_users_class_is_shown_and_none_that_it_causes(case, tmp_path):
-    cases = FAST if case in FAST else tuple(each for each in PLANTED if each not in FAST)
-    outcome = outcomes(tmp_path.parent / "causes", cases)[case]
+    outcome = outcomes(tmp_path.parent / "causes")[case]
     assert outcome.problem == "", outcome.output
 
 

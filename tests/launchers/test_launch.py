@@ -86,9 +86,7 @@ def train_each(lines: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(ranks, marks=pytest.mark.slow if ranks > 2 else ()) for ranks in LAYOUTS]
-)
+@pytest.mark.parametrize("ranks", LAYOUTS)
 def test_layout_of_a_strategy_is_logged_once(ranks, tmp_path):
     run_world(ranks, train_each, list(LAYOUTS[ranks]), tmp_path)
     for i, excerpts in enumerate(LAYOUTS[ranks].values()):

@@ -179,8 +179,8 @@ def begin_by_block(overrides: list[str]) -> dict:
     "options",
     [
         "strategy.shard=null",
-        pytest.param("strategy.tp=2", marks=pytest.mark.slow),
-        pytest.param("strategy.pp=2 strategy.cut=[block1]", marks=pytest.mark.slow),
+        "strategy.tp=2",
+        "strategy.pp=2 strategy.cut=[block1]",
     ],
 )
 def test_blocks_of_a_chain_are_read_by_block(options, tmp_path):

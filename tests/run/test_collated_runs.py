@@ -50,9 +50,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "ids" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_parts_of_samples_and_their_batches_train_alike_under_any_strategy(case, tmp_path):
     overrides, strategies = CASES[case]
     alone = losses_of(1, [*overrides, "strategy=single"], tmp_path, "single")

@@ -59,12 +59,12 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "ranks", "strategy", "more"),
     [
-        pytest.param("noisy", 1, "single", (), marks=pytest.mark.slow),
+        ("noisy", 1, "single", ()),
         ("stateful", 2, "ddp", ("data.readers=2", "ema=0.8")),
-        pytest.param("stateful", 2, "pipeline", (), marks=pytest.mark.slow),
-        pytest.param("noisy", 2, "fsdp", ("data.readers=2",), marks=pytest.mark.slow),
-        pytest.param("stateful", 3, "scratch", ("data.readers=4",), marks=pytest.mark.slow),
-        pytest.param("hugging_face", 2, "ddp", OF_ROWS, marks=pytest.mark.slow),
+        ("stateful", 2, "pipeline", ()),
+        ("noisy", 2, "fsdp", ("data.readers=2",)),
+        ("stateful", 3, "scratch", ("data.readers=4",)),
+        ("hugging_face", 2, "ddp", OF_ROWS),
     ],
 )
 def test_resumed_run_is_bitwise_as_one_without_an_end(dataset, ranks, strategy, more, tmp_path):

@@ -49,31 +49,20 @@ ALIKE = {
 }
 
 
-QUICK = {
-    1: ["single accumulate=2 vit clipped", f"single {DROPOUT}"],
-    2: ["ddp batch_norm=sync narrow"],
-}
-
-
 @once
-def outcomes(ranks: int, is_quick: bool) -> dict[str, Outcome]:
+def outcomes(ranks: int) -> dict[str, Outcome]:
     """Return the outcome of each case, with and without activation checkpointing."""
-    chosen = [case for case in ALIKE[ranks] if (case in QUICK[ranks]) == is_quick]
-    cases = [f"{case}{option}" for case in chosen for option in ("", f" {AGAIN}")]
+    cases = [f"{case}{option}" for case in ALIKE[ranks] for option in ("", f" {AGAIN}")]
     return run_world(ranks, run_cases, cases, timeout=300)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [
-        pytest.param(ranks, case, marks=() if case in QUICK[ranks] else pytest.mark.slow)
-        for ranks, cases in ALIKE.items()
-        for case in cases
-    ],
+    [(ranks, case) for ranks, cases in ALIKE.items() for case in cases],
 )
 def test_weights_and_statistics_are_the_same_to_the_last_bit(ranks, case):
-    by_case = outcomes(ranks, case in QUICK[ranks])
+    by_case = outcomes(ranks)
     kept = by_case[case]
     again = by_case[f"{case} {AGAIN}"]
     assert kept.weights.keys() == again.weights.keys()

@@ -149,9 +149,7 @@ def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)]
-)
+@pytest.mark.parametrize("name", [*QUICK, *FURTHER])
 def test_model_with_a_plan_equals_single(name, folder):
     is_slow = name in FURTHER
     outcome = outcomes("tp", 2, folder, is_slow)[0][name]

@@ -37,8 +37,6 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "mesh": (2, {"pp": 2, "num_microbatches": 2}),
 }
 SHARDING = ("fsdp", "tp", "mesh")  # which replace the parameters
-# a pipeline whose replicas are as those of ddp, and others that cut or shard as quicker ones do
-SLOW = ("pipeline", "ddp_pipeline", "tp", "mesh")
 CUTTING = ("split", "pipeline", "ddp_pipeline", "mesh")  # which call the blocks of the model
 
 
@@ -260,13 +258,7 @@ def test_hooks_change_what_single_trains(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(strategy, marks=[pytest.mark.slow] if strategy in SLOW else [])
-        for strategy in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
     outcome = trained(strategy)[kind]
     message = refusal_of(kind, strategy)

@@ -217,7 +217,7 @@ def test_split_skips_on_all_its_devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["pt", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["pt", "sharded"])
 def test_resumed_run_continues_with_the_scale_and_the_averages(form, tmp_path):
     settings = f"single vit ema=0.9 checkpoint.at_steps=[4] save={tmp_path}"
     resumed = f"{settings} resume={tmp_path}/{form}/step_00000004.{form}"

@@ -117,11 +117,7 @@ def test_rows_of_steps_are_scalars_of_tensorboard(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param("python train.py", marks=pytest.mark.slow),
-        "python -m ddp_lab train --nproc 2 strategy=ddp",
-    ],
+    "line", ["python train.py", "python -m ddp_lab train --nproc 2 strategy=ddp"]
 )
 def test_seconds_make_rows_and_lines_of_a_redirected_output(line, tmp_path):
     """The ranks agree on the steps, although their clocks and starts differ."""
