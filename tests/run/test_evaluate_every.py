@@ -112,24 +112,6 @@ def test_weights_within_an_epoch_are_kept_as_the_best(tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_evaluations_do_not_count_as_time_of_training(tmp_path):
-    line = (*LINE, "data.dataset.train_size=1200", "data.val_fraction=0.95", "epochs=1")
-    train(tmp_path, "without", *line)
-    (without,) = read_metrics(tmp_path / "without")
-    for name in ("every", "again", "last"):  # other programs may interrupt a run
-        train(tmp_path, name, *line, "evaluate_every=1", "log_every=1")
-        (every,) = read_metrics(tmp_path / name)
-        if every["seconds"] < 4 * without["seconds"]:
-            break
-    assert every["step"] == without["step"] == 8
-    # each of the 7 evaluations takes as long as many steps
-    assert every["seconds"] < 4 * without["seconds"]
-    rows = [row for row in read_rows(tmp_path / name / "metrics.jsonl") if row["kind"] == "step"]
-    fast = sorted(row["samples_per_second"] for row in rows)[len(rows) // 2]
-    assert fast > without["samples_per_second"] / 4
-
-
 def test_nothing_to_evaluate_is_refused():
     code, errors = refusal_in_world(f"{' '.join(SMALL)} evaluate_every=2 evaluate_test=end")
     assert code == 2

@@ -1,7 +1,8 @@
 """Models and datasets that sleep on some rank, in phases that are counted in steps.
 
 Each phase has PHASE steps. In every step each rank computes for BASE seconds; what a rank sleeps in
-addition begins with a phase, and ends with it.
+addition begins with a phase, and ends with it. It is MORE, and longer than a step takes without it:
+where other programs make the steps longer, the rank is as much slower than the others.
 """
 
 import os
@@ -15,6 +16,21 @@ BASE = 0.02  # seconds
 MORE = 0.06  # seconds
 BATCH = 6  # samples of all ranks
 CYCLES = 30_000_000  # of a GPU, about 20 ms
+
+
+class Nap:
+    """Sleeps for MORE, or for three times as long as it is since the last nap, if that is longer.
+
+    Half a second is the longest, as after the batches of an epoch.
+    """
+
+    def __init__(self):
+        self.ended: float | None = None
+
+    def __call__(self) -> None:
+        step = time.perf_counter() - self.ended if self.ended else 0.0
+        time.sleep(min(max(MORE, 3 * step), 0.5))
+        self.ended = time.perf_counter()
 
 
 def is_slow(rank: int, phase: int, steps: int) -> bool:
@@ -31,12 +47,13 @@ class Sleeping(nn.Module):
         self.rank = rank
         self.phase = phase
         self.steps = 0
+        self.nap = Nap()
 
     def forward(self, inputs):
         if self.training and inputs.device.type != "meta":
             time.sleep(BASE)
             if is_slow(self.rank, self.phase, self.steps):
-                time.sleep(MORE)
+                self.nap()
             self.steps += 1
         return self.inner(inputs.flatten(1))
 
@@ -75,6 +92,7 @@ class Reading:
         self.local_batch = BATCH // (replicas or int(os.environ.get("WORLD_SIZE", "1")))
         self.side = side
         self.read = 0
+        self.nap = Nap()
 
     def __len__(self):
         return self.size
@@ -84,5 +102,5 @@ class Reading:
         if self.split == "train":
             self.read += 1
             if place == 0 and is_slow(self.rank, self.phase, steps):
-                time.sleep(MORE)
+                self.nap()
         return torch.full((1, self.side, self.side), index % 3 - 1.0), index % 2

@@ -104,9 +104,13 @@ class Rows(Logger):
     show_every = 0.0
 
     def __init__(self):
+        self.of_evaluations = []
         self.of_steps = []
         self.shown = []
         self.of_epochs = []
+
+    def evaluation(self, epoch, step, **metrics):
+        self.of_evaluations.append((epoch, step))
 
     def steps(self, row):
         self.of_steps.append(row)
@@ -168,6 +172,18 @@ def test_seconds_and_rate_of_an_epoch_are_those_of_its_steps_without_the_evaluat
     assert [row["seconds"] for row in rows] == [SAMPLES * STEP] * EPOCHS
     assert [row["samples_per_second"] for row in rows] == [RATE] * EPOCHS
     assert [row["step"] for row in rows] == [5, 10, 15]
+
+
+def test_evaluations_within_an_epoch_count_neither_in_its_seconds_nor_in_the_rates(run):
+    """After each step but the last of an epoch, 100 s of which none is a step's."""
+    rows = run(Progress(), evaluate_every=1)
+    places = [(1 + step // SAMPLES, step) for step in range(1, EPOCHS * SAMPLES) if step % SAMPLES]
+    assert rows.of_evaluations == places
+    assert [row["seconds"] for row in rows.of_epochs] == [SAMPLES * STEP] * EPOCHS
+    assert [row["samples_per_second"] for row in rows.of_epochs] == [RATE] * EPOCHS
+    assert rows.of_steps
+    assert [row["samples_per_second"] for row in rows.of_steps] == [RATE] * len(rows.of_steps)
+    assert [row["data_wait"] for row in rows.of_steps] == [WAIT / STEP] * len(rows.of_steps)
 
 
 def test_seconds_and_rate_of_a_resumed_epoch_have_the_time_before(run):
