@@ -3,17 +3,20 @@
 What torch says of it becomes a message with what to do.
 
 torch raises its error wherever the rank then is, most often while it waits for a batch, but also in
-the middle of a step: a handler of the signal SIGCHLD raises it.
+the middle of a step: a handler of the signal SIGCHLD raises it. Several processes may be lost at
+once, of which the first one is the cause. The handler would raise for each, also while the effects
+of the first error are handled, where Python can only print it.
 """
 
 import re
 import shutil
 import signal
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import cast
 
 from ddp_lab.config.errors import SampleError
@@ -70,14 +73,50 @@ def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleEr
     return find_lost_worker(error)
 
 
+class RaisesOnce:
+    """A handler of SIGCHLD that passes signals on to another one until that has raised an error.
+
+    Args:
+        handler: torch's, which raises for each loader of which a worker process was lost.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]):
+        self._handler = handler
+        self.has_raised = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.has_raised:
+            return
+        try:
+            self._handler(number, frame)
+        except RuntimeError:
+            self.has_raised = True
+            raise
+
+
+def raise_once() -> None:
+    """Let torch's handler raise one error from now on, for the first worker process that is lost.
+
+    To be called when a loader has started its processes, with which torch sets the handler.
+    """
+    if not is_main_thread():
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, RaisesOnce):
+        handler.has_raised = False
+    elif callable(handler):
+        signal.signal(signal.SIGCHLD, RaisesOnce(handler))
+
+
+def is_main_thread() -> bool:
+    """Return whether this thread is the one that runs handlers, which only it can set."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def lost_workers_ignored() -> Generator[None]:
-    """Let no further worker process that ends raise an error in the body, which ends them all.
-
-    Several may be killed at once, and torch's handler of SIGCHLD would raise an error for those of
-    each loader, in the middle of what the body does.
-    """
-    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+    """Let no worker process that ends raise an error in the body, which ends them all."""
+    if not is_main_thread():
         yield
         return
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -28,6 +28,7 @@ from ddp_lab.data.workers import (
     QUEUES,
     next_batch,
     require_equal_shapes,
+    start_reading,
     stop_workers,
 )
 from ddp_lab.observe.log import log
@@ -148,7 +149,7 @@ class ReaderProcess:
             generator=torch.Generator(),  # as in WorkerLoader
         )
         self._end = Finalize(self, stop_workers, (loader, self._ended), exitpriority=EXIT_PRIORITY)
-        self._chunks = iter(loader)
+        self._chunks = start_reading(loader)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self

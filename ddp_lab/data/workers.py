@@ -20,6 +20,7 @@ from ddp_lab.data.collated import Collated
 from ddp_lab.data.dataset import Samples
 from ddp_lab.data.labels import LabelRange
 from ddp_lab.data.loader import Loader
+from ddp_lab.data.lost_worker import find_ended, raise_once
 from ddp_lab.data.trees import Tree, apply, leaves, stack, to
 from ddp_lab.data.worker_process import Flag, begin_worker
 
@@ -154,6 +155,14 @@ def stop_workers(loader: DataLoader[Any], ended: Flag) -> None:
         loader._iterator._shutdown_workers()  # pyright: ignore  # torch has no public name for it
 
 
+def start_reading(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return a loader's iterator, for which its worker processes read."""
+    batches = iter(loader)
+    if loader.num_workers:
+        raise_once()
+    return batches
+
+
 def next_batch(batches: Iterator[T]) -> T:
     """Return the next batch of a DataLoader's iterator.
 
@@ -166,8 +175,6 @@ def next_batch(batches: Iterator[T]) -> T:
     except SampleError as error:
         raise SampleError(str(error).rstrip().rpartition(f"{SampleError.__name__}: ")[2]) from None
     except (RuntimeError, OSError, EOFError) as error:
-        from ddp_lab.data.lost_worker import find_ended
-
         # torch has no public name for them
         workers: Any = getattr(batches, "_workers", [])
         if lost := find_ended(error, workers):
@@ -243,7 +250,7 @@ class WorkerLoader(Loader):
         self._batches.epoch = self.epoch
         # tensors would go through shared memory
         self._batches.indices = order[self.start :].numpy()
-        self._stream = iter(self.loader)
+        self._stream = start_reading(self.loader)
 
     def _read(self, places: torch.Tensor) -> tuple[Tree, Tree]:
         if self._stream is None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import SampleError
-from ddp_lab.data.lost_worker import find_ended, find_lost_worker
+from ddp_lab.data.lost_worker import RaisesOnce, find_ended, find_lost_worker, raise_once
 from ddp_lab.lab.launch import RankError, launch
 
 SIZE = 40
@@ -99,6 +100,7 @@ def test_loader_that_reads_a_batch_explains_a_lost_worker_process():
         trainer = lab.trainer(model, tasks.Classification(), make, batch_size=4, num_workers=1)
         with pytest.raises(SampleError, match=KILLED):
             list(trainer.batches(Kills(), 0))
+        assert isinstance(signal.getsignal(signal.SIGCHLD), RaisesOnce)
 
 
 class KillsAll(Kills):
@@ -135,6 +137,27 @@ def test_all_worker_processes_killed_at_once_are_one_message():
         line = done.stdout.splitlines()[-1]
         assert line.startswith("SampleError: a worker process that reads the dataset (pid "), line
         assert done.stderr == ""
+
+
+def test_second_lost_worker_raises_no_error_until_a_loader_starts_again():
+    """The second error would come while the first one is handled, where Python prints it."""
+
+    def fail(number, frame):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    before = signal.signal(signal.SIGCHLD, fail)
+    try:
+        raise_once()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="pid 7"):
+                signal.raise_signal(signal.SIGCHLD)
+            signal.raise_signal(signal.SIGCHLD)
+            raise_once()
+        in_thread = threading.Thread(target=raise_once)  # where signals cannot be set
+        in_thread.start()
+        in_thread.join(10)
+    finally:
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def test_failure_of_closing_hides_neither_the_cause_nor_the_rest_of_the_exit():
