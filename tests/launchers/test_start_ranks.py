@@ -56,6 +56,11 @@ TWO = "python -m ddp_lab train --nproc 2"
             "--nnodes 2 --rdzv-endpoint no-such-host.invalid:1",
             "no-such-host.invalid:1: cannot be resolved on ",
         ),
+        # torch would not ask for it on one machine
+        (
+            "--nproc 2 --master-addr no-such-host.invalid",
+            "no-such-host.invalid: cannot be resolved on ",
+        ),
         (
             "--nproc 2 -m seed=1,2",
             "`ddp-lab train -m hydra.launcher.nproc_per_node=N ...`",
