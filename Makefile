@@ -80,11 +80,15 @@ tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 site: .venv/installed-dev ## build the manual as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# pip compiles every file of every package, which takes 95 s of a core. With PIP_OPTIONS=--no-compile
+# Python compiles those that it imports, if it may write them.
+PIP_OPTIONS ?=
+
 # Of pip's hundreds of lines, show those that take long: downloads of 100 MB and more, and the
 # unpacking that follows.
 define install
 @echo "Installing ddp_lab$(1) and the versions of constraints.txt into .venv; PyTorch has a few GB"
-@set -o pipefail; $(BIN)/pip install --constraint constraints.txt --editable '.$(1)' | while read -r line; do case "$$line" in \
+@set -o pipefail; $(BIN)/pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.$(1)' | while read -r line; do case "$$line" in \
 	Downloading*[0-9][0-9][0-9].[0-9]\ MB\)) echo "$${line%%-*} ($${line##*\(}" ;; \
 	"Installing collected packages"*) echo "Unpacking, which takes a minute or more" ;; esac; done
 @touch $@
