@@ -78,6 +78,7 @@ def test_two_hosts_have_the_losses_of_one_with_as_many_ranks(hosts, tmp_path):
 def test_doctor_measures_the_links_between_the_hosts(hosts, tmp_path):
     """With the strategy of the defaults, `single`, which does not train on two ranks."""
     options = ["--hosts", f"{A},{B}", "--ssh", hosts.option, "--nproc", "1"]
+    options += ["--python", str(hosts.folder / "python")]
     process = start("ddp-lab doctor --fabric", *options, "device=cpu", f"runs_dir={tmp_path}")
     code, output = finish(process, 200)
     assert code == 0, output

@@ -124,8 +124,11 @@ def forking(cluster) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster, forking, tmp_path_factory) -> Job:
-    job = Job(cluster, tmp_path_factory.mktemp("undisturbed"), TWO_NODES, *OVERRIDES, **forking)
+def undisturbed(cluster, tmp_path_factory) -> Job:
+    """A job that gets no signal, so that its torchrun may be forked from another process."""
+    path = f"{programs()}:{cluster.env['PATH']}"
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(cluster, folder, TWO_NODES, *OVERRIDES, PATH=path)
     assert job.end() == ("COMPLETED", 0), job.report()
     return job
 
@@ -161,7 +164,8 @@ def test_preempted_job_is_requeued_and_ends_with_the_same_weights(
 
 
 def srun(cluster: Cluster, options: str, *command: str) -> subprocess.CompletedProcess:
-    line = [cluster.programs["srun"], f"--chdir={ROOT}", *options.split(), sys.executable, *command]
+    python = str(programs() / "python")
+    line = [cluster.programs["srun"], f"--chdir={ROOT}", *options.split(), python, *command]
     env = cluster.env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(line, env=env, capture_output=True, text=True, timeout=240)
 
@@ -267,13 +271,13 @@ def test_outcome_is_the_status_of_this_launch_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, tmp_path):
+def test_job_of_a_lost_node_does_not_write_beside_its_second_start(cluster, forking, tmp_path):
     """Slurm starts the job of a node that does not respond on the other node.
 
     The job is still running.
     """
     overrides = [*SMALL, "strategy=ddp", f"epochs={EPOCHS}", "inject=hang@rank=0,step=12"]
-    job = Job(cluster, tmp_path, ["--nodes=1"], *overrides)
+    job = Job(cluster, tmp_path, ["--nodes=1"], *overrides, **forking)
     job.train(epochs=2)
     writer = read_heartbeat(job.dir, 0)["pid"]
     torchrun = parent(writer)

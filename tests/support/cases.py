@@ -42,7 +42,7 @@ MATRIX = [
         "algorithm=bucketed",
         model="vit",
         settings="checkpoint_activations=block accumulate=3",
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "ddp", settings="checkpoint_activations=block recipe almost-empty", ranks=(2,), extra=(3,)
@@ -111,27 +111,27 @@ MATRIX = [
     Case("ddp", settings="shifted", ranks=(2,), extra=(3,)),
     Case("ddp", settings="accumulate=3 clipped", ranks=(2,), extra=(1, 4)),
     Case("ddp", settings="data.loader=workers recipe almost-empty", ranks=(2,), extra=(3,)),
-    Case("ddp", settings="focal almost-empty", slow=(2,), extra=(4,)),
-    Case("ddp", settings="files", slow=(2,), extra=(4,)),
+    Case("ddp", settings="focal almost-empty", extra=(2, 4)),
+    Case("ddp", settings="files", extra=(2, 4)),
     Case("ddp", model="vit_drop", settings="accumulate=3", ranks=(2,)),
     Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), extra=(4,)),
     Case("fsdp", settings="almost-empty", ranks=(3,), extra=(1, 2)),
     Case("fsdp", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
     Case("fsdp", settings="recipe", extra=(2, 4)),
-    Case("fsdp", settings="files", slow=(4,)),
+    Case("fsdp", settings="files", extra=(4,)),
     # streams
     Case("single", settings="readers accumulate=3 data.num_workers=2", ranks=(1,)),
     Case("scratch", settings="stream", extra=(2, 4)),
     Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), extra=(4,)),
-    Case("fsdp", settings="readers", slow=(2,), extra=(4,)),
+    Case("fsdp", settings="readers", extra=(2, 4)),
     Case("pipeline", "num_microbatches=5", settings="readers", slow=(2,), extra=(4,)),
-    Case("tp", settings="stream", slow=(2,)),
+    Case("tp", settings="stream", extra=(2,)),
     Case("ddp_pipeline", settings="readers data.num_workers=0", slow=(4,)),
     Case("fsdp", settings="model.init=by_block", extra=(2,)),
     Case("fsdp", model="vit", ranks=(2,)),
     Case("fsdp", model="vit", settings="almost-empty", extra=(4,)),
-    Case("fsdp", model="vit_drop", slow=(2,)),
-    Case("pipeline", slow=(1,)),
+    Case("fsdp", model="vit_drop", extra=(2,)),
+    Case("pipeline", extra=(1,)),
     Case(
         "pipeline",
         "schedule=gpipe num_microbatches=24 cut=[fc2]",
@@ -140,8 +140,8 @@ MATRIX = [
     ),
     Case("pipeline", "schedule=interleaved1f1b", settings="accumulate=2 clipped", ranks=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", extra=(2,)),
-    Case("pipeline", "num_microbatches=5", settings="recipe", slow=(2,)),
-    Case("pipeline", settings="files", slow=(2,)),
+    Case("pipeline", "num_microbatches=5", settings="recipe", extra=(2,)),
+    Case("pipeline", settings="files", extra=(2,)),
     # the first stage has neither parameters nor buffers
     Case("pipeline", "cut=[first]", model="unbiased", settings="clipped", ranks=(2,)),
     Case("pipeline", "num_microbatches=7", settings="almost-empty", ranks=(3,), extra=(2,)),
@@ -165,8 +165,8 @@ MATRIX = [
     ),
     Case("ddp_pipeline", model="vit", settings="clipped", extra=(4,)),
     Case("ddp_pipeline", "schedule=gpipe num_microbatches=3", settings="almost-empty", extra=(4,)),
-    Case("ddp_pipeline", "schedule=interleaved1f1b", settings="clipped", slow=(4,)),
-    Case("tp", "tp=1", settings="clipped", slow=(1,)),
+    Case("ddp_pipeline", "schedule=interleaved1f1b", settings="clipped", extra=(4,)),
+    Case("tp", "tp=1", settings="clipped", extra=(1,)),
     Case("tp", settings="data.loader=workers almost-empty", ranks=(2,)),
     Case("tp", "tp=2", settings="accumulate=3 clipped", extra=(2, 4)),
     Case("tp", settings="recipe", extra=(2,)),
@@ -193,7 +193,7 @@ MATRIX = [
         ranks=(2,),
     ),
     # with the learning rate of `short`
-    Case("mesh", "shard=2", settings="adamw short almost-empty", slow=(4,)),
+    Case("mesh", "shard=2", settings="adamw short almost-empty", extra=(4,)),
     Case(
         "mesh",
         "tp=2 sequence_parallel=true",
@@ -245,11 +245,13 @@ MATRIX = [
         "shard=null pp=2 schedule=gpipe num_microbatches=3 cut=[block1]",
         model="short",
         settings="adamw almost-empty",
-        slow=(4,),
+        extra=(4,),
     ),
     Case("mesh", "shard=2 pp=2", model="short", settings="almost-empty", extra=(8,)),
     Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="short", settings="clipped", ranks=(4,)),
-    Case("mesh", "pp=2 tp=2 schedule=interleaved1f1b", model="short", settings="recipe", slow=(4,)),
+    Case(
+        "mesh", "pp=2 tp=2 schedule=interleaved1f1b", model="short", settings="recipe", extra=(4,)
+    ),
     Case("mesh", "shard=null pp=2 tp=2", model="short", settings="adamw clipped", extra=(8,)),
     Case("mesh", "pp=4 tp=2 sequence_parallel=true", model="short", extra=(8,)),
     # BatchNorm. With 61 samples the last batch has padding, with 49 some ranks have only padding in
@@ -296,7 +298,7 @@ MATRIX = [
     Case("scratch", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
     Case("ddp", "batch_norm=sync", model="normalized", slow=(3,), extra=(2,)),
     Case("fsdp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2, 4)),
-    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(2,), slow=(4,)),
+    Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(2,), extra=(4,)),
     Case("mesh", "batch_norm=sync", model="normalized", slow=(2,), extra=(3,)),
     Case("mesh", "shard=null batch_norm=sync", model="normalized", extra=(3,)),
     Case(
@@ -315,7 +317,7 @@ MATRIX = [
     # changes the sign of a ReLU's input.
     Case("fsdp", "batch_norm=sync", model="resnet18", settings="step", slow=(2,)),
     # convolutions with biases, and shortcuts without BatchNorm
-    Case("scratch", "batch_norm=sync", model="book_resnet18", settings="step", slow=(2,)),
+    Case("scratch", "batch_norm=sync", model="book_resnet18", settings="step", extra=(2,)),
     # Parts that are not trained. Some pipelines have a stage without trainable parameters.
     Case(
         "scratch", "algorithm=bucketed", model="partly_frozen", settings="accumulate=2", ranks=(2,)
@@ -324,7 +326,7 @@ MATRIX = [
     Case("fsdp", model="partly_frozen", settings="accumulate=2 clipped", ranks=(2,)),
     Case("pipeline", "cut=[fc1]", model="partly_frozen", settings="clipped", ranks=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="partly_frozen", ranks=(2,)),
-    Case("mesh", "pp=2 cut=[fc1]", model="partly_frozen", settings="epochs=1 clipped", slow=(2,)),
+    Case("mesh", "pp=2 cut=[fc1]", model="partly_frozen", settings="epochs=1 clipped", extra=(2,)),
     Case("tp", model="partly_frozen", settings="clipped", slow=(2,)),
     # Models of users.
     Case(
@@ -336,7 +338,7 @@ MATRIX = [
     ),
     Case("scratch", "algorithm=bucketed bucket_mb=0.001", model="own=SeveralTypes", ranks=(2,)),
     Case("scratch", model="own=SeveralTypes", ranks=(2,)),
-    Case("ddp", model="own=SeveralTypes", slow=(2,)),
+    Case("ddp", model="own=SeveralTypes", extra=(2,)),
     Case("fsdp", model="own=SomeSteps", settings="max_grad_norm=0.05", ranks=(2,)),
     # Parameters that only some steps, and of them only some ranks, use. With weight decay, momentum
     # and Adam's averages a gradient of zeros is not the same as none.
@@ -448,13 +450,13 @@ MATRIX = [
     Case("fsdp", model="own=masked", ranks=(2,)),
     Case("fsdp", model="own=changed_views", ranks=(2,)),
     Case("fsdp", model="own=one_layer", slow=(2,)),
-    Case("fsdp", model="own=finetuned", settings="max_grad_norm=0.05", slow=(2,)),
+    Case("fsdp", model="own=finetuned", settings="max_grad_norm=0.05", extra=(2,)),
     Case("fsdp", model="own=vision_transformer", settings="data.dataset.channels=3", extra=(2,)),
     Case("ddp", model="own=lazy_blocks", ranks=(2,)),
-    Case("fsdp", model="own=lazy_blocks", slow=(2,)),
+    Case("fsdp", model="own=lazy_blocks", extra=(2,)),
     Case("fsdp", model="own=lazy_blocks", settings="model.init=by_block", ranks=(2,)),
     Case("pipeline", "cut=[2]", model="own=lazy_blocks", slow=(2,)),
-    Case("tp", model="own=lazy_blocks", slow=(2,)),
+    Case("tp", model="own=lazy_blocks", extra=(2,)),
     # Units of fsdp: containers, tied weights, parts used without their forward pass; parts that
     # only some steps and ranks use.
     Case(
@@ -481,7 +483,7 @@ MATRIX = [
         "reshard_after_forward=false",
         model="units=Mixture",
         settings="accumulate=2 decayed ema=0.8",
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "fsdp",
@@ -516,11 +518,11 @@ MATRIX = [
         extra=(3,),
     ),
     # GPT-2's tied head: embedding and head have one weight, in two blocks
-    Case("single", model="tied_head", settings="accumulate=3", slow=(1,)),
-    Case("dp", model="tied_head", settings="accumulate=2", slow=(1,)),
+    Case("single", model="tied_head", settings="accumulate=3", extra=(1,)),
+    Case("dp", model="tied_head", settings="accumulate=2", extra=(1,)),
     Case("split", "num_microbatches=3", model="tied_head", settings="accumulate=2", slow=(1,)),
     Case("scratch", model="tied_head", settings="accumulate=2", extra=(2,)),
-    Case("scratch", "algorithm=bucketed", model="tied_head", slow=(2,), extra=(3,)),
+    Case("scratch", "algorithm=bucketed", model="tied_head", extra=(2, 3)),
     Case("ddp", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3,)),
     Case("fsdp", model="tied_head", settings="accumulate=2", slow=(2,), extra=(3, 4)),
     Case(
@@ -535,7 +537,7 @@ MATRIX = [
     Case("pipeline", model="tied_head", settings="checkpoint_activations=block", extra=(2,)),
     Case("pipeline", "schedule=interleaved1f1b", model="tied_head", slow=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="tied_head", extra=(2,)),
-    Case("pipeline", model="tied_head", settings="model.init=default", slow=(2,)),
+    Case("pipeline", model="tied_head", settings="model.init=default", extra=(2,)),
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
     Case("ddp_pipeline", model="tied_head", settings="accumulate=2", slow=(4,)),
     Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", extra=(2, 3)),
@@ -551,10 +553,10 @@ MATRIX = [
     Case("mesh", "pp=2 schedule=interleaved1f1b", model="tied_head", extra=(2,)),
     Case("mesh", "shard=null pp=2", model="tied_head", settings="accumulate=2", extra=(4,)),
     Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", slow=(4,)),
-    Case("mesh", "shard=null", model="own=one_weight", slow=(2,)),
+    Case("mesh", "shard=null", model="own=one_weight", extra=(2,)),
     Case("split", model="own=one_weight", slow=(1,)),
     Case("pipeline", "cut=[3]", model="own=sequential", ranks=(2,)),
-    Case("pipeline", "cut=['5']", model="own=one_weight", slow=(2,)),
+    Case("pipeline", "cut=['5']", model="own=one_weight", extra=(2,)),
     # plans of any module
     Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", extra=(2,)),
     # Without the bias of the keys, whose gradients are rounding errors of 1e-19. AdamW divides them
@@ -568,16 +570,16 @@ MATRIX = [
         extra=(4,),
     ),
     Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
-    Case("tp", "plan={}", model="planned", slow=(2,)),
+    Case("tp", "plan={}", model="planned", extra=(2,)),
     Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", slow=(2,)),
     Case(
         "mesh", f"tp=2 shard=null {PLAN}", model="pairs", settings="clipped almost-empty", slow=(4,)
     ),
     Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=2", extra=(4,)),
-    Case("mesh", f"shard=null {PLAN}", model="pairs", slow=(2,)),
+    Case("mesh", f"shard=null {PLAN}", model="pairs", extra=(2,)),
     # any module without a plan
     Case("mesh", "shard=2", model="pairs", settings="accumulate=2 clipped almost-empty", slow=(4,)),
-    Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,)),
+    Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", extra=(2,)),
     Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", slow=(2,)),
     Case(
         "mesh",
@@ -597,13 +599,13 @@ MATRIX = [
     # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and
     # batches weigh unequally.
     Case("ddp", task="regression", settings="accumulate=2", ranks=(2,)),
-    Case("pipeline", task="regression", settings="accumulate=2", slow=(2,)),
+    Case("pipeline", task="regression", settings="accumulate=2", extra=(2,)),
     Case(
         "split",
         "devices=[cpu,cpu] num_microbatches=3",
         task="multi_label",
         settings="accumulate=2",
-        slow=(1,),
+        extra=(1,),
     ),
     Case("fsdp", task="multi_label", slow=(2,)),
     Case("dp", task="tokens", settings="accumulate=2", ranks=(1,)),
@@ -614,7 +616,7 @@ MATRIX = [
         settings="accumulate=2",
         slow=(1,),
     ),
-    Case("scratch", task="segmentation", settings="accumulate=2", slow=(2,)),
+    Case("scratch", task="segmentation", settings="accumulate=2", extra=(2,)),
     Case("ddp", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("ddp", task="sums", settings="accumulate=2 clipped", ranks=(3,), extra=(2,)),
     Case("fsdp", task="sums", settings="accumulate=2", slow=(2,), extra=(3,)),
@@ -627,18 +629,18 @@ MATRIX = [
         ranks=(1,),
     ),
     Case("pipeline", task="sums", settings="accumulate=2", slow=(2,)),
-    Case("ddp_pipeline", "pp=1", task="sums", slow=(2,)),
-    Case("mesh", "pp=2", task="sums", slow=(2,)),
+    Case("ddp_pipeline", "pp=1", task="sums", extra=(2,)),
+    Case("mesh", "pp=2", task="sums", extra=(2,)),
     Case("ddp", task="tokens", settings="accumulate=2", ranks=(2,)),
-    Case("fsdp", task="segmentation", slow=(2,)),
-    Case("fsdp", task="tokens", settings="accumulate=2", slow=(2,)),
+    Case("fsdp", task="segmentation", extra=(2,)),
+    Case("fsdp", task="tokens", settings="accumulate=2", extra=(2,)),
     Case("pipeline", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("pipeline", task="tokens", slow=(2,)),
     Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", ranks=(2,)),
     Case("tp", task="segmentation", settings="accumulate=2", slow=(2,)),
     Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", extra=(2,)),
-    Case("mesh", "tp=2", task="tokens", settings="accumulate=2", slow=(2,)),
+    Case("mesh", "tp=2", task="tokens", settings="accumulate=2", extra=(2,)),
     # losses that the last layer computes in chunks of rows, of unequal sizes
     Case("single", task="tokens", settings=f"{CHUNKS} accumulate=3 float64", ranks=(1,)),
     Case(
@@ -647,8 +649,8 @@ MATRIX = [
         settings=f"{CHUNKS} checkpoint_activations=block",
         ranks=(1,),
     ),
-    Case("single", task="one_left", settings=f"{CHUNKS} float64", slow=(1,)),
-    Case("scratch", task="one_left", settings=f"{CHUNKS} float64", slow=(2,), extra=(3,)),
+    Case("single", task="one_left", settings=f"{CHUNKS} float64", extra=(1,)),
+    Case("scratch", task="one_left", settings=f"{CHUNKS} float64", extra=(2, 3)),
     Case(
         "scratch",
         "algorithm=bucketed",
@@ -656,7 +658,7 @@ MATRIX = [
         settings=f"{CHUNKS} accumulate=2",
         ranks=(2,),
     ),
-    Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", slow=(2,), extra=(4,)),
+    Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", extra=(2, 4)),
     Case(
         "ddp",
         "find_unused_parameters=true",
@@ -665,7 +667,7 @@ MATRIX = [
         slow=(2,),
         extra=(3,),
     ),
-    Case("ddp", task="one_left", settings=f"{CHUNKS} checkpoint_activations=block", slow=(2,)),
+    Case("ddp", task="one_left", settings=f"{CHUNKS} checkpoint_activations=block", extra=(2,)),
     Case("fsdp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), extra=(3,)),
     Case("fsdp", task="one_left", settings=f"{CHUNKS} float64 clipped", slow=(2,), extra=(4,)),
     Case(
@@ -673,11 +675,11 @@ MATRIX = [
         "reshard_after_forward=false",
         task="tokens",
         settings=f"{CHUNKS} checkpoint_activations=block",
-        slow=(2,),
+        extra=(2,),
     ),
     Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", slow=(2,)),
-    Case("mesh", "shard=1", task="one_left", settings=f"{CHUNKS} float64", slow=(2,)),
-    Case("mesh", "shard=2", model="tied_head", settings=CHUNKS, slow=(4,)),
+    Case("mesh", "shard=1", task="one_left", settings=f"{CHUNKS} float64", extra=(2,)),
+    Case("mesh", "shard=2", model="tied_head", settings=CHUNKS, extra=(4,)),
 ]
 
 
