@@ -43,6 +43,7 @@ TEXT = [
     "batch_size=16",
 ]
 TIED = ["model.tied=true", "epochs=3"]
+ADAMW = ["optimizer=adamw", "optimizer.lr=0.005"]
 
 
 def train(runs: list[list[str]]) -> None:
@@ -56,13 +57,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     text = folder / "text.txt"
     text.write_bytes(b"to be or not, " * 90)
-    words = [
-        *TEXT,
-        "optimizer=adamw",
-        "optimizer.lr=0.005",
-        f"data.root={text}",
-        f"runs_dir={folder}",
-    ]
+    words = [*TEXT, *ADAMW, f"data.root={text}", f"runs_dir={folder}"]
     choose = [
         "checkpoint.best=val_mae",
         "patience=2",
@@ -73,7 +68,6 @@ def folder(tmp_path_factory) -> Path:
     runs = [
         [*MASKS, f"runs_dir={folder}", "name=masks"],
         [*NUMBERS, *choose, "name=numbers"],
-        [*words, "epochs=40", "name=text"],
         [*words, *TIED, "name=text-single"],
     ]
     run_world(1, train, runs)
@@ -81,6 +75,14 @@ def folder(tmp_path_factory) -> Path:
         2, train, [[*words, *TIED, "strategy=pipeline", "accumulate=2", "name=text-pipeline"]]
     )
     return folder
+
+
+@pytest.fixture(scope="module")
+def learned(folder) -> Path:
+    """A run that has learned the text."""
+    words = [*TEXT, *ADAMW, f"data.root={folder / 'text.txt'}", f"runs_dir={folder}"]
+    run_world(1, train, [[*words, "epochs=40", "name=learned"]])
+    return folder / "learned"
 
 
 @pytest.mark.slow
@@ -92,13 +94,13 @@ def test_best_checkpoint_and_patience_follow_a_metric_of_the_task(folder):
 
 
 @pytest.mark.slow
-def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, command):
+def test_text_gives_the_same_losses_in_a_pipeline_and_is_continued(folder, learned, command):
     expected, results = (
         read_metrics(folder / f"text-{each}")[-1] for each in ("single", "pipeline")
     )
     for key in ("train_loss", "val_perplexity", "val_bits_per_byte"):
         assert results[key] == pytest.approx(expected[key], rel=1e-3), key
-    code, output, errors = command(predict.main, folder / "text", *PROMPT)
+    code, output, errors = command(predict.main, learned, *PROMPT)
     assert (code, output) == (0, "to be or not,\n"), output + errors
 
 
@@ -121,13 +123,17 @@ PROMPT = ["--prompt", "to be or ", "--tokens", "4", "--temperature", "0"]
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
-        ("text", ["missing.txt"], "its task is Tokens, for which predict needs --prompt TEXT"),
         (
-            "text",
+            "text-single",
+            ["missing.txt"],
+            "its task is Tokens, for which predict needs --prompt TEXT",
+        ),
+        (
+            "text-single",
             [*PROMPT, "--output", 1],
             "--output 1: is for images; leave it out; the text is printed",
         ),
-        ("text", [*PROMPT, "--top", 1], "--top 1: is for images"),
+        ("text-single", [*PROMPT, "--top", 1], "--top 1: is for images"),
         (
             "masks",
             ["text.txt", "--tokens", 3],
@@ -151,7 +157,9 @@ def test_other_tasks_are_logged_evaluated_and_exported(folder, command, tmp_path
     assert json.loads((tmp_path / "found.json").read_text())["val_mean_iou"] == pytest.approx(
         expected["val_mean_iou"]
     )
-    code, _, errors = command(export.main, folder / "text", "--output", tmp_path / "text.pt2")
+    code, _, errors = command(
+        export.main, folder / "text-single", "--output", tmp_path / "text.pt2"
+    )
     assert code == 0, errors
     logits = torch.export.load(tmp_path / "text.pt2").module()(
         torch.zeros(3, 16, dtype=torch.int64)
