@@ -155,6 +155,7 @@ def test_flops_are_those_of_torch():
     assert plan.flops == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_pipeline_is_planned_and_groups_that_cross_machines_are_known():
     planner = advisor(*VIT, nodes=2)
     planner.rows = [planner.plan(["strategy=ddp_pipeline", "strategy.pp=2"])]

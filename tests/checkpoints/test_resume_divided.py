@@ -39,6 +39,7 @@ def test_replicas_that_do_not_divide_the_batch_are_refused_and_change_nothing(be
     assert contents(begun) == before
 
 
+@pytest.mark.slow
 def test_replicas_that_divide_the_batch_resume_the_run(begun, tmp_path):
     start(begun, 3, (*LINE, "epochs=2"))
     straight = tmp_path / "straight"

@@ -28,7 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"schedule": "gpipe", "num_microbatches": 2},
 }
 # ddp has complete models, as single
-DIVIDED = ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipeline", "ddp"))]
+DIVIDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pipeline", "ddp")]
 
 
 def last_token(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

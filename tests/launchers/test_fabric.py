@@ -256,6 +256,7 @@ def test_pair_that_hangs_is_named_and_the_others_are_measured(root):
     assert report.seconds < 60
 
 
+@pytest.mark.slow
 def test_pair_that_is_much_slower_than_the_others_is_named(root):
     report = reports_of_three(root)["slow"][0]
     assert (report.code, report.errors) == (0, "")

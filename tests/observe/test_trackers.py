@@ -269,6 +269,7 @@ def test_options_reach_mlflow(database, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_mlflow_run_whose_launch_was_killed_before_it_had_the_config_gets_it(
     database, tmp_path, monkeypatch
 ):
@@ -337,6 +338,7 @@ def run_timed(folder: str, overrides: list[str]) -> list[tuple[float, str]]:
     return results
 
 
+@pytest.mark.slow
 def test_tracker_that_fails_or_hangs_is_logged_once_and_training_ends(tmp_path):
     problems = {
         "tracker=own_trackers.Failing": "failed (ValueError: no space for step 5 (own_trackers.py, "

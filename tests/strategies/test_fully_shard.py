@@ -2,6 +2,7 @@
 
 import collections
 
+import pytest
 import torch
 from configs import config
 from small_networks import make_model
@@ -139,6 +140,7 @@ def gathers() -> dict[str, list[int]]:
     return results
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_what_a_step_gathers():
     """Otherwise the backward pass gathers one part too many.
 

@@ -66,7 +66,11 @@ def test_sharded_state_is_divided_by_the_number_of_shards(case, ranks, shards, m
 
 @pytest.mark.parametrize(
     ("case", "ranks", "shards"),
-    [("tp tp=2", 2, 1), ("mesh tp=2", 8, 1), ("mesh tp=2 shard=4", 8, 4)],
+    [
+        pytest.param("tp tp=2", 2, 1, marks=pytest.mark.slow),
+        pytest.param("mesh tp=2", 8, 1, marks=pytest.mark.slow),
+        ("mesh tp=2 shard=4", 8, 4),
+    ],
 )
 def test_layers_of_a_plan_are_divided_by_tp(case, ranks, shards, monkeypatch):
     expected = 3 * elements("vit", shards, tp=2)

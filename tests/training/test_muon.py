@@ -104,7 +104,7 @@ def train(strategy: str, options: dict) -> tuple[list[float], dict[str, torch.Te
 
 @pytest.mark.parametrize(
     "world",
-    slow_but(["single", "ddp", "fsdp", "pipeline"], WORLDS),
+    slow_but(["single", "ddp", "pipeline"], WORLDS),
 )
 def test_strategy_has_the_weights_of_torchs_optimizers(world):
     ranks, options = WORLDS[world]

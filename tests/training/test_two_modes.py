@@ -109,7 +109,7 @@ def train(strategy: str, options: dict, folder: str, evaluates: bool, resumes: b
     return of_steps, evaluated
 
 
-@pytest.mark.parametrize("strategy", slow_but(["single", "split", "ddp", "fsdp"], WORLDS))
+@pytest.mark.parametrize("strategy", slow_but(["single", "split", "ddp"], WORLDS))
 def test_strategy_equals_a_plain_loop(strategy, tmp_path):
     ranks, options = WORLDS[strategy]
     for of_steps, evaluated in run_world(
