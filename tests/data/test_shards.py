@@ -12,7 +12,7 @@ import pytest
 import torch
 from launches import launch, main_in_world, newest, read_metrics, refusal_in_world
 from token_shards import write_shard, write_shards
-from worlds import run_world
+from worlds import once, run_world
 
 from ddp_lab.commands import predict
 from ddp_lab.data.batch import LoaderOptions
@@ -133,14 +133,14 @@ def train(lines: list[str]) -> None:
 
 
 QUICK = ["1 single data.loader=device", "2 ddp data.num_workers=1"]
-OTHERS = ["3 ddp", "2 pipeline"]
-OTHERS += ["1 split strategy.devices=[cpu,cpu]", "1 dp", "2 ddp data.loader=device", "2 fsdp"]
-OTHERS += [
-    "2 tp",
+SLOW = [
+    "2 pipeline",
+    "1 split strategy.devices=[cpu,cpu]",
+    "2 fsdp",
     "2 mesh data.loader=device",
-    "2 scratch",
-    "4 ddp_pipeline strategy.num_microbatches=2",
 ]
+EXTRA = ["3 ddp", "1 dp", "2 ddp data.loader=device", "2 tp", "2 scratch"]
+EXTRA += ["4 ddp_pipeline strategy.num_microbatches=2"]
 
 
 def train_all(folder: Path, cases: list[str]) -> Path:
@@ -166,8 +166,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder_of_others(tmp_path_factory) -> Path:
-    return train_all(tmp_path_factory.mktemp("runs"), OTHERS)
+def parent(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("others")
+
+
+@once
+def folder_of_others(parent: Path, are_extra: bool) -> Path:
+    folder = parent / ("extra" if are_extra else "slow")
+    folder.mkdir()
+    return train_all(folder, EXTRA if are_extra else SLOW)
 
 
 def require_losses_of_single(folder: Path, number: int) -> None:
@@ -189,9 +196,13 @@ def test_strategies_and_loaders_give_the_losses_of_one_device(case, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_strategies_give_the_losses_of_one_device(case, folder_of_others):
-    require_losses_of_single(folder_of_others, OTHERS.index(case))
+@pytest.mark.parametrize(
+    "case", [*SLOW, *(pytest.param(case, marks=pytest.mark.extra) for case in EXTRA)]
+)
+def test_other_strategies_give_the_losses_of_one_device(case, parent):
+    cases = SLOW if case in SLOW else EXTRA
+    folder = folder_of_others(parent, cases is EXTRA)
+    require_losses_of_single(folder, cases.index(case))
 
 
 def test_run_that_is_resumed_in_an_epoch_is_bitwise_the_same(folder):

@@ -241,9 +241,9 @@ def require_equal(trained: dict[str, Any], expected: dict[str, Any]) -> None:
         assert (trained["weights"][name] - tensor).abs().max() <= 1e-12, name
 
 
-SLOW = [("single", 1), ("scratch", 1), ("ddp", 1), ("fsdp", 3), ("tp", 3), ("dp", 1)]
-# the same strategies with another number of micro-batches
-EXTRA = [("scratch", 3), ("fsdp", 1), ("tp", 1), ("dp", 3)]
+SLOW = [("single", 1), ("scratch", 1), ("ddp", 1), ("fsdp", 3), ("dp", 1)]
+# the same strategies with another number of micro-batches, and tp, which shards layers as mesh does
+EXTRA = [("scratch", 3), ("fsdp", 1), ("tp", 1), ("tp", 3), ("dp", 3)]
 
 
 def marks_of(strategy: str, steps: int) -> list:

@@ -28,7 +28,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"schedule": "gpipe", "num_microbatches": 2},
 }
 # ddp has complete models, as single
-DIVIDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "pipeline", "ddp")]
+DIVIDED = [
+    pytest.param("fsdp", marks=pytest.mark.slow),
+    pytest.param("pipeline", marks=pytest.mark.extra),  # whose traces take 30 s of a core
+    pytest.param("ddp", marks=pytest.mark.slow),
+]
 
 
 def last_token(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,10 @@ WORDS = 4
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 # Three ranks cannot divide the layers for tp, and dp has one process.
 WORLDS = [("dp", 1), ("ddp", 2)]
-SLOW = [("fsdp", 2), ("tp", 2), ("scratch", 2), ("ddp", 3)]
+SLOW = [("fsdp", 2), ("scratch", 2), ("ddp", 3)]
+EXTRA = [("tp", 2), ("scratch", 3), ("fsdp", 3)]
 WORLDS += [pytest.param(*world, marks=pytest.mark.slow) for world in SLOW]
-WORLDS += [pytest.param(*world, marks=pytest.mark.extra) for world in [("scratch", 3), ("fsdp", 3)]]
+WORLDS += [pytest.param(*world, marks=pytest.mark.extra) for world in EXTRA]
 CUTTING = {
     "split": {"devices": ["cpu", "cpu"], "num_microbatches": 2},
     "pipeline": {"num_microbatches": 2},

@@ -199,7 +199,7 @@ def test_ctrl_c_saves_and_leaves_no_process_on_any_host(hosts, start_limit, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["connection", "command"])
+@pytest.mark.parametrize("lost", ["connection", pytest.param("command", marks=pytest.mark.extra)])
 def test_lost_connection_leaves_no_process_on_any_host(lost, hosts, tmp_path):
     """The session of sshd on one host is killed, or the command itself with its connections."""
     process = start_on(hosts, *NEVER_ENDING, f"runs_dir={tmp_path}", warm=False)

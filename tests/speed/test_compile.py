@@ -259,12 +259,14 @@ def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypa
 CASES = {
     "fsdp checkpoint_activations=block short clipped": 4,
     "ddp channels_last=true recipe ema=0.8": 2,  # of the model and of the loss
-    "tp tp=2 vit clipped": 4,
     "mesh tp=2 sequence_parallel=true short": 8,
     "scratch algorithm=bucketed accumulate=3 vit clipped": 4,
-    "ddp_pipeline pp=1 vit": 4,
 }
-EXTRA = {"mesh pp=2 checkpoint_activations=block short": 2}
+EXTRA = {
+    "tp tp=2 vit clipped": 4,
+    "ddp_pipeline pp=1 vit": 4,
+    "mesh pp=2 checkpoint_activations=block short": 2,
+}
 
 
 def run_compiled(cases: list[str]) -> dict[str, tuple[Outcome, int]]:

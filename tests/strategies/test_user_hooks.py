@@ -36,6 +36,8 @@ STRATEGIES: dict[str, tuple[int, dict]] = {
     "tp": (2, {}),
     "mesh": (2, {"pp": 2, "num_microbatches": 2}),
 }
+# which have the kinds of parts that others have, too
+COMBINED = ("dp", "scratch", "ddp_pipeline", "mesh")
 SHARDING = ("fsdp", "tp", "mesh")  # which replace the parameters
 CUTTING = ("split", "pipeline", "ddp_pipeline", "mesh")  # which call the blocks of the model
 
@@ -258,7 +260,13 @@ def test_hooks_change_what_single_trains(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *LATE])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(strategy for strategy in STRATEGIES if strategy not in COMBINED),
+        *(pytest.param(strategy, marks=pytest.mark.extra) for strategy in COMBINED),
+    ],
+)
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):
     outcome = trained(strategy)[kind]
     message = refusal_of(kind, strategy)
