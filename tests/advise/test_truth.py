@@ -32,16 +32,16 @@ VIT = "vit batch_size=192 samples=384"  # activations that the sums of the loss 
 ON_FOUR = (f"fsdp {VIT} adamw ema=0.8",)  # shards of unequal size
 SECOND = (  # which are slow tests
     "scratch ema=0.8",
-    f"ddp {VIT}",
     f"pipeline {VIT}",
     f"mesh pp=2 tp=2 short {VIT} ema=0.8",
+    f"mesh shard=2 short {VIT} adamw",
+)
+THIRD = (  # which are extra tests: each combines what others have
+    f"ddp {VIT}",
     "scratch algorithm=bucketed",
     f"fsdp checkpoint_activations=block {VIT}",
     "tp tp=2 ema=0.8",
     f"ddp_pipeline schedule=gpipe {VIT} clipped",
-    f"mesh shard=2 short {VIT} adamw",
-)
-THIRD = (  # which are extra tests: each combines what others have
     f"scratch checkpoint_activations=block {VIT}",
     f"fsdp reshard_after_forward=false {VIT}",
     f"mesh tp=4 sequence_parallel=true short {VIT}",

@@ -22,7 +22,15 @@ SCRIPTS = {
     "detector.py": ([], " loss", 0.01, 0.08),
 }
 
-FURTHER = ("bert.py", "detector.py", "gan.py", "gpt.py", "segment.py")  # take the longest
+# These take the longest. Of the slow tests, one has two models and one a dict of inputs.
+SLOW = ("gan.py", "bert.py")
+EXTRA = ("detector.py", "gpt.py", "segment.py")
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    if name in EXTRA:
+        return [pytest.mark.extra]
+    return [pytest.mark.slow] if name in SLOW else []
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -33,10 +41,7 @@ def run_example(name: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in FURTHER else ()) for name in SCRIPTS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SCRIPTS])
 def test_script_gives_the_same_metric_on_two_ranks_as_alone(name):
     arguments, metric, low, high = SCRIPTS[name]
     values = []

@@ -62,8 +62,8 @@ def test_run_is_one_epoch_that_a_limit_ends(tmp_path):
         ("noisy", 1, "single", ()),
         ("stateful", 2, "ddp", ("data.readers=2", "ema=0.8")),
         ("stateful", 2, "pipeline", ()),
-        ("noisy", 2, "fsdp", ("data.readers=2",)),
-        ("stateful", 3, "scratch", ("data.readers=4",)),
+        pytest.param("noisy", 2, "fsdp", ("data.readers=2",), marks=pytest.mark.extra),
+        pytest.param("stateful", 3, "scratch", ("data.readers=4",), marks=pytest.mark.extra),
         ("hugging_face", 2, "ddp", OF_ROWS),
     ],
 )

@@ -168,7 +168,10 @@ def test_half_precision_is_as_exact_as_with_all_logits(half):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.extra), ("fsdp", 2)],
+)
 def test_training_in_bf16_is_as_exact_as_with_all_logits(strategy, size):
     whole = [f"{strategy} {settings}" for settings in SETTINGS]
     chunked = [f"{line} {CHUNKS}" for line in whole]

@@ -101,10 +101,12 @@ CASES = [  # (strategy, its options, the model), on two ranks or in one process
 ]
 FURTHER = [  # slow
     *(("pipeline", {"num_microbatches": 2}, model) for model in MODELS if model not in QUICK),
-    ("pipeline", {"num_microbatches": 2, "cut": ["4"]}, "floats"),
     ("pipeline", {"schedule": "interleavedzerobubble", "num_microbatches": 2}, "sizes"),
     ("mesh", {"pp": 2, "num_microbatches": 2}, "lengths"),
     ("tp", {}, "lengths"),
+]
+COMBINED = [  # extra
+    ("pipeline", {"num_microbatches": 2, "cut": ["4"]}, "floats"),
     ("pipeline", {"schedule": "gpipe", "num_microbatches": 3}, "lengths"),
     ("pipeline", {"schedule": "interleaved1f1b", "num_microbatches": 2}, "lengths"),
     ("ddp_pipeline", {"pp": 1, "num_microbatches": 2}, "lengths"),
@@ -201,9 +203,9 @@ def all_cases(size: int) -> dict:
     return results if size == 1 else results | {"refused": refuse()}
 
 
-def further_cases() -> dict:
+def further_cases(cases: list) -> dict:
     torch.set_default_dtype(torch.float64)
-    return {str(case): train(*case) for case in FURTHER}
+    return {str(case): train(*case) for case in cases}
 
 
 @once
@@ -212,17 +214,23 @@ def outcomes(size: int) -> list[dict]:
 
 
 @once
-def further_outcomes() -> list[dict]:
-    return run_world(2, further_cases, timeout=240)
+def further_outcomes(are_combined: bool) -> list[dict]:
+    return run_world(2, further_cases, COMBINED if are_combined else FURTHER, timeout=240)
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)], ids=str
+    "case",
+    [
+        *CASES,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER),
+        *(pytest.param(case, marks=pytest.mark.extra) for case in COMBINED),
+    ],
+    ids=str,
 )
 def test_batches_of_several_shapes_give_the_numbers_of_single(case):
     expected = outcomes(1)[0][str(("single", {}, case[2]))]
-    if case in FURTHER:
-        ranks = further_outcomes()
+    if case in (*FURTHER, *COMBINED):
+        ranks = further_outcomes(case in COMBINED)
     else:
         ranks = outcomes(1 if case[0] in ("split", "dp") else 2)
     for rank in ranks:

@@ -249,7 +249,7 @@ def test_traced_model_equals_single(name, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
-    [*FURTHER, *(pytest.param(*case, marks=pytest.mark.extra) for case in REPEATED)],
+    [pytest.param(*case, marks=pytest.mark.extra) for case in (*FURTHER, *REPEATED)],
 )
 def test_traced_model_equals_single_in_further_cases(name, case):
     for rank in repeated() if (name, case) in REPEATED else further():

@@ -52,8 +52,7 @@ MATRIX = [
         "batch_norm=sync",
         model="narrow",
         settings="checkpoint_activations=block samples=61",
-        slow=(2,),
-        extra=(4,),
+        extra=(2, 4),
     ),
     Case(
         "fsdp",
@@ -79,7 +78,7 @@ MATRIX = [
         "pipeline",
         "schedule=interleavedzerobubble",
         settings="checkpoint_activations=block",
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "ddp_pipeline",
@@ -110,13 +109,13 @@ MATRIX = [
     Case("scratch", settings="augmented", ranks=(2,), extra=(4,)),
     Case("ddp", settings="shifted", ranks=(2,), extra=(3,)),
     Case("ddp", settings="accumulate=3 clipped", ranks=(2,), extra=(1, 4)),
-    Case("ddp", settings="data.loader=workers recipe almost-empty", slow=(2,), extra=(3,)),
+    Case("ddp", settings="data.loader=workers recipe almost-empty", extra=(2, 3)),
     Case("ddp", settings="focal almost-empty", extra=(2, 4)),
     Case("ddp", settings="files", extra=(2, 4)),
     Case("ddp", model="vit_drop", settings="accumulate=3", ranks=(2,)),
     Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), extra=(4,)),
     Case("fsdp", settings="almost-empty", ranks=(3,), extra=(1, 2)),
-    Case("fsdp", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
+    Case("fsdp", settings="accumulate=2 clipped", extra=(2, 4)),
     Case("fsdp", settings="recipe", extra=(2, 4)),
     Case("fsdp", settings="files", extra=(4,)),
     # streams
@@ -126,7 +125,7 @@ MATRIX = [
     Case("fsdp", settings="readers", extra=(2, 4)),
     Case("pipeline", "num_microbatches=5", settings="readers", slow=(2,), extra=(4,)),
     Case("tp", settings="stream", extra=(2,)),
-    Case("ddp_pipeline", settings="readers data.num_workers=0", slow=(4,)),
+    Case("ddp_pipeline", settings="readers data.num_workers=0", extra=(4,)),
     Case("fsdp", settings="model.init=by_block", extra=(2,)),
     Case("fsdp", model="vit", ranks=(2,)),
     Case("fsdp", model="vit", settings="almost-empty", extra=(4,)),
@@ -136,7 +135,7 @@ MATRIX = [
         "pipeline",
         "schedule=gpipe num_microbatches=24 cut=[fc2]",
         settings="data.loader=workers",
-        slow=(2,),
+        extra=(2,),
     ),
     Case("pipeline", "schedule=interleaved1f1b", settings="accumulate=2 clipped", ranks=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", extra=(2,)),
@@ -145,9 +144,9 @@ MATRIX = [
     # the first stage has neither parameters nor buffers
     Case("pipeline", "cut=[first]", model="unbiased", settings="clipped", ranks=(2,)),
     Case("pipeline", "num_microbatches=7", settings="almost-empty", ranks=(3,), extra=(2,)),
-    Case("pipeline", "num_microbatches=5", settings="clipped", slow=(4,)),
+    Case("pipeline", "num_microbatches=5", settings="clipped", extra=(4,)),
     Case("pipeline", model="vit", settings="clipped", extra=(2,)),
-    Case("pipeline", "num_microbatches=5", model="vit_drop", slow=(2,)),
+    Case("pipeline", "num_microbatches=5", model="vit_drop", extra=(2,)),
     Case("pipeline", "num_microbatches=5", model="vit", settings="almost-empty", extra=(4,)),
     Case(
         "ddp_pipeline",
@@ -170,7 +169,7 @@ MATRIX = [
     Case("tp", settings="data.loader=workers almost-empty", ranks=(2,)),
     Case("tp", "tp=2", settings="accumulate=3 clipped", extra=(2, 4)),
     Case("tp", settings="recipe", extra=(2,)),
-    Case("tp", settings="clipped", slow=(4,)),  # which does not divide 50 channels and 10 units
+    Case("tp", settings="clipped", extra=(4,)),  # which does not divide 50 channels and 10 units
     Case("tp", "tp=2", model="vit", settings="clipped", extra=(2, 4)),
     Case(
         "tp",
@@ -181,9 +180,7 @@ MATRIX = [
     ),
     Case("tp", model="vit", settings="adamw optimizer.fused=true clipped", slow=(4,)),
     Case("mesh", model="short", slow=(2,), extra=(1,)),
-    Case(
-        "mesh", "shard=null", model="short", settings="almost-empty clipped", slow=(2,), extra=(1,)
-    ),
+    Case("mesh", "shard=null", model="short", settings="almost-empty clipped", extra=(1, 2)),
     # clipping would hide a wrong factor
     Case(
         "mesh",
@@ -208,7 +205,7 @@ MATRIX = [
         settings="checkpoint_activations=block data.loader=workers almost-empty",
         extra=(2,),
     ),
-    Case("mesh", "tp=2", model="short", settings="recipe", slow=(2,)),
+    Case("mesh", "tp=2", model="short", settings="recipe", extra=(2,)),
     Case(
         "mesh",
         "shard=null tp=2 sequence_parallel=true",
@@ -228,7 +225,7 @@ MATRIX = [
         "pp=2",
         model="short",
         settings="checkpoint_activations=block accumulate=2",
-        slow=(2,),
+        extra=(2,),
     ),
     Case(
         "mesh", "pp=2 num_microbatches=5", model="short", settings="recipe almost-empty", extra=(2,)
@@ -267,7 +264,7 @@ MATRIX = [
         extra=(4,),
     ),
     Case("ddp", "batch_norm=sync", model="narrow", settings="samples=61", ranks=(2,), extra=(4,)),
-    Case("fsdp", "batch_norm=sync", model="narrow", settings="samples=49", slow=(2,), extra=(4,)),
+    Case("fsdp", "batch_norm=sync", model="narrow", settings="samples=49", extra=(2, 4)),
     Case(
         "fsdp", "batch_norm=sync", model="narrow-step", settings="model.init=by_block", ranks=(2,)
     ),
@@ -284,7 +281,7 @@ MATRIX = [
         "schedule=gpipe num_microbatches=1 batch_norm=sync",
         model="narrow",
         settings="samples=49",
-        slow=(4,),
+        extra=(4,),
     ),
     Case(
         "mesh",
@@ -296,7 +293,7 @@ MATRIX = [
     # BatchNorm of each kind. The last batch has two samples, of which a rank has one or none, so
     # one value per channel.
     Case("scratch", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2,)),
-    Case("ddp", "batch_norm=sync", model="normalized", slow=(3,), extra=(2,)),
+    Case("ddp", "batch_norm=sync", model="normalized", extra=(2, 3)),
     Case("fsdp", "batch_norm=sync", model="normalized", ranks=(3,), extra=(2, 4)),
     Case("tp", "tp=2 batch_norm=sync", model="normalized", ranks=(2,), extra=(4,)),
     Case("mesh", "batch_norm=sync", model="normalized", slow=(2,), extra=(3,)),
@@ -337,7 +334,7 @@ MATRIX = [
         ranks=(2,),
     ),
     Case("scratch", "algorithm=bucketed bucket_mb=0.001", model="own=SeveralTypes", ranks=(2,)),
-    Case("scratch", model="own=SeveralTypes", slow=(2,)),
+    Case("scratch", model="own=SeveralTypes", extra=(2,)),
     Case("ddp", model="own=SeveralTypes", extra=(2,)),
     Case("fsdp", model="own=SomeSteps", settings="max_grad_norm=0.05", ranks=(2,)),
     # Parameters that only some steps, and of them only some ranks, use. With weight decay, momentum
@@ -387,8 +384,7 @@ MATRIX = [
         "find_unused_parameters=true keep_whole=[experts.*]",
         model="experts",
         settings="almost-empty accumulate=3",
-        slow=(3,),
-        extra=(2,),
+        extra=(2, 3),
     ),
     Case(
         "scratch",
@@ -402,7 +398,7 @@ MATRIX = [
         "find_unused_parameters=true algorithm=ring",
         model="experts",
         settings="clipped",
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "scratch",
@@ -417,7 +413,7 @@ MATRIX = [
         "find_unused_parameters=true algorithm=bucketed bucket_mb=0.0001",
         model="experts",
         settings="adamw weights almost-empty",
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "ddp",
@@ -440,19 +436,19 @@ MATRIX = [
         "find_unused_parameters=true",
         model="experts",
         settings="adamw weights on_nan=skip",
-        slow=(2,),
+        extra=(2,),
     ),
     Case("tp", "tp=2", model="own=stretched", ranks=(2,)),
     Case("ddp", model="own=stretched", settings="on_nan=skip clipped", slow=(2,)),
-    Case("scratch", model="own=stretched", settings="on_nan=skip", slow=(2,)),
+    Case("scratch", model="own=stretched", settings="on_nan=skip", extra=(2,)),
     Case("scratch", "algorithm=star", model="own=stretched", extra=(3,)),
-    Case("scratch", "algorithm=per_tensor", model="own=stretched", slow=(3,)),
+    Case("scratch", "algorithm=per_tensor", model="own=stretched", extra=(3,)),
     Case("fsdp", model="own=masked", ranks=(2,)),
     Case("fsdp", model="own=changed_views", ranks=(2,)),
     Case("fsdp", model="own=one_layer", slow=(2,)),
     Case("fsdp", model="own=finetuned", settings="max_grad_norm=0.05", extra=(2,)),
     Case("fsdp", model="own=vision_transformer", settings="data.dataset.channels=3", extra=(2,)),
-    Case("ddp", model="own=lazy_blocks", slow=(2,)),
+    Case("ddp", model="own=lazy_blocks", extra=(2,)),
     Case("fsdp", model="own=lazy_blocks", extra=(2,)),
     Case("fsdp", model="own=lazy_blocks", settings="model.init=by_block", ranks=(2,)),
     Case("pipeline", "cut=[2]", model="own=lazy_blocks", slow=(2,)),
@@ -466,7 +462,7 @@ MATRIX = [
         ranks=(2,),
         extra=(1, 3),
     ),
-    Case("fsdp", "reshard_after_forward=false", model="units=Containers", slow=(2,)),
+    Case("fsdp", "reshard_after_forward=false", model="units=Containers", extra=(2,)),
     Case("fsdp", model="units=Around", settings="clipped", ranks=(3,), extra=(2,)),
     Case(
         "fsdp", model="units=Mixture", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(1,)
@@ -475,8 +471,7 @@ MATRIX = [
         "fsdp",
         model="units=Mixture",
         settings="accumulate=3 adamw optimizer.weight_decay=0.1 almost-empty",
-        slow=(3,),
-        extra=(2,),
+        extra=(2, 3),
     ),
     Case(
         "fsdp",
@@ -498,7 +493,7 @@ MATRIX = [
         "keep_whole=[experts]",
         model="units=Mixture model.where=units",
         settings="accumulate=3 adamw clipped almost-empty",
-        slow=(3,),
+        extra=(3,),
     ),
     Case(
         "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
@@ -535,11 +530,11 @@ MATRIX = [
     Case("tp", "tp=2", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(4,)),
     Case("pipeline", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3,)),
     Case("pipeline", model="tied_head", settings="checkpoint_activations=block", extra=(2,)),
-    Case("pipeline", "schedule=interleaved1f1b", model="tied_head", slow=(2,)),
+    Case("pipeline", "schedule=interleaved1f1b", model="tied_head", extra=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="tied_head", extra=(2,)),
     Case("pipeline", model="tied_head", settings="model.init=default", extra=(2,)),
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
-    Case("ddp_pipeline", model="tied_head", settings="accumulate=2", slow=(4,)),
+    Case("ddp_pipeline", model="tied_head", settings="accumulate=2", extra=(4,)),
     Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", extra=(2, 3)),
     Case("mesh", "shard=2", model="tied_head", slow=(4,)),
     Case(
@@ -552,10 +547,10 @@ MATRIX = [
     Case("mesh", "pp=2", model="tied_head", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2 schedule=interleaved1f1b", model="tied_head", extra=(2,)),
     Case("mesh", "shard=null pp=2", model="tied_head", settings="accumulate=2", extra=(4,)),
-    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", slow=(4,)),
+    Case("mesh", "pp=2 tp=2 sequence_parallel=true", model="tied_head", extra=(4,)),
     Case("mesh", "shard=null", model="own=one_weight", extra=(2,)),
-    Case("split", model="own=one_weight", slow=(1,)),
-    Case("pipeline", "cut=[3]", model="own=sequential", slow=(2,)),
+    Case("split", model="own=one_weight", extra=(1,)),
+    Case("pipeline", "cut=[3]", model="own=sequential", extra=(2,)),
     Case("pipeline", "cut=['5']", model="own=one_weight", extra=(2,)),
     # plans of any module
     Case("tp", PLAN, model="pairs", settings="accumulate=3 clipped", extra=(2,)),
@@ -569,11 +564,15 @@ MATRIX = [
         ranks=(2,),
         extra=(4,),
     ),
-    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", slow=(2,), extra=(4,)),
+    Case("tp", "tp=2", model="planned", settings="accumulate=2 clipped", extra=(2, 4)),
     Case("tp", "plan={}", model="planned", extra=(2,)),
-    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", slow=(2,)),
+    Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=3 clipped", extra=(2,)),
     Case(
-        "mesh", f"tp=2 shard=null {PLAN}", model="pairs", settings="clipped almost-empty", slow=(4,)
+        "mesh",
+        f"tp=2 shard=null {PLAN}",
+        model="pairs",
+        settings="clipped almost-empty",
+        extra=(4,),
     ),
     Case("mesh", f"tp=2 {PLAN}", model="pairs", settings="accumulate=2", extra=(4,)),
     Case("mesh", f"shard=null {PLAN}", model="pairs", extra=(2,)),
@@ -586,10 +585,10 @@ MATRIX = [
         "pp=2 schedule=gpipe num_microbatches=2 cut=[layers.1]",
         model="pairs",
         settings="accumulate=3 decayed ema=0.8",
-        slow=(4,),
+        extra=(4,),
     ),
     Case("tp", "plan={}", model="vit", extra=(2,)),
-    Case("tp", model="own=one_weight", slow=(2,)),
+    Case("tp", model="own=one_weight", extra=(2,)),
     Case("tp", model="own=attention", ranks=(2,)),
     Case("tp", model="own=special_layers", slow=(2,)),
     Case("tp", model="own=Plain", slow=(2,)),  # no chain
@@ -607,7 +606,7 @@ MATRIX = [
         settings="accumulate=2",
         extra=(1,),
     ),
-    Case("fsdp", task="multi_label", slow=(2,)),
+    Case("fsdp", task="multi_label", extra=(2,)),
     Case("dp", task="tokens", settings="accumulate=2", ranks=(1,)),
     Case(
         "split",
@@ -628,15 +627,15 @@ MATRIX = [
         settings="accumulate=2",
         ranks=(1,),
     ),
-    Case("pipeline", task="sums", settings="accumulate=2", slow=(2,)),
+    Case("pipeline", task="sums", settings="accumulate=2", extra=(2,)),
     Case("ddp_pipeline", "pp=1", task="sums", extra=(2,)),
     Case("mesh", "pp=2", task="sums", extra=(2,)),
     Case("ddp", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("fsdp", task="segmentation", extra=(2,)),
     Case("fsdp", task="tokens", settings="accumulate=2", extra=(2,)),
     Case("pipeline", task="segmentation", settings="accumulate=2", slow=(2,)),
-    Case("pipeline", task="tokens", slow=(2,)),
-    Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", slow=(2,)),
+    Case("pipeline", task="tokens", extra=(2,)),
+    Case("ddp_pipeline", "pp=1", task="segmentation", settings="accumulate=2", extra=(2,)),
     Case("tp", task="segmentation", settings="accumulate=2", slow=(2,)),
     Case("mesh", task="tokens", settings="accumulate=2", slow=(2,)),
     Case("mesh", "pp=2", task="tokens", settings="accumulate=2", extra=(2,)),
@@ -664,8 +663,7 @@ MATRIX = [
         "find_unused_parameters=true",
         task="one_left",
         settings=f"{CHUNKS} float64",
-        slow=(2,),
-        extra=(3,),
+        extra=(2, 3),
     ),
     Case("ddp", task="one_left", settings=f"{CHUNKS} checkpoint_activations=block", extra=(2,)),
     Case("fsdp", model="tied_head", settings=f"{CHUNKS} accumulate=2", ranks=(2,), extra=(3,)),
@@ -677,7 +675,7 @@ MATRIX = [
         settings=f"{CHUNKS} checkpoint_activations=block",
         extra=(2,),
     ),
-    Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", slow=(2,)),
+    Case("mesh", "shard=null", model="tied_head", settings=f"{CHUNKS} accumulate=2", extra=(2,)),
     Case("mesh", "shard=1", task="one_left", settings=f"{CHUNKS} float64", extra=(2,)),
     Case("mesh", "shard=2", model="tied_head", settings=CHUNKS, extra=(4,)),
 ]
