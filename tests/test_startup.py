@@ -83,8 +83,18 @@ def test_modules_do_not_import_heavy_packages_at_the_top():
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [
-        ("--help", 0, "torchrun --nproc_per_node=4 train.py strategy=ddp"),
-        ("batchsize=32", 2, "batchsize=32: there is no such key; did you mean batch_size?"),
+        pytest.param(
+            "--help",
+            0,
+            "torchrun --nproc_per_node=4 train.py strategy=ddp",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "batchsize=32",
+            2,
+            "batchsize=32: there is no such key; did you mean batch_size?",
+            marks=pytest.mark.slow,
+        ),
         ("epochs=0", 2, "epochs=0: must be an integer of at least 1"),
     ],
 )

@@ -210,7 +210,12 @@ def run_script(text: str, folder, *options: str) -> subprocess.CompletedProcess:
     [
         (UNGUARDED, (), 'Put the call below `if __name__ == "__main__":`'),
         (IMPORTS_MISSING, (), "fresh processes cannot load the step: AttributeError: Can't get"),
-        (UNGUARDED, ("-",), "step=step is defined in a notebook or in the standard input"),
+        pytest.param(
+            UNGUARDED,
+            ("-",),
+            "step=step is defined in a notebook or in the standard input",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_script_that_processes_cannot_import_is_one_message(script, options, says, tmp_path):

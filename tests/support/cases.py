@@ -106,13 +106,13 @@ MATRIX = [
         extra=(2, 4),
     ),
     Case("scratch", "algorithm=bucketed", model="vit", settings="accumulate=3 clipped", extra=(2,)),
-    Case("scratch", settings="augmented", ranks=(2,), extra=(4,)),
+    Case("scratch", settings="augmented", slow=(2,), extra=(4,)),
     Case("ddp", settings="shifted", ranks=(2,), extra=(3,)),
     Case("ddp", settings="accumulate=3 clipped", ranks=(2,), extra=(1, 4)),
     Case("ddp", settings="data.loader=workers recipe almost-empty", extra=(2, 3)),
     Case("ddp", settings="focal almost-empty", extra=(2, 4)),
     Case("ddp", settings="files", extra=(2, 4)),
-    Case("ddp", model="vit_drop", settings="accumulate=3", ranks=(2,)),
+    Case("ddp", model="vit_drop", settings="accumulate=3", slow=(2,)),
     Case("fsdp", "reshard_after_forward=false", settings="clipped", ranks=(2,), extra=(4,)),
     Case("fsdp", settings="almost-empty", ranks=(3,), extra=(1, 2)),
     Case("fsdp", settings="accumulate=2 clipped", extra=(2, 4)),
@@ -121,7 +121,7 @@ MATRIX = [
     # streams
     Case("single", settings="readers accumulate=3 data.num_workers=2", ranks=(1,)),
     Case("scratch", settings="stream", extra=(2, 4)),
-    Case("ddp", settings="readers data.num_workers=0 clipped", ranks=(2,), extra=(4,)),
+    Case("ddp", settings="readers data.num_workers=0 clipped", slow=(2,), extra=(4,)),
     Case("fsdp", settings="readers", extra=(2, 4)),
     Case("pipeline", "num_microbatches=5", settings="readers", slow=(2,), extra=(4,)),
     Case("tp", settings="stream", extra=(2,)),
@@ -331,12 +331,12 @@ MATRIX = [
         "algorithm=bucketed bucket_mb=0.001",
         model="own=finetuned",
         settings="max_grad_norm=0.05",
-        ranks=(2,),
+        slow=(2,),
     ),
     Case("scratch", "algorithm=bucketed bucket_mb=0.001", model="own=SeveralTypes", ranks=(2,)),
     Case("scratch", model="own=SeveralTypes", extra=(2,)),
     Case("ddp", model="own=SeveralTypes", extra=(2,)),
-    Case("fsdp", model="own=SomeSteps", settings="max_grad_norm=0.05", ranks=(2,)),
+    Case("fsdp", model="own=SomeSteps", settings="max_grad_norm=0.05", slow=(2,)),
     # Parameters that only some steps, and of them only some ranks, use. With weight decay, momentum
     # and Adam's averages a gradient of zeros is not the same as none.
     Case(
@@ -496,7 +496,7 @@ MATRIX = [
         extra=(3,),
     ),
     Case(
-        "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", ranks=(2,), extra=(3,)
+        "fsdp", model="units=InTurn", settings="decayed max_grad_norm=0.05", slow=(2,), extra=(3,)
     ),
     Case("fsdp", model="units=Recomputed", settings="decayed", ranks=(2,)),
     Case(
@@ -527,13 +527,13 @@ MATRIX = [
         settings="model.init=default",
         extra=(3,),
     ),
-    Case("tp", "tp=2", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(4,)),
+    Case("tp", "tp=2", model="tied_head", settings="accumulate=2", slow=(2,), extra=(4,)),
     Case("pipeline", model="tied_head", settings="accumulate=2", ranks=(2,), extra=(3,)),
     Case("pipeline", model="tied_head", settings="checkpoint_activations=block", extra=(2,)),
     Case("pipeline", "schedule=interleaved1f1b", model="tied_head", extra=(2,)),
     Case("pipeline", "schedule=interleavedzerobubble", model="tied_head", extra=(2,)),
     Case("pipeline", model="tied_head", settings="model.init=default", extra=(2,)),
-    Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", ranks=(2,)),
+    Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", slow=(2,)),
     Case("ddp_pipeline", model="tied_head", settings="accumulate=2", extra=(4,)),
     Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", extra=(2, 3)),
     Case("mesh", "shard=2", model="tied_head", slow=(4,)),
@@ -589,15 +589,15 @@ MATRIX = [
     ),
     Case("tp", "plan={}", model="vit", extra=(2,)),
     Case("tp", model="own=one_weight", extra=(2,)),
-    Case("tp", model="own=attention", ranks=(2,)),
+    Case("tp", model="own=attention", slow=(2,)),
     Case("tp", model="own=special_layers", slow=(2,)),
     Case("tp", model="own=Plain", slow=(2,)),  # no chain
     Case("tp", model="own=InPlace", settings="float64 clipped", ranks=(2,), extra=(4,)),
-    Case("tp", "tp=2", model="own=DirectWeights", settings="float64", ranks=(2,), extra=(4,)),
-    Case("tp", model="own=SomeSteps", settings="max_grad_norm=0.05", ranks=(2,)),
+    Case("tp", "tp=2", model="own=DirectWeights", settings="float64", slow=(2,), extra=(4,)),
+    Case("tp", model="own=SomeSteps", settings="max_grad_norm=0.05", slow=(2,)),
     # Other tasks. Some samples of segmentation and tokens have more targets to ignore, so ranks and
     # batches weigh unequally.
-    Case("ddp", task="regression", settings="accumulate=2", ranks=(2,)),
+    Case("ddp", task="regression", settings="accumulate=2", slow=(2,)),
     Case("pipeline", task="regression", settings="accumulate=2", extra=(2,)),
     Case(
         "split",
@@ -655,7 +655,7 @@ MATRIX = [
         "algorithm=bucketed",
         model="tied_head",
         settings=f"{CHUNKS} accumulate=2",
-        ranks=(2,),
+        slow=(2,),
     ),
     Case("ddp", model="tied_head", settings=f"{CHUNKS} accumulate=2", extra=(2, 4)),
     Case(
