@@ -83,12 +83,15 @@ FIRST += [
 ]
 
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
 # by default 700 new objects start a collection, which takes a twentieth of the time
 gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = list(items)  # before -m leaves some out
     for item in items:
         if item.get_closest_marker("extra"):
             item.add_marker(pytest.mark.slow)  # which all commands leave out that want fast tests

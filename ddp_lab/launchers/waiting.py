@@ -15,6 +15,8 @@ from datetime import timedelta
 
 import psutil
 
+from ddp_lab.world.process import print_line
+
 FIRST = 5.0  # seconds after which the first line is printed
 AGAIN = 30.0  # seconds between lines after it
 POLL = 1.0  # seconds between looks at the ranks
@@ -55,7 +57,7 @@ def announce(text: str, ended: threading.Event) -> None:
             continue
         waited += POLL
         if waited >= due:
-            print(text, file=sys.stderr, flush=True)
+            print_line(text, sys.stderr)
             due += AGAIN
 
 

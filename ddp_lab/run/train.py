@@ -1,5 +1,6 @@
 """Execution of a run: create its directory, train under guard and watchdog, record the outcome."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
 from ddp_lab.world.device import float32_matmul
-from ddp_lab.world.process import keep_freed_memory, note
+from ddp_lab.world.process import keep_freed_memory, note, print_line
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
         if finding.level == "warning":
             log.warning(finding.text)
     if runtime.local_rank == 0 and runtime.node > 0:
-        print(where_output_is(runtime, run_dir.path), flush=True)
+        print_line(where_output_is(runtime, run_dir.path), sys.stdout)
     log.info(f"{run_dir.path}: {settings.title}")
     log.info(job.sizes)
     if job.dataset.val is not None:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -165,6 +165,19 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def print_line(text: str, stream: TextIO) -> None:
+    """Print a line by one write, so that those of other processes do not come between its parts.
+
+    Where Python does not buffer (PYTHONUNBUFFERED), `print` writes the end of the line by itself.
+
+    Args:
+        text: without the end of the line.
+        stream: stdout or stderr.
+    """
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
 def show(message: str, code: int = 1, began: float | None = None, secondary: bool = False) -> None:
     """Print an error to stderr, or under torchrun write it to the file that the launcher prints.
 
@@ -178,7 +191,7 @@ def show(message: str, code: int = 1, began: float | None = None, secondary: boo
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
-        print(message, file=sys.stderr, flush=True)
+        print_line(message, sys.stderr)
         return
     time_of_error = time.time() if began is None else began
     # torch's launcher reads the first two, and whole seconds only; `ddp-lab train` all of them.
@@ -210,11 +223,7 @@ def note(**facts: Any) -> None:
 def discard_output() -> None:
     """Continue without stdout, whose reader has gone, and report it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print(
-        "stopped: the reader of the output has gone, for example `| head`",
-        file=sys.stderr,
-        flush=True,
-    )
+    print_line("stopped: the reader of the output has gone, for example `| head`", sys.stderr)
 
 
 @contextmanager

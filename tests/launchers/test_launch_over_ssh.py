@@ -122,7 +122,9 @@ def test_missing_directory_and_taken_port_are_named_over_ssh(hosts):
         port = server.getsockname()[1]
         code, _, err = launch_on(hosts, f"--rdzv-endpoint={A}:{port}")
     assert code == 2
-    assert err.startswith(f"error: {A}: port {port}, at which the hosts are to meet, cannot be")
+    text = f"error: {A}: port {port}, at which the hosts are to meet, cannot be"
+    # on a busy machine after a line that says that it waits
+    assert any(line.startswith(text) for line in err.splitlines()), err
 
 
 def test_exception_of_a_rank_is_shown_once_with_its_host(hosts, tmp_path):

@@ -58,6 +58,8 @@ LOCAL = [
     Case("ddp", model="narrow"),
 ]  # BatchNorm normalises by the local batch
 SINGLE = Case("single")
+VIT = Case("single", model="vit")
+DROPPING = Case("single", model="vit_drop")
 DECAYED = Case("single", settings="optimizer.weight_decay=0.1")
 UNDECAYED = Case("single", settings="undecayed")
 # Each of these changes the weights.
@@ -103,7 +105,7 @@ def world(size: int, suite: str) -> list[dict]:
 def references(suite: str) -> dict:
     cases = [case for case, _ in SUITES[suite]]
     if suite == "test":
-        cases += [*LOCAL, *WRONG, SINGLE, UNDECAYED, *CHANGES]
+        cases += [*LOCAL, *WRONG, SINGLE, VIT, DROPPING, UNDECAYED, *CHANGES]
     lines = dict.fromkeys(str(case.reference()) for case in cases)
     return run_world(1, run_cases, list(lines), timeout=300)[0]
 
@@ -134,8 +136,8 @@ def test_reference_trains_clips_and_augments():
     assert largest_difference(trained, make_model("lenet", SEED).state_dict()) > 0.01
     for change in CHANGES:
         assert largest_difference(alone(change).weights, trained) > 1e-3, change
-    vit = alone(Case("single", model="vit")).weights
-    dropping = alone(Case("single", model="vit_drop")).weights
+    vit = alone(VIT).weights
+    dropping = alone(DROPPING).weights
     assert largest_difference(vit, dropping) > 1e-3
     start = make_model("vit", SEED).state_dict()
     assert all(

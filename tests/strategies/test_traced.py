@@ -256,7 +256,7 @@ def test_traced_model_equals_single_in_further_cases(name, case):
         assert_same(rank[name, case], alone(name))
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 def test_traced_model_on_two_pipelines_equals_single():
     for number, rank in enumerate(run_world(4, on_four, timeout=300)):
         for (strategy, name), trained in rank.items():

@@ -15,7 +15,8 @@ from worlds import run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.models.usage import find_usage
-from ddp_lab.strategies.unit_order import UnitOrder
+from ddp_lab.strategies.unit_advice import Advice
+from ddp_lab.strategies.unit_order import END, WHOLE, UnitOrder
 from ddp_lab.strategies.units import find_units, require_one_dtype
 from ddp_lab.world.runtime import Runtime
 
@@ -318,6 +319,23 @@ def test_store_does_not_grow_with_the_questions_about_the_order_of_units():
     """Each question has three keys; the next question deletes those before."""
     for keys in run_world(2, keys_after_each_question):
         assert max(keys) - min(keys) <= 2 * 3
+
+
+def messages_of_different_calls() -> str:
+    """Rank 0 computes the whole model once more, while the other rank's pass has ended."""
+    with Runtime("cpu", timeout=TIMEOUT) as runtime:
+        runtime.open_group()
+        order = UnitOrder(runtime, "fsdp", Advice(["", "a"], ["a"]))
+        order.begin("training")
+        with pytest.raises(TrainingError) as caught:
+            order.event(END if runtime.rank else WHOLE)
+        return str(caught.value)
+
+
+def test_ranks_that_call_the_model_differently_get_no_list_for_keep_whole():
+    for message in run_world(2, messages_of_different_calls, timeout=60):
+        assert "All ranks must call the model equally often and in the same mode" in message
+        assert "keep_whole" not in message
 
 
 def test_parameters_of_another_type_are_allowed_if_they_are_frozen_or_of_another_unit():
