@@ -80,6 +80,9 @@ FIRST += [
     "watchdog",
     "lost_worker",
     "validation",
+    "loss_scale",
+    "ranks",
+    "laptop",
 ]
 
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from ddp_lab.world.process import discard_output
+from ddp_lab.world.process import discard_output, print_line
 
 log = logging.getLogger("ddp_lab")
 SLOW = 3.0  # seconds after which what takes time is logged
@@ -142,7 +141,9 @@ def print_if_slow(activity: str, is_main: bool) -> AbstractContextManager[None]:
         activity: what the body does.
         is_main: whether this is rank 0.
     """
-    return log_if_slow(activity, partial(print, flush=True)) if is_main else nullcontext()
+    if not is_main:
+        return nullcontext()
+    return log_if_slow(activity, lambda text: print_line(text, sys.stdout))
 
 
 class Held(logging.Handler):
