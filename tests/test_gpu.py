@@ -2,7 +2,9 @@
 
 A test is skipped with fewer GPUs than it needs.
 
-python -m pytest -m gpu -n 5
+python -m pytest -m gpu tests/test_gpu.py -n 10 --dist worksteal
+
+With fewer processes, or without worksteal, one process ends up with several of the longest tests.
 """
 
 import json
