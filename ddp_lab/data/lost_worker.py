@@ -74,10 +74,11 @@ def find_ended(error: BaseException, workers: Sequence[BaseProcess]) -> SampleEr
 
 
 class RaisesOnce:
-    """A handler of SIGCHLD that passes signals on to another one until that has raised an error.
+    """A handler of SIGCHLD that calls another one, and raises its error about a lost process once.
 
     Args:
-        handler: torch's, which raises for each loader of which a worker process was lost.
+        handler: torch's, which raises for each loader of which a worker process was lost, and calls
+            the handler before it.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]):
@@ -85,12 +86,13 @@ class RaisesOnce:
         self.has_raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.has_raised:
-            return
         try:
             self._handler(number, frame)
-        except RuntimeError:
-            self.has_raised = True
+        except RuntimeError as error:
+            is_about_lost = LOST.search(str(error)) is not None
+            if is_about_lost and self.has_raised:
+                return
+            self.has_raised |= is_about_lost
             raise
 
 

@@ -160,6 +160,26 @@ def test_second_lost_worker_raises_no_error_until_a_loader_starts_again():
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
+def test_own_handler_is_called_after_an_error_about_a_lost_worker():
+    lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    own = RuntimeError("an error of one's own")
+    raised = [own, lost, own, lost, None]
+    calls = []
+
+    def handle(number, frame):
+        calls.append(number)
+        if (error := raised[len(calls) - 1]) is not None:
+            raise error
+
+    handler = RaisesOnce(handle)
+    for error in (own, lost, own):
+        with pytest.raises(RuntimeError, match=str(error).partition("(")[0]):
+            handler(signal.SIGCHLD, None)
+    handler(signal.SIGCHLD, None)
+    handler(signal.SIGCHLD, None)
+    assert calls == [signal.SIGCHLD] * len(raised)
+
+
 def test_failure_of_closing_hides_neither_the_cause_nor_the_rest_of_the_exit():
     make = partial(torch.optim.SGD, lr=0.1)
 
