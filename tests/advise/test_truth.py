@@ -12,7 +12,7 @@ import pytest
 import torch
 from case import Case, config_of
 from omegaconf import DictConfig
-from slow_rows import slow_but
+from slow_rows import extra, slow_but
 from torch.profiler import ProfilerActivity, profile
 from worlds import once, run_world
 
@@ -151,7 +151,7 @@ def plan(case: str, ranks: int, rank: int) -> list[DeviceEstimate]:
     [
         *ON_FOUR,
         *SECOND,
-        *(pytest.param(case, marks=pytest.mark.extra) for case in THIRD),
+        *extra(THIRD),
     ],
 )
 def test_plan_is_what_the_first_and_the_last_rank_of_four_hold_and_need(case):

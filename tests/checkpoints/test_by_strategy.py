@@ -12,6 +12,7 @@ import pytest
 import torch
 from case import reference_of
 from cases import assert_equal
+from slow_rows import extra
 from training import Outcome, largest_difference, run_cases
 from worlds import run_world
 
@@ -83,7 +84,7 @@ def readers_of(writers: list[tuple[str, str]], first: int) -> list[tuple[str, st
 QUICK = readers_of(WRITERS, 0)
 SLOW = [*readers_of(ALL, 0), *readers_of(ALL, 1)]
 SLOW = [reader for reader in dict.fromkeys(SLOW) if reader not in QUICK]
-READERS = [*QUICK, *(pytest.param(*reader, marks=pytest.mark.extra) for reader in SLOW)]
+READERS = [*QUICK, *extra(SLOW)]
 # Runs of `single` with the step of a checkpoint, and the runs that resume from it: within an epoch;
 # with one group of parameters instead of the two that were saved.
 RECIPES = {"recipe": "single recipe checkpoint.at_steps=[4]", "groups": "single unbiased undecayed"}

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from launches import launch, main_in_world, newest, read_metrics, refusal_in_world
+from slow_rows import extra
 from token_shards import write_shard, write_shards
 from worlds import once, run_world
 
@@ -196,9 +197,7 @@ def test_strategies_and_loaders_give_the_losses_of_one_device(case, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [*SLOW, *(pytest.param(case, marks=pytest.mark.extra) for case in EXTRA)]
-)
+@pytest.mark.parametrize("case", [*SLOW, *extra(EXTRA)])
 def test_other_strategies_give_the_losses_of_one_device(case, parent):
     cases = SLOW if case in SLOW else EXTRA
     folder = folder_of_others(parent, cases is EXTRA)

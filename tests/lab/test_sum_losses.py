@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from slow_rows import slow_but
+from slow_rows import extra, slow, slow_but
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 from worlds import once, run_world
@@ -32,8 +32,8 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 WORLDS = [("dp", 1), ("ddp", 2)]
 SLOW = [("fsdp", 2), ("scratch", 2), ("ddp", 3)]
 EXTRA = [("tp", 2), ("scratch", 3), ("fsdp", 3)]
-WORLDS += [pytest.param(*world, marks=pytest.mark.slow) for world in SLOW]
-WORLDS += [pytest.param(*world, marks=pytest.mark.extra) for world in EXTRA]
+WORLDS += slow(SLOW)
+WORLDS += extra(EXTRA)
 CUTTING = {
     "split": {"devices": ["cpu", "cpu"], "num_microbatches": 2},
     "pipeline": {"num_microbatches": 2},

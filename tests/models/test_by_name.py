@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from launches import launch, main_in_world, only_run, read_metrics, refusal_in_world
+from slow_rows import extra
 from worlds import once, run_world
 
 from ddp_lab.config.errors import ConfigError
@@ -88,7 +89,7 @@ def trained(folder, is_chosen: bool):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [*CHOSEN, *(pytest.param(*case, marks=pytest.mark.extra) for case in EXTRA)],
+    [*CHOSEN, *extra(EXTRA)],
 )
 def test_model_by_name_trains_as_on_one_device(name, strategy, folder):
     references(folder)

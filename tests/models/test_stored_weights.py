@@ -8,7 +8,7 @@ import torch
 from configs import config
 from launches import main_in_world, read_metrics, refusal_in_world
 from safetensors.torch import load_file, save_file
-from slow_rows import slow_but
+from slow_rows import extra, slow, slow_but
 from training import full_weights
 from worlds import once, run_world
 
@@ -114,8 +114,8 @@ def placed(folder, strategy: str, is_large: bool):
     ("strategy", "is_large"),
     [
         *QUICK,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-        *(pytest.param(*case, marks=pytest.mark.extra) for case in EXTRA),
+        *slow(SLOW),
+        *extra(EXTRA),
     ],
 )
 def test_weights_and_buffers_are_those_of_the_directory(strategy, is_large, folder):

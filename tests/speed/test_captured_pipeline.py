@@ -10,6 +10,7 @@ import torch
 import training
 from case import config_of, reference_of
 from cases import assert_equal, tolerance_of
+from slow_rows import slow
 from small_networks import make_model
 from stand_in_graphs import replace_graphs
 from training import Outcome, run_cases
@@ -78,9 +79,7 @@ def references(is_slow: bool) -> dict[str, Any]:
     return run_world(1, run_cases, list(lines))[0]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)]
-)
+@pytest.mark.parametrize("case", [*CASES, *slow(FURTHER)])
 def test_captured_pipeline_trains_as_one_device(case):
     """The steps of the warm-up are undone, and all ranks warm up and capture in the same order."""
     (outcome, before), (_, other) = (outcomes[case] for outcomes in captured_world(case in FURTHER))

@@ -17,6 +17,7 @@ import training
 from case import reference_of
 from cases import assert_equal
 from configs import config
+from slow_rows import extra
 from small_networks import make_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -308,9 +309,7 @@ def world(is_extra: bool) -> tuple[dict, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.extra) for case in EXTRA)]
-)
+@pytest.mark.parametrize("case", [*CASES, *extra(EXTRA)])
 def test_compiled_strategies_equal_single(case):
     compiled, references = world(case in EXTRA)
     outcome, graphs = compiled[f"{case} compile=true"]

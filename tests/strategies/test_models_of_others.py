@@ -2,6 +2,7 @@
 
 import pytest
 from models_of_others import MODELS, PLANS, WORLDS, train_all, train_planned
+from slow_rows import extra
 from worlds import once, run_world
 
 STRATEGIES = ["ddp", "fsdp", "pipeline"]
@@ -79,9 +80,7 @@ def worlds_and_models() -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*CHOSEN, *(pytest.param(name, marks=pytest.mark.extra) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*CHOSEN, *extra(OTHERS)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_model_of_another_library_equals_single(strategy, name, folder):
     difference = differences(strategy, folder, name in CHOSEN)[name]

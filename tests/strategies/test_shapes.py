@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from slow_rows import extra, slow
 from torch import nn
 from torch.utils.data import TensorDataset
 from training import full_weights, largest_difference
@@ -222,8 +223,8 @@ def further_outcomes(are_combined: bool) -> list[dict]:
     "case",
     [
         *CASES,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER),
-        *(pytest.param(case, marks=pytest.mark.extra) for case in COMBINED),
+        *slow((case,) for case in FURTHER),
+        *extra((case,) for case in COMBINED),
     ],
     ids=str,
 )

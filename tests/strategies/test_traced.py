@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from slow_rows import extra
 from torch import nn
 from torch.utils.data import Dataset
 from worlds import once, run_world
@@ -249,7 +250,7 @@ def test_traced_model_equals_single(name, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
-    [pytest.param(*case, marks=pytest.mark.extra) for case in (*FURTHER, *REPEATED)],
+    extra((*FURTHER, *REPEATED)),
 )
 def test_traced_model_equals_single_in_further_cases(name, case):
     for rank in repeated() if (name, case) in REPEATED else further():

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from slow_rows import extra
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.data import TensorDataset
@@ -264,7 +265,7 @@ def test_hooks_change_what_single_trains(kind):
     "strategy",
     [
         *(strategy for strategy in STRATEGIES if strategy not in COMBINED),
-        *(pytest.param(strategy, marks=pytest.mark.extra) for strategy in COMBINED),
+        *extra(COMBINED),
     ],
 )
 def test_hooks_are_kept_and_equal_to_single_or_refused_by_name(strategy, kind):

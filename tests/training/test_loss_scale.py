@@ -14,7 +14,7 @@ from case import Case, config_of
 from fp16 import FITTING, LARGE, in_fp16, on_cpu
 from launches import launch
 from omegaconf import open_dict
-from slow_rows import slow_but
+from slow_rows import extra, slow_but
 from torch.nn.functional import cross_entropy
 from training import Outcome, largest_difference
 from worlds import once, run_world
@@ -188,9 +188,7 @@ def test_strategy_equals_single_in_float64(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [*ROUNDED, *(pytest.param(case, marks=pytest.mark.extra) for case in EXTRA)]
-)
+@pytest.mark.parametrize("case", [*ROUNDED, *extra(EXTRA)])
 def test_ranks_agree_on_what_they_skip(case):
     """Which steps these are may depend on the strategy.
 
