@@ -122,8 +122,7 @@ def pytest_configure(config):
         config.add_cleanup(server.wait)
         config.add_cleanup(server.kill)
         specs = config.getoption("tx", [])
-        # CUDA may not be used in a fork after it was used before
-        if not Path("/dev/nvidiactl").exists():
+        if not warm.HAS_GPUS:
             forked = f"popen//python={warm.programs() / 'python'}"
             config.option.tx = [forked if spec == "popen" else spec for spec in specs]
     if hasattr(config, "workerinput") or not config.getoption("tx", []):

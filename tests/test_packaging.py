@@ -82,23 +82,31 @@ def test_wheel_relaunches_the_module_and_has_the_slurm_script(environment, tmp_p
     assert script == (ROOT / "scripts" / "slurm" / "train.sbatch").read_text()
 
 
+def own_project(folder: Path) -> tuple[Path, list[str]]:
+    """Copy the example of a user's project, and return its folder and the commands of its README.
+
+    Args:
+        folder: for the project's folder.
+    """
+    example = ROOT / "examples" / "own_project"
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=example, check=True, capture_output=True, text=True
+    ).stdout
+    project = folder / "project"
+    for name in listed.splitlines():
+        target = project / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(example / name, target)
+    readme = (project / "README.md").read_text()
+    assert len(readme.splitlines()) <= 12
+    return project, re.search(r"```\n(.*?)```", readme, re.DOTALL)[1].splitlines()
+
+
 @pytest.mark.slow
 def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     """The commands of its README, in order, in an empty directory with new interpreters."""
-    project = tmp_path / "project"
-    tracked = environment.run(
-        f"git -C {ROOT} ls-files examples/own_project", tmp_path
-    ).stdout.splitlines()
-    for name in tracked:
-        (target := project / name.removeprefix("examples/own_project/")).parent.mkdir(
-            parents=True, exist_ok=True
-        )
-        shutil.copy(ROOT / name, target)
-    readme = (project / "README.md").read_text()
-    assert len(readme.splitlines()) <= 12
-    images, train, evaluate, predict, export = re.search(r"```\n(.*?)```", readme, re.DOTALL)[
-        1
-    ].splitlines()
+    project, commands = own_project(tmp_path)
+    images, train, evaluate, predict, export = commands
     outputs = []
     for command in (images, train, evaluate, predict, export):
         done = environment.run(command, project)
@@ -127,8 +135,13 @@ def test_example_of_a_users_project_runs_from_the_wheel(environment, tmp_path):
     file, search = json.loads(proof.stdout)
     assert file.startswith(str(environment.programs.parent))
     assert str(ROOT) not in search
-    sweep = "ddp-lab -m --config-dir conf experiment=digits"
-    done = environment.run(f"{sweep} strategy=single epochs=1 hydra.sweep.dir=runs/sweep", project)
+
+
+@pytest.mark.extra
+def test_recipe_of_a_users_project_is_swept_from_the_wheel(environment, tmp_path):
+    project, (images, *_) = own_project(tmp_path)
+    sweep = "ddp-lab -m --config-dir conf experiment=digits strategy=single epochs=1"
+    done = environment.run(f"{images} && {sweep} hydra.sweep.dir=runs/sweep", project)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "strategy=single,epochs=1: finished, val loss" in done.stdout
 

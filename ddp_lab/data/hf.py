@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.config.packages import import_package
 from ddp_lab.config.types import Count
 from ddp_lab.data.datasets import BYTES, cut
 
@@ -59,12 +60,7 @@ def open_split(
         ConfigError: the package is missing, there is no such directory or column, or the text is
             too short.
     """
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "data=hf: needs the package datasets; pip install 'ddp_lab[hf]'"
-        ) from None
+    datasets = import_package("datasets", "hf", "data=hf")
 
     folder = Path(root)
     key = f"data.root={root}"

@@ -1,6 +1,7 @@
 """Shards of tokens from text files (shards.py has their format): `ddp-lab shards`."""
 
 import codecs
+import importlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -66,14 +67,15 @@ class TokenizerEncoder:
                 "directory, with tokenizer.json or the like"
             )
         try:
-            from transformers import AutoTokenizer
+            transformers = importlib.import_module("transformers")
         except ModuleNotFoundError:
             raise ConfigError(
                 f"{about}: needs the package transformers. Use pip install 'ddp_lab[hf]', or "
                 "--bytes"
             ) from None
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizers = transformers.AutoTokenizer
+            self.tokenizer: Any = tokenizers.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # of transformers or tokenizers, which raise any type
             raise ConfigError(f"{about}: cannot be loaded: {describe_error(error)}") from None
         self.vocabulary = len(self.tokenizer)

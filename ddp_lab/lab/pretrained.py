@@ -1,5 +1,6 @@
 """The layout in which transformers and PEFT save a model, for what a strategy has divided."""
 
+import importlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -39,13 +40,11 @@ class Pretrained:
         tensors: dict[str, torch.Tensor] = self._copy.state_dict()
         if not hasattr(self._copy, "peft_config"):
             return {*tensors}
-        from peft import get_peft_model_state_dict
-
-        # which renames them
+        peft = importlib.import_module("peft")  # which renames them
         saved = {
             id(tensor)
             for adapter in self._copy.peft_config
-            for tensor in get_peft_model_state_dict(
+            for tensor in peft.get_peft_model_state_dict(
                 self._copy, state_dict=tensors, adapter_name=adapter
             ).values()
         }

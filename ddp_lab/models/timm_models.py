@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, count
-from ddp_lab.models.packages import import_package
+from ddp_lab.config.packages import import_package
 
 
 def timm_model(

@@ -6,6 +6,7 @@ AutoModelForSequenceClassification for samples that are dicts or have other shap
 """
 
 import difflib
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError, describe_error
-from ddp_lab.models.packages import import_package
+from ddp_lab.config.packages import import_package
 
 T = TypeVar("T")
 
@@ -168,17 +169,20 @@ def rename_stored(model: Any, stored: Mapping[str, T]) -> dict[str, T]:
         model: of transformers, complete.
         stored: by their names in the files.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    loading = importlib.import_module("transformers.core_model_loading")
 
     expected = model.state_dict()
     renamings = [
-        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+        each
+        for each in mapping.get_model_conversion_mapping(model)
+        if isinstance(each, loading.WeightRenaming)
     ]
     renamed: dict[str, T] = {}
     for name, tensor in stored.items():
         new_name = name
         if name not in expected:
-            new_name, _ = rename_source_key(name, renamings, [], model.base_model_prefix, expected)
+            prefix = model.base_model_prefix
+            new_name, _ = loading.rename_source_key(name, renamings, [], prefix, expected)
         renamed[new_name] = tensor
     return renamed

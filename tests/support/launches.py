@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from warm import programs
+from warm import HAS_GPUS, programs
 
 from ddp_lab.observe.metrics_file import read_epochs, read_rows
 from ddp_lab.resilience.heartbeats import read_row
@@ -61,11 +61,12 @@ def start(
     Args:
         line: The command, split at spaces.
         more: Further arguments.
-        gpus: Whether GPUs are visible. Implies `cold`.
+        gpus: Whether GPUs are visible. Implies `cold` where there are any.
         cold: Start new interpreters, as from a shell.
         stderr, cwd: As in subprocess.Popen.
     """
-    folder = Path(sys.executable).parent if cold or gpus else programs()
+    is_new = cold or (gpus and HAS_GPUS)
+    folder = Path(sys.executable).parent if is_new else programs()
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     search = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"

@@ -50,6 +50,7 @@ VARIABLE = "DDP_LAB_TESTS_WARM"
 FINALIZE = "DDP_LAB_TESTS_FINALIZE"
 HUGE_PAGE = 2**21
 MADV_COLLAPSE = 25
+HAS_GPUS = Path("/dev/nvidiactl").exists()  # CUDA may not be used in a fork after it was used
 MOST_FILES = 250  # that a message can pass on
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1
 

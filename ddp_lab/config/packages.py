@@ -1,4 +1,7 @@
-"""Packages that are only needed by some models, and what to install where one is missing."""
+"""Packages that only some options need, and what to install where one is missing.
+
+They are imported by name, because the type checker would take a minute to read transformers.
+"""
 
 import importlib
 from typing import Any
