@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from launches import launch
+from slow_rows import extra
 
 from ddp_lab.config.errors import ConfigError
 from scripts.bench import resumed
@@ -197,22 +198,30 @@ def test_bench_pairs_our_loop_with_the_bare_one(tmp_path):
     assert all(len(row["ratios"]) >= 20 for row in rows)
 
 
-STOCKS = ["ddp", "mesh tp=2"]
-FURTHER = ["fsdp", "scratch-bucketed", "pipeline", "pipeline schedule=interleaved1f1b"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategies", [STOCKS, pytest.param(FURTHER, marks=pytest.mark.extra)])
-def test_every_strategy_has_a_stock_loop_that_runs_on_two_ranks(strategies, tmp_path):
-    line = "python scripts/bench.py --gpus 0 --models vit_tiny --repeats 2 --steps 4 --patience 200"
-    loops = ["--loops", "stock", "stock float32 sums"]
-    more = [*loops, "--json", str(tmp_path / "b.json"), "--strategies", *strategies]
-    code, output = launch(line, *more)
+@pytest.mark.parametrize(
+    ("strategies", "loop"),
+    [
+        (["ddp"], "stock float32 sums"),
+        (["mesh tp=2"], "stock"),
+        *extra(
+            [
+                (["ddp", "fsdp", "scratch-bucketed"], "stock"),
+                (["pipeline", "pipeline schedule=interleaved1f1b"], "stock"),
+            ]
+        ),
+    ],
+)
+def test_every_strategy_has_a_stock_loop_that_runs_on_two_ranks(strategies, loop, tmp_path):
+    line = "python scripts/bench.py --gpus 0 --ranks 2 --models vit_tiny"
+    line += " --repeats 2 --steps 4 --patience 200"
+    chosen = ["--loops", loop, "--strategies", *strategies]
+    code, output = launch(line, *chosen, "--json", str(tmp_path / "b.json"))
     assert code == 0, output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [row["strategy"] for row in rows if row["loop"] == "stock"] == ["single", *strategies]
-    others = [row["strategy"] for row in rows if row["loop"] == "stock float32 sums"]
-    assert others == ["single", *(name for name in strategies if name == "ddp")]
+    assert [(row["strategy"], row["loop"]) for row in rows] == [
+        (strategy, loop) for strategy in strategies
+    ]
     assert not [row["skipped"] for row in rows if "skipped" in row]
     assert all(row["rate"] > 0 for row in rows)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from case import reference_of
 from cases import assert_equal
-from slow_rows import slow_but
+from slow_rows import extra, slow_but
 from small_networks import make_model
 from torch import nn
 from training import run_cases
@@ -236,9 +236,7 @@ def compiled(backend: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", [pytest.param("aot_eager", marks=pytest.mark.extra), "inductor"]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", *extra(["inductor"])])
 def test_peer_sums_are_parts_of_one_compiled_graph(backend):
     for rank in run_world(2, compiled, backend):
         assert rank["difference"] < 1e-9

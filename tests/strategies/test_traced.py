@@ -216,13 +216,17 @@ def repeated() -> list[dict]:
     return run_world(2, on_two, REPEATED, timeout=300)
 
 
-def on_four() -> dict:
+# Tracing takes seconds for each rank and model.
+ON_FOUR = [("ddp_pipeline", "spare"), ("mesh", "tied")]
+REPEATED_ON_FOUR = [
+    *(("ddp_pipeline", name) for name in ("language", "tied")),
+    *(("mesh", name) for name in ("language", "spare")),
+]
+
+
+def on_four(cases: list[tuple[str, str]]) -> dict:
     options = {"schedule": "gpipe", "num_microbatches": 2, "pp": 2}
-    return {
-        (strategy, name): train(strategy, name, options)
-        for strategy in ("ddp_pipeline", "mesh")
-        for name in ("language", "tied", "spare")
-    }
+    return {(strategy, name): train(strategy, name, options) for strategy, name in cases}
 
 
 @once
@@ -258,8 +262,9 @@ def test_traced_model_equals_single_in_further_cases(name, case):
 
 
 @pytest.mark.slow
-def test_traced_model_on_two_pipelines_equals_single():
-    for number, rank in enumerate(run_world(4, on_four, timeout=300)):
+@pytest.mark.parametrize("cases", [ON_FOUR, *extra([REPEATED_ON_FOUR])], ids=["usual", "repeated"])
+def test_traced_model_on_two_pipelines_equals_single(cases):
+    for number, rank in enumerate(run_world(4, on_four, cases, timeout=300)):
         for (strategy, name), trained in rank.items():
             assert_losses_same(trained, alone(name))  # a replica predicts its own samples
             # the ranks with the first stage have it, too
