@@ -84,7 +84,7 @@ MATRIX = [
         "ddp_pipeline",
         model="vit_drop",
         settings="checkpoint_activations=block accumulate=2",
-        slow=(4,),
+        extra=(4,),
     ),
     Case(
         "tp",
@@ -178,7 +178,7 @@ MATRIX = [
         settings="accumulate=2 recipe almost-empty",
         extra=(2, 4),
     ),
-    Case("tp", model="vit", settings="adamw optimizer.fused=true clipped", slow=(4,)),
+    Case("tp", model="vit", settings="adamw optimizer.fused=true clipped", extra=(4,)),
     Case("mesh", model="short", slow=(2,), extra=(1,)),
     Case("mesh", "shard=null", model="short", settings="almost-empty clipped", extra=(1, 2)),
     # clipping would hide a wrong factor
@@ -211,7 +211,7 @@ MATRIX = [
         "shard=null tp=2 sequence_parallel=true",
         model="short",
         settings="accumulate=2 clipped",
-        slow=(4,),
+        extra=(4,),
     ),
     Case(
         "mesh", "shard=null tp=2", model="short", settings="adamw optimizer.fused=true", extra=(4,)
@@ -312,7 +312,7 @@ MATRIX = [
     ),
     # The complete models, in float64: in float32 it depends on the processor whether rounding
     # changes the sign of a ReLU's input.
-    Case("fsdp", "batch_norm=sync", model="resnet18", settings="step", slow=(2,)),
+    Case("fsdp", "batch_norm=sync", model="resnet18", settings="step", extra=(2,)),
     # convolutions with biases, and shortcuts without BatchNorm
     Case("scratch", "batch_norm=sync", model="book_resnet18", settings="step", extra=(2,)),
     # Parts that are not trained. Some pipelines have a stage without trainable parameters.
@@ -536,7 +536,7 @@ MATRIX = [
     Case("pipeline", "cut=['3']", model="own=one_weight", settings="clipped", slow=(2,)),
     Case("ddp_pipeline", model="tied_head", settings="accumulate=2", extra=(4,)),
     Case("mesh", "shard=null", model="tied_head", settings="accumulate=2", extra=(2, 3)),
-    Case("mesh", "shard=2", model="tied_head", slow=(4,)),
+    Case("mesh", "shard=2", model="tied_head", extra=(4,)),
     Case(
         "mesh",
         "tp=2 sequence_parallel=true",
@@ -579,7 +579,7 @@ MATRIX = [
     # any module without a plan
     Case("mesh", "shard=2", model="pairs", settings="accumulate=2 clipped almost-empty", slow=(4,)),
     Case("mesh", "tp=2", model="planned", settings="accumulate=2 clipped", extra=(2,)),
-    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", slow=(2,)),
+    Case("mesh", "pp=2", model="pairs", settings="clipped almost-empty", extra=(2,)),
     Case(
         "mesh",
         "pp=2 schedule=gpipe num_microbatches=2 cut=[layers.1]",
