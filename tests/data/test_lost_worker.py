@@ -162,8 +162,8 @@ def test_second_lost_worker_raises_no_error_until_a_loader_starts_again():
 
 def test_own_handler_is_called_after_an_error_about_a_lost_worker():
     lost = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    own = RuntimeError("an error of one's own")
-    raised = [own, lost, own, lost, None]
+    users = RuntimeError("an error of a user")
+    raised = [users, lost, users, lost, None]
     calls = []
 
     def handle(number, frame):
@@ -172,7 +172,7 @@ def test_own_handler_is_called_after_an_error_about_a_lost_worker():
             raise error
 
     handler = RaisesOnce(handle)
-    for error in (own, lost, own):
+    for error in (users, lost, users):
         with pytest.raises(RuntimeError, match=str(error).partition("(")[0]):
             handler(signal.SIGCHLD, None)
     handler(signal.SIGCHLD, None)

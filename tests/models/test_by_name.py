@@ -8,8 +8,8 @@ from launches import launch, main_in_world, only_run, read_metrics, refusal_in_w
 from slow_rows import extra
 from worlds import once, run_world
 
+from ddp_lab.config import packages
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.models import packages
 from ddp_lab.models.timm_models import timm_model
 from ddp_lab.models.transformers_models import transformers_model
 

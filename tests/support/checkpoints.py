@@ -23,12 +23,22 @@ from ddp_lab.world.runtime import Runtime
 
 
 def start(run_dir: Path, ranks: int, overrides: tuple[str, ...]) -> None:
-    """Train a small model.
+    """Train a small model, in float64 if that is one of the overrides.
 
     The learning rate is constant, so that a longer run begins with the same steps.
     """
     where = f"runs_dir={run_dir.parent}", f"name={run_dir.name}"
-    run_world(ranks, main_in_world, *SMALL, "scheduler=constant", *where, *overrides)
+    main = in_float64 if "float64" in overrides else main_in_world
+    chosen = [override for override in overrides if override != "float64"]
+    run_world(ranks, main, *SMALL, "scheduler=constant", *where, *chosen)
+
+
+def in_float64(*overrides: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        main_in_world(*overrides)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @functools.cache

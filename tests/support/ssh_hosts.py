@@ -114,7 +114,12 @@ class SshHosts:
     def processes(self, address: str) -> list[psutil.Process]:
         """Return what runs on a host: the processes below the sessions of its server."""
         server = psutil.Process(self.servers[address].pid)
-        return [each for each in server.children(recursive=True) if "sshd" not in each.name()]
+        others = []
+        for each in server.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended since
+                if "sshd" not in each.name():
+                    others.append(each)
+        return others
 
     def __exit__(self, *error: object) -> None:
         for server in self.servers.values():
