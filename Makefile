@@ -80,7 +80,7 @@ tensorboard: .venv/installed ## show runs/ in TensorBoard on localhost
 site: .venv/installed-dev ## build the manual as a site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# uv installs in a fifth of pip's time. Of pip's settings it gets the index.
+# uv is several times faster than pip. Of pip's settings it gets the index.
 define install
 @echo "Installing ddp_lab$(1) and the versions of constraints.txt into .venv; PyTorch has a few GB"
 @index=$$($(BIN)/pip config get global.index-url 2> /dev/null); \

@@ -1,6 +1,6 @@
 """Packages that only some options need, and what to install where one is missing.
 
-They are imported by name, because the type checker would take a minute to read transformers.
+They are imported by name: the type checker would read all of transformers, half a minute of a core.
 """
 
 import importlib

@@ -64,7 +64,7 @@ def chosen(strategy: str) -> list[str]:
 @once
 def differences(strategy, folder, is_chosen: bool) -> dict[str, str | float]:
     references(folder, is_chosen)
-    references(folder, True)  # of those that are not chosen under this strategy
+    references(folder, True)  # of CHOSEN, some of which are extra under a pipeline
     names = [name for name in MODELS if (name in chosen(strategy)) == is_chosen]
     return run_world(2, train_all, strategy, names, folder, timeout=900)[0]
 

@@ -34,6 +34,7 @@ def start(run_dir: Path, ranks: int, overrides: tuple[str, ...]) -> None:
 
 
 def in_float64(*overrides: str) -> None:
+    """Run train.py on this rank as `main_in_world`, with float64 as the default dtype."""
     torch.set_default_dtype(torch.float64)
     try:
         main_in_world(*overrides)
