@@ -13,7 +13,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -312,14 +312,8 @@ def start_ranks(
     os.environ.setdefault(OWN_STORE, "1")
     if "LOGLEVEL" not in os.environ:  # torch's variable
         logging.disable()  # torch logs what is reported below, with a time and the source file
-    waits = nullcontext()
-    if is_large(options):
-        from ddp_lab.launchers.waiting import announced
-
-        host, port = meeting_point(options)
-        waits = announced(options.nnodes, f"{host}:{port}")
     try:
-        with waits, folder_of_torch(options):
+        with waiting_for_machines(options), folder_of_torch(options):
             run(launch_parser().parse_args([*entry, *arguments], options))
     except ChildFailedError as error:
         return report_failure(error.failures)
@@ -343,6 +337,21 @@ def start_ranks(
         show(f"error: the ranks were not started: {advice}{describe_error(error)}")
         return 1
     return 0
+
+
+@contextmanager
+def waiting_for_machines(options: Namespace) -> Generator[None]:
+    """Where there are several machines, say in the body that it waits, and act on signals then."""
+    if not is_large(options):
+        yield
+        return
+    from ddp_lab.launchers.last_wait import ended_by_signals
+    from ddp_lab.launchers.waiting import announced
+
+    host, port = meeting_point(options)
+    signals = [signal.Signals[name] for name in options.signals_to_handle.split(",")]
+    with announced(options.nnodes, f"{host}:{port}"), ended_by_signals(signals, int(port)):
+        yield
 
 
 @contextmanager

@@ -24,9 +24,10 @@ from ddp_lab.world.runtime import Runtime
 if TYPE_CHECKING:
     from ddp_lab.observe.trackers.base import Status
 
-# the indices of two of Guard.flags
+# the indices of three of Guard.flags
 OUT_OF_TIME = 2
 SAVE = 3
+INTERRUPTED = 4
 
 
 class Preempted(Exception):
@@ -76,6 +77,8 @@ class Guard(Hook):
         requests: to stop, which this rank has received.
         heartbeat: gets the phases.
         saved: the position in the last checkpoint, or at the start of this launch.
+        interrupted: whether any rank had received Ctrl-C when they last decided. A signal reaches
+            some ranks a little later than others.
 
     The others are the config keys of these names, most of them in the group `checkpoint`.
     """
@@ -91,21 +94,23 @@ class Guard(Hook):
     check_replicas: int | None
     at_steps: Collection[int]
     saved: Progress = field(init=False)
+    interrupted: bool = field(init=False, default=False)
     run: Run = field(init=False)
     _has_evaluated: bool = field(init=False, repr=False, default=True)
 
-    def flags(self) -> tuple[bool, bool, bool, bool]:
+    def flags(self) -> tuple[bool, bool, bool, bool, bool]:
         """Return what this rank has to say.
 
-        These are whether it was asked to stop, whether its last checkpoint failed, and, by the
-        clock of rank 0, whether the run has trained for max_minutes, and whether a checkpoint is
-        due.
+        These are whether it was asked to stop, whether its last checkpoint failed, by the clock of
+        rank 0 whether the run has trained for max_minutes and whether a checkpoint is due, and
+        whether it received Ctrl-C.
         """
         failed = self.checkpoints.problem is not None
         is_due = False
         if self.every_minutes is not None and self.run.strategy.runtime.is_main:
             is_due = time.perf_counter() - self._saved_at >= 60 * self.every_minutes
-        return self.requests.preempted, failed, self.run.has_trained_long_enough(), is_due
+        is_over = self.run.has_trained_long_enough()
+        return self.requests.preempted, failed, is_over, is_due, self.requests.interrupted
 
     def on_start(self, run: Run) -> None:
         self.run = run
@@ -244,6 +249,7 @@ class Guard(Hook):
         """
         position = exchanged.position
         preempted, save_failed, *_ = exchanged.flags
+        self.interrupted = exchanged.flags[INTERRUPTED]
         if exchanged.not_finite:
             bad, rank = exchanged.not_finite
             problem = (

@@ -237,7 +237,7 @@ def train_guarded(
             metrics=job.metrics,
             energy=energy,
         )
-        status = fit_and_close(run, launch.requests)
+        status = fit_and_close(run, guard)
 
     result = {}
     if runtime.is_main:
@@ -407,7 +407,7 @@ def make_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
     return make_fast_step(job, trainer, progress)
 
 
-def fit_and_close(run: Run, requests: Requests) -> Outcome:
+def fit_and_close(run: Run, guard: Guard) -> Outcome:
     """Train until the end, a request to stop, or an error that ends the training.
 
     Return how it has ended.
@@ -417,7 +417,7 @@ def fit_and_close(run: Run, requests: Requests) -> Outcome:
             fit(run)
             status = "finished"
         except Preempted:
-            status = "interrupted" if requests.interrupted else "preempted"
+            status = "interrupted" if guard.interrupted else "preempted"
         close_all(run.hooks, status)
     except TrainingError:
         # the last valid checkpoint may still be in the writer thread, or not uploaded

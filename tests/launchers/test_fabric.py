@@ -250,8 +250,9 @@ def test_pair_that_hangs_is_named_and_the_others_are_measured(root):
     for pair in ("pair 0-1", "pair 0-2"):
         assert re.search(rf"{pair}: [\d.]+ GB/s, ", report.lines(pair)[0])
     (line,) = report.lines("pairs")
-    assert "ranks 1 and 2 (" in line
-    assert "did not exchange within 10 s. Check the cable" in line
+    # on a busy machine one of the other pairs may be much slower, which is said in this line, too
+    assert re.search(r"ranks 1 and 2 \([^)]+\) did not exchange within 10 s[.;] ", line), line
+    assert "Check the cable" in line
     assert report.errors.startswith("error: ranks 1-2: cannot exchange data")
     assert report.seconds < 60
 
