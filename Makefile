@@ -10,6 +10,8 @@ WORKERS ?= 4
 PYTEST := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # the tests of `make test`
 MARKED ?= not slow
+# NUMBER/COUNT: a part of the slow tests of `make test`; empty: all of them
+PART ?=
 QUICK := config data/test_loader.py data/test_images.py models/test_models.py observe/test_logger.py
 # One thread per rank: torchrun's default, set here to avoid its warning.
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +27,7 @@ train: .venv/installed ## train LeNet on the digits dataset with two ranks
 	$(BIN)/torchrun --standalone --nproc_per_node=2 train.py strategy=ddp
 
 test: .venv/installed-dev ## run the tests, except the slow ones, or those of MARKED="not extra"
-	$(BIN)/$(PYTEST) -m "$(MARKED)"
+	$(BIN)/$(PYTEST) -m "$(MARKED)" $(PART:%=--part %)
 
 test-quick: .venv/installed-dev ## run the tests that start no launches
 	$(BIN)/$(PYTEST) -m "not slow" $(QUICK:%=tests/%)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from parts import divide, read_part
 
 from ddp_lab.launchers.command import command as launch_command
 
@@ -101,6 +102,17 @@ def pytest_collection_modifyitems(config, items):
     names = [f"test_{name}.py" for name in FIRST]
     items.sort(
         key=lambda item: names.index(item.path.name) if item.path.name in names else len(names)
+    )
+    if part := config.getoption("part"):
+        items[:], others = divide(items, read_part(part))
+        config.hook.pytest_deselected(items=others)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part",
+        metavar="NUMBER/COUNT",
+        help="of the slow tests, run only those of every COUNTth file, from the NUMBERth on",
     )
 
 
