@@ -15,7 +15,7 @@ from ddp_lab.launchers import last_wait
 from ddp_lab.launchers.last_wait import ended_by_signals
 
 OVERRIDES = [*SMALL, "strategy=scratch", "device=cpu", "epochs=100000"]
-SOON = 30.0  # seconds, on a busy machine; torch waits for 300
+SOON = 60.0  # seconds, on a busy machine; torch waits for 300
 
 
 @pytest.fixture
@@ -30,11 +30,13 @@ def connection():
             yield accepted, client
 
 
-def wait_in_vain(connection: tuple[socket.socket, socket.socket], *numbers: int) -> bytes:
-    """Send signals to this process, and read from a program that says nothing for three seconds."""
+def wait_in_vain(
+    connection: tuple[socket.socket, socket.socket], *numbers: int, seconds: float = 3.0
+) -> bytes:
+    """Send signals to this process, and read from a program that first says nothing."""
     program, client = connection
     port = program.getsockname()[1]
-    late = threading.Timer(3.0, program.sendall, [b"late"])
+    late = threading.Timer(seconds, program.sendall, [b"late"])
     with ended_by_signals([signal.SIGUSR1], port):
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -60,7 +62,7 @@ def handled(monkeypatch):
 
 def test_signal_ends_the_wait_of_a_launcher_without_ranks(connection, handled):
     begin = time.monotonic()
-    assert wait_in_vain(connection, signal.SIGUSR1) == b""
+    assert wait_in_vain(connection, signal.SIGUSR1, seconds=SOON) == b""
     assert time.monotonic() - begin >= last_wait.PATIENCE
 
 
