@@ -120,8 +120,8 @@ def make_fast_step(job: Job, trainer: Trainer, progress: Progress) -> TrainStep:
     """
     from ddp_lab.speed.fastest import build_step
 
-    settings = job.fit_settings
     before = job.sizes.steps_before(progress)
+    settings = job.fit_settings.continued(progress, before)
     steps_left = settings.steps_left(progress, before, job.sizes.steps_per_epoch)
     with log_if_slow("preparing the training step: capturing or warming it up"):
         built = build_step(

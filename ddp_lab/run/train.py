@@ -29,7 +29,7 @@ from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import ShapeByMetric
+from ddp_lab.training.schedule import ShapeByMetric, by_epoch
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
@@ -177,9 +177,10 @@ def train_guarded(
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
         for schedule in schedules:
             schedule.resume(progress)
-        return job.sizes.steps_before(progress)
+        return schedule_position(job, progress)
 
     progress = checkpoints.resume(settings.source, resume_schedules)
+    fit_settings = fit_settings.continued(progress, job.sizes.steps_before(progress))
     readers = job.dataset.train.readers
     if readers or progress.stream:
         from ddp_lab.training.stream_position import check_resumed
@@ -188,7 +189,7 @@ def train_guarded(
     if runtime.is_main:
         seed = job.loaders["train"].options.seed
         record_data(run_dir.path, job.dataset, checkpoints.best, seed)
-    if reasons := stop_reasons(progress, job.fit_settings):
+    if reasons := stop_reasons(progress, fit_settings):
         if runtime.is_main:
             why = " and ".join(reasons.values())
             raised = " and ".join(reasons)
@@ -276,6 +277,19 @@ def resumed_schedules(job: Job) -> "list[TimedSchedule | PlateauSchedule]":
     """Return the parts of the learning-rate schedule whose state is in checkpoints."""
     schedules = (timed_schedule(job), plateau_schedule(job))
     return [schedule for schedule in schedules if schedule is not None]
+
+
+def schedule_position(job: Job, progress: Progress) -> int:
+    """Return the number of steps of the learning-rate schedule before a position of the run.
+
+    An end that is a number of optimizer steps, max_steps or the one that max_minutes predicts,
+    counts those that were taken. Any other end follows from epochs or samples, so the steps before
+    it are counted with the present batch size.
+    """
+    in_steps = {limit.steps for limit in job.fit_settings.limits if not limit.of_samples}
+    if job.horizon.steps in {*in_steps, progress.horizon} and not by_epoch(job.shape):
+        return progress.step
+    return job.sizes.steps_before(progress)
 
 
 def timed_schedule(job: Job) -> "TimedSchedule | None":

@@ -231,9 +231,9 @@ def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
     stalled = progress.stalled(name)
     if settings.epochs is not None and progress.epoch > settings.epochs:
         reasons["epochs"] = f"{progress.epoch - 1} of epochs={settings.epochs} are done"
-    for key, value, steps in settings.limits:
-        if progress.step >= steps:
-            reasons[key] = f"{key}={value} is reached at step {progress.step:,}"
+    for limit in settings.limits:
+        if progress.step >= limit.steps:
+            reasons[limit.key] = f"{limit.key}={limit.value} is reached at step {progress.step:,}"
     if settings.is_out_of_time(progress):
         reasons["max_minutes"] = (
             f"max_minutes={settings.max_minutes:g} have passed at step {progress.step:,}"

@@ -5,7 +5,7 @@ They are computed from the config, the replicas and the dataset.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ddp_lab.config.errors import ConfigError, count
@@ -20,11 +20,13 @@ class StepLimit(NamedTuple):
         key: of the config.
         value: of this key.
         steps: the number.
+        of_samples: whether it follows from a number of samples and the present batch size.
     """
 
     key: str
     value: int
     steps: int
+    of_samples: bool = False
 
 
 def step_limits(
@@ -50,7 +52,7 @@ def step_limits(
                 "max_steps, or task=tokens with a dataset of tokens"
             )
         samples = math.ceil(max_tokens / context)
-        limits.append(StepLimit("max_tokens", max_tokens, sizes.steps_for(samples)))
+        limits.append(StepLimit("max_tokens", max_tokens, sizes.steps_for(samples), True))
     return tuple(limits)
 
 
@@ -86,6 +88,23 @@ class FitSettings:
     def last_step(self) -> int | None:
         """The number of the last step, counted from 1; None: no number of steps ends the run."""
         return min((limit.steps for limit in self.limits), default=None)
+
+    def continued(self, progress: Progress, steps_before: int) -> "FitSettings":
+        """Return the settings of a run that continues at a position.
+
+        Limits that follow from a number of samples count steps of the present batch size, but those
+        before the position may have had another one.
+
+        Args:
+            progress: the position.
+            steps_before: steps before it, counted with the present batch size.
+        """
+        more = progress.step - steps_before
+        limits = [
+            limit._replace(steps=limit.steps + more) if limit.of_samples else limit
+            for limit in self.limits
+        ]
+        return replace(self, limits=tuple(limits))
 
     def steps_left(self, progress: Progress, steps_before: int, per_epoch: int) -> float:
         """Return how many steps a run takes before its end, as far as that is known.

@@ -113,19 +113,42 @@ def test_tokens_are_those_of_all_samples_with_partial_batches():
     ]
 
 
-def test_max_tokens_ends_a_run_of_a_text(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefgh" * 100)  # 50 samples of 16 tokens
+def train_on_text(folder: Path, *limits: str) -> None:
+    """Train on 50 samples of 16 tokens; a second call resumes."""
+    text = folder / "text.txt"
+    text.write_text("abcdefgh" * 100)
     run_world(
         1,
         main_in_world,
         *f"task=tokens data=text data.root={text} data.context=16 data.num_workers=0 model=gpt "
-        "model.depth=1 model.width=16 model.heads=2 batch_size=8 max_tokens=300 "
-        f"evaluate_test=end runs_dir={tmp_path} name=run".split(),
+        "model.depth=1 model.width=16 model.heads=2 "
+        f"evaluate_test=end runs_dir={folder} name=run".split(),
+        *limits,
     )
+
+
+def test_max_tokens_ends_a_run_of_a_text(tmp_path):
+    train_on_text(tmp_path, "batch_size=8", "max_tokens=300")
     # 19 samples are 304 tokens, of which batches of 8 have 128, 128 and 48
     assert places(tmp_path / "run")[-1][1] == 3
     assert "max_tokens=300 is reached at step 3" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_max_tokens_counts_those_before_a_resume_with_another_batch_size(tmp_path):
+    train_on_text(tmp_path, "batch_size=8", "max_tokens=256")
+    train_on_text(tmp_path, "batch_size=4", "max_tokens=512")
+    progress = newest(tmp_path / "run")["progress"]
+    # 16 samples in 2 steps, and 16 more in 4
+    assert (progress["samples"], progress["step"]) == (32, 6)
+
+
+def test_schedule_of_steps_goes_on_after_a_resume_with_another_batch_size(tmp_path):
+    common = *SMALL, "log_every=1", f"runs_dir={tmp_path}", "name=run"
+    run_world(1, main_in_world, *common, "max_steps=4")
+    run_world(1, main_in_world, *common, "max_steps=8", "batch_size=12")
+    rates = [row["lr"] for row in read_steps(tmp_path / "run") if row["step"] > 4]
+    cosines = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(4, 8)]
+    assert rates == pytest.approx([0.01 * factor for factor in cosines])
 
 
 @pytest.mark.parametrize(
@@ -247,6 +270,13 @@ def test_steps_and_seconds_that_are_left():
     assert FitSettings(5).steps_left(position, 12, PER_EPOCH) == 13
     assert FitSettings(None).steps_left(position, 12, PER_EPOCH) == math.inf
     assert FitSettings(None).seconds_left(position) == math.inf
+
+
+def test_limits_of_samples_continue_with_the_present_batch_size():
+    limits = (StepLimit("max_steps", 30, 30), StepLimit("max_tokens", 640, 20, of_samples=True))
+    settings = FitSettings(5, limits=limits).continued(Progress(epoch=1, step=12), 6)
+    assert [limit.steps for limit in settings.limits] == [30, 26]
+    assert [limit.value for limit in settings.limits] == [30, 640]
 
 
 def test_trapezoid_is_level_and_then_falls_to_zero():
