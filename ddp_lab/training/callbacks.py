@@ -205,10 +205,7 @@ def require_hook(kind: type, label: str) -> None:
         ConfigError: it is no subclass of Hook, or has none of its methods.
     """
     if not issubclass(kind, Hook):
-        raise ConfigError(
-            f"{KEY}: {label} is no hook: it must be a subclass of ddp_lab.Hook, got a "
-            f"{kind.__name__}"
-        )
+        raise ConfigError(f"{KEY}: {label} is no hook: it must be a subclass of ddp_lab.Hook")
     if not any(is_own(kind, method) for method in METHODS):
         raise ConfigError(f"{KEY}: {label} has none of the methods of a hook: {', '.join(METHODS)}")
 
