@@ -1,8 +1,8 @@
 """Signals to a launcher whose ranks have ended, while it waits for those of the other machines.
 
 torch (2.15) waits for them for up to 300 s in C++, where Python calls no handler of a signal. A
-launcher that gets a signal before its ranks have ended leaves without saying so to the others. If a
-signal reaches all machines, but one of them a little later, that one would wait in vain, and
+launcher that gets a signal before its ranks have ended leaves, and does not tell the others. So if
+a signal reaches one machine a little later than the others, its launcher would wait in vain, and
 neither Ctrl-C nor SIGTERM would end it.
 """
 

@@ -287,7 +287,8 @@ def schedule_position(job: Job, progress: Progress) -> int:
     it are counted with the present batch size.
     """
     in_steps = {limit.steps for limit in job.fit_settings.limits if not limit.of_samples}
-    if job.horizon.steps in {*in_steps, progress.horizon} and not by_epoch(job.shape):
+    predicted = progress.horizon or None  # None is the end of a schedule until it is predicted
+    if job.horizon.steps in {*in_steps, predicted} and not by_epoch(job.shape):
         return progress.step
     return job.sizes.steps_before(progress)
 

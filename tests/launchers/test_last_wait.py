@@ -97,7 +97,7 @@ def start_machines(runs: Path):
 
 @pytest.mark.slow
 def test_machine_that_gets_ctrl_c_after_the_ranks_have_ended_ends_as_the_other(tmp_path):
-    """The other machine has left by then, without a word to this one."""
+    """The other machine has left by then, and has not told this one."""
     machines = start_machines(tmp_path)
 
     def trains() -> bool:

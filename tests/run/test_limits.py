@@ -4,6 +4,8 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +13,17 @@ from checkpoints import assert_same, start, train
 from launches import SMALL, main_in_world, newest, read_metrics, read_steps, refusal_in_world
 from worlds import run_world
 
+from ddp_lab.run.train import schedule_position
 from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import Horizon, constant, cosine, make_scheduler, trapezoid
+from ddp_lab.training.schedule import (
+    Horizon,
+    constant,
+    cosine,
+    make_scheduler,
+    multi_step,
+    trapezoid,
+)
 from ddp_lab.training.timed_schedule import TimedSchedule
 
 # of 100 samples in batches of 24, an epoch has five steps, the last one with 4 samples
@@ -277,6 +287,30 @@ def test_limits_of_samples_continue_with_the_present_batch_size():
     settings = FitSettings(5, limits=limits).continued(Progress(epoch=1, step=12), 6)
     assert [limit.steps for limit in settings.limits] == [30, 26]
     assert [limit.value for limit in settings.limits] == [30, 640]
+
+
+@pytest.mark.parametrize(
+    ("steps", "predicted", "shape", "expected"),
+    [
+        (30, 0, cosine, 12),  # of max_steps
+        (40, 40, cosine, 12),  # predicted
+        (None, 0, cosine, 12),  # not predicted yet
+        (25, 0, cosine, 6),  # of epochs
+        (25, 40, cosine, 6),  # of epochs, before the predicted one
+        (30, 0, multi_step, 6),  # a function of the epoch
+    ],
+)
+def test_position_of_a_schedule_is_counted_as_its_end(steps, predicted, shape, expected):
+    """After 12 steps, which would be 6 with the present batch size."""
+    limits = (StepLimit("max_steps", 30, 30), StepLimit("max_tokens", 640, 20, of_samples=True))
+    job = SimpleNamespace(
+        fit_settings=FitSettings(5, limits=limits),
+        horizon=Horizon(steps),
+        shape=shape,
+        sizes=TrainSizes(1, 1, 24, PER_EPOCH, 24, 0.1, 100),
+    )
+    progress = Progress(epoch=2, samples=24, step=12, horizon=predicted)
+    assert schedule_position(cast("Any", job), progress) == expected
 
 
 def test_trapezoid_is_level_and_then_falls_to_zero():
