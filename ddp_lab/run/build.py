@@ -58,7 +58,13 @@ from ddp_lab.training.performance import (
     plain_options,
 )
 from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes, step_limits
-from ddp_lab.training.schedule import Horizon, ShapeByMetric, make_scheduler, try_shape
+from ddp_lab.training.schedule import (
+    Horizon,
+    ShapeByMetric,
+    by_epoch,
+    make_scheduler,
+    try_shape,
+)
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -325,26 +331,23 @@ def make_schedule(cfg: DictConfig, sizes: TrainSizes, context: int | None) -> Sc
     """
     steps = sizes.steps_per_epoch
     limits = step_limits(cfg.get("max_steps"), cfg.get("max_tokens"), context, sizes)
-    ends = [limit.steps for limit in limits]
+    by_steps = [limit.steps for limit in limits if not limit.of_samples]
+    by_samples = [limit.steps for limit in limits if limit.of_samples]
     if cfg.epochs is not None:
-        ends.append(cfg.epochs * steps)
-    horizon = Horizon(min(ends, default=None))
-
-    if cfg.get("warmup_steps") is None:
-        warmup_steps = round(cfg.warmup_epochs * steps)
-    else:
-        warmup_steps = cfg.warmup_steps
-        horizon.check_warmup(warmup_steps)
+        by_samples.append(cfg.epochs * steps)
+    warmup_steps = cfg.get("warmup_steps")
+    horizon = Horizon(
+        min(by_steps, default=None),
+        min(by_samples, default=None),
+        round(cfg.warmup_epochs * steps) if warmup_steps is None else warmup_steps,
+    )
+    if warmup_steps is not None:  # a recipe with epochs of warm-up may be tried for a few steps
+        horizon.check_warmup()
 
     epochs = 1.0 if horizon.steps is None else horizon.steps / steps
     shape = build_shape(cfg.scheduler, epochs)
-    make = partial(
-        make_scheduler,
-        shape=shape,
-        horizon=horizon,
-        steps_per_epoch=steps,
-        warmup_steps=warmup_steps,
-    )
+    horizon.counts_epochs = by_epoch(shape)
+    make = partial(make_scheduler, shape=shape, horizon=horizon, steps_per_epoch=steps)
     return Schedule(limits, horizon, shape, make)
 
 

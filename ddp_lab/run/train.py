@@ -29,7 +29,7 @@ from ddp_lab.training.meter import Meter
 from ddp_lab.training.pictures import Pictures
 from ddp_lab.training.plan import FitSettings
 from ddp_lab.training.progress import Progress
-from ddp_lab.training.schedule import ShapeByMetric, by_epoch
+from ddp_lab.training.schedule import ShapeByMetric
 from ddp_lab.training.step import TrainStep
 from ddp_lab.training.sync import Sync
 from ddp_lab.training.trainer import Trainer
@@ -118,8 +118,9 @@ def log_beginning(job: Job, settings: RunSettings, run_dir: RunDir) -> None:
     log.info(job.sizes)
     if job.dataset.val is not None:
         log.info(job.dataset.describe_sets())
-    if runtime.is_main and (text := job.sizes.warning()):
-        log.warning(text)
+    for text in (job.sizes.warning(), job.horizon.warning()):
+        if runtime.is_main and text is not None:
+            log.warning(text)
     for line in job.notes:
         log.info(line)
     if run_dir.failure and runtime.is_main:
@@ -175,9 +176,10 @@ def train_guarded(
 
     def resume_schedules(progress: Progress) -> int:
         """Return the steps of the schedule before a position, whose end the schedule takes over."""
+        job.horizon.continue_at(progress.step, job.sizes.steps_before(progress))
         for schedule in schedules:
             schedule.resume(progress)
-        return schedule_position(job, progress)
+        return job.horizon.position(progress.step)
 
     progress = checkpoints.resume(settings.source, resume_schedules)
     fit_settings = fit_settings.continued(progress, job.sizes.steps_before(progress))
@@ -277,20 +279,6 @@ def resumed_schedules(job: Job) -> "list[TimedSchedule | PlateauSchedule]":
     """Return the parts of the learning-rate schedule whose state is in checkpoints."""
     schedules = (timed_schedule(job), plateau_schedule(job))
     return [schedule for schedule in schedules if schedule is not None]
-
-
-def schedule_position(job: Job, progress: Progress) -> int:
-    """Return the number of steps of the learning-rate schedule before a position of the run.
-
-    An end that is a number of optimizer steps, max_steps or the one that max_minutes predicts,
-    counts those that were taken. Any other end follows from epochs or samples, so the steps before
-    it are counted with the present batch size.
-    """
-    in_steps = {limit.steps for limit in job.fit_settings.limits if not limit.of_samples}
-    predicted = progress.horizon or None  # None is the end of a schedule until it is predicted
-    if job.horizon.steps in {*in_steps, predicted} and not by_epoch(job.shape):
-        return progress.step
-    return job.sizes.steps_before(progress)
 
 
 def timed_schedule(job: Job) -> "TimedSchedule | None":

@@ -135,10 +135,14 @@ class DefaultGroup(NamedTuple):
     Attributes:
         options: of the group.
         names: of its parameters in the model.
+        check: of the class: gets the options of an entry and the shapes of the parameters that it
+            matches, by name. It returns a line for the log, or None, and raises a ValueError if the
+            options do not fit. None: there is nothing to be checked.
     """
 
     options: Mapping[str, Any]
     names: Collection[str]
+    check: Callable[[Mapping[str, Any], Mapping[str, torch.Size]], str | None] | None = None
 
     @classmethod
     def of(cls, kind: Any, model: nn.Module) -> "DefaultGroup":
@@ -151,7 +155,10 @@ class DefaultGroup(NamedTuple):
             model: the complete model.
         """
         choose = getattr(kind, "default_groups", None)
-        return cls({}, ()) if choose is None else cls(*choose(model))
+        if choose is None:
+            return cls({}, ())
+        options, names = choose(model)
+        return cls(options, names, getattr(kind, "check_group", None))
 
 
 def make_groups(
@@ -201,11 +208,54 @@ def make_groups(
     numbers = {kind: number for number, kind in enumerate(ordered)}
     places = {alias: numbers[kind_of[name]] for name, aliases in names.items() for alias in aliases}
     notes = describe(names, chosen, matched, scales)
-    if by_default.names:
+    notes += check_entries(model, chosen, matched, by_default)
+    deciding = {number for number, entry in enumerate(chosen, 1) if decides(entry, by_default)}
+    of_class = sum(kind.is_default and kind.place not in deciding for kind in kind_of.values())
+    if of_class:
         shown = ", ".join(f"{key}={value}" for key, value in by_default.options.items())
-        of_class = sum(kind.is_default for kind in kind_of.values())
         notes.append(f"optimizer: {of_class} of {count(len(names), 'parameter')} get {shown}")
     return ParameterGroups(options, places, notes)
+
+
+def decides(entry: Entry, by_default: DefaultGroup) -> bool:
+    """Return whether an entry has an option that the class of the optimizer gives by itself."""
+    return not entry.options.keys().isdisjoint(by_default.options)
+
+
+def check_entries(
+    model: nn.Module,
+    entries: Sequence[Entry],
+    matched: Mapping[str, int],
+    by_default: DefaultGroup,
+) -> list[str]:
+    """Check the options of entries for their parameters, and return lines for the log.
+
+    Args:
+        model: the complete model.
+        entries: the entries of `optimizer.groups`.
+        matched: number of the entry of each parameter, from `match_names`.
+        by_default: with the check of the optimizer's class.
+
+    Raises:
+        ConfigError: the options do not fit the parameters.
+    """
+    if by_default.check is None:
+        return []
+    notes: list[str] = []
+    for number, entry in enumerate(entries, 1):
+        shapes = {
+            name: model.get_parameter(name).shape
+            for name, place in matched.items()
+            if place == number
+        }
+        key = f"optimizer.groups[{number - 1}]"
+        try:
+            note = by_default.check(entry.options, shapes)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        if note is not None:
+            notes.append(f"{key}: {note}")
+    return notes
 
 
 def names_of(model: nn.Module) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ shards. Here shards are gathered for the orthogonalisation only (strategies/whol
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from ddp_lab.models.trial import some
 from ddp_lab.strategies.dtensor import local, sharded_as
 from ddp_lab.strategies.whole_matrices import of_complete
 from ddp_lab.training.orthogonal import orthogonal
@@ -112,6 +113,33 @@ class Muon(torch.optim.Optimizer):
             if name not in matrices or id(parameter) in shared
         }
         return {"use_muon": False}, names
+
+    @staticmethod
+    def check_group(options: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> str | None:
+        """Return a line about parameters that AdamW updates although Muon was asked for.
+
+        Return None if there are none.
+
+        Args:
+            options: of the group.
+            shapes: of its parameters by name.
+
+        Raises:
+            ValueError: no parameter is a matrix.
+        """
+        if not options.get("use_muon"):
+            return None
+        others = [name for name, shape in shapes.items() if len(shape) != 2]
+        if not others:
+            return None
+        shape = list(shapes[others[0]])
+        example = f"{others[0]} has the shape {shape}"
+        if len(others) == len(shapes):
+            raise ValueError(
+                f"use_muon=true: Muon updates matrices, and none is matched: {example}. Match the "
+                "weights of linear layers, or leave the parameters to AdamW"
+            )
+        return f"AdamW updates {some(others)}, because Muon updates matrices: {example}"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

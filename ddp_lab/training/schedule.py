@@ -92,30 +92,92 @@ def by_epoch(shape: Callable[..., float]) -> bool:
 
 @dataclass(eq=False)
 class Horizon:
-    """The number of steps after which a schedule ends.
+    """The end of a schedule: the first of the ends that limit the run.
+
+    An end in optimizer steps (max_steps, max_minutes) counts those that were taken. One that
+    follows from epochs or samples is given in steps of the present batch size, and so is the
+    position of a schedule that it ends. The two differ after a resume with another batch size.
 
     Attributes:
-        steps: the number, counted from the beginning of the run. None: it is not known yet, and the
-            progress of a schedule stays at 0.
+        by_steps: number of steps, counted from the beginning of the run, after which the run ends.
+            None: no such limit, or it is not known yet.
+        by_samples: the same, in steps of the present batch size, because of a number of samples.
+        warmup_steps: steps of the warm-up, which are the first of the schedule.
+        counts_epochs: whether the shape is a function of the epoch.
+        ahead: how many steps more, or fewer, the position has in steps of the present batch size
+            than were taken.
     """
 
-    steps: int | None = None
+    by_steps: int | None = None
+    by_samples: int | None = None
+    warmup_steps: int = 0
+    counts_epochs: bool = False
+    ahead: int = 0
 
-    def end_at(self, steps: int) -> None:
-        """Let the schedule end after a number of steps, which only the run has shown."""
-        self.steps = steps
+    def continue_at(self, taken: int, of_batch_size: int) -> None:
+        """Continue a run at a position.
 
-    def check_warmup(self, warmup_steps: int) -> None:
-        """Check that a warm-up ends before the schedule.
+        Args:
+            taken: optimizer steps before it.
+            of_batch_size: steps before it, if all had had the present batch size.
+        """
+        self.ahead = of_batch_size - taken
+
+    def end_at(self, taken: int) -> None:
+        """Let the run end after a number of optimizer steps, too, which only the run has shown."""
+        ends = [end for end in (self.by_steps, taken) if end is not None]
+        self.by_steps = min(ends)
+
+    @property
+    def _ends_by_steps(self) -> bool:
+        if self.by_samples is None:
+            return True
+        return self.by_steps is not None and self.by_steps <= self.by_samples - self.ahead
+
+    @property
+    def steps(self) -> int | None:
+        """The end of the schedule, counted as `position`.
+
+        None: it is not known yet, and the progress of the schedule stays at 0.
+        """
+        return self.by_steps if self._ends_by_steps else self.by_samples
+
+    @property
+    def last_step(self) -> int | None:
+        """The end of the schedule in optimizer steps that will have been taken; None: not known."""
+        steps = self.steps
+        return steps if steps is None or self._ends_by_steps else steps - self.ahead
+
+    def position(self, taken: int) -> int:
+        """Return the number of steps of the schedule before a position of the run.
+
+        Args:
+            taken: optimizer steps before it.
+        """
+        return taken if self._ends_by_steps and not self.counts_epochs else taken + self.ahead
+
+    def check_warmup(self) -> None:
+        """Check that the warm-up ends before the schedule.
 
         Raises:
             ConfigError: it does not.
         """
-        if self.steps is not None and warmup_steps >= self.steps:
+        if self.steps is not None and self.warmup_steps >= self.steps:
             raise ConfigError(
-                f"warmup_steps={warmup_steps}: must be less than the length of the run, "
+                f"warmup_steps={self.warmup_steps}: must be less than the length of the run, "
                 f"{count(self.steps, 'step')}"
             )
+
+    def warning(self) -> str | None:
+        """Return a warning about a warm-up that does not end before the schedule, or None."""
+        if self.steps is None or not self.warmup_steps >= self.steps > 0:
+            return None
+        highest = self.steps / (self.warmup_steps + 1)
+        return (
+            f"the warm-up of {count(self.warmup_steps, 'step')} does not end in this run of "
+            f"{count(self.steps, 'step')}, in which the learning rate rises to {highest:.0%} of "
+            "optimizer.lr"
+        )
 
 
 def make_scheduler(
@@ -123,7 +185,6 @@ def make_scheduler(
     shape: Callable[..., float],
     horizon: Horizon,
     steps_per_epoch: int,
-    warmup_steps: int,
 ) -> LambdaLR:
     """Return a scheduler that multiplies the learning rate by a factor.
 
@@ -132,10 +193,10 @@ def make_scheduler(
 
     Args:
         shape: maps `progress` or `epoch`, whichever it has a parameter for, to a factor.
-        horizon: the end of the schedule, which may be set later.
+        horizon: the end of the schedule, which may be set later, and of its warm-up.
         steps_per_epoch: optimizer steps of an epoch.
-        warmup_steps: optimizer steps of the warm-up, which are the first of the run.
     """
+    warmup_steps = horizon.warmup_steps
     counts_epochs = by_epoch(shape)
 
     def factor(step: int) -> float:

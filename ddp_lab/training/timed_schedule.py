@@ -4,8 +4,6 @@ It is predicted once, early in the run, by rank 0's clock, and kept in checkpoin
 resumed run has the same schedule. Until then the progress of the schedule stays at 0.
 """
 
-import math
-
 from ddp_lab.config.errors import count
 from ddp_lab.observe.log import log
 from ddp_lab.training.hooks import Hook, Run
@@ -29,7 +27,6 @@ class TimedSchedule(Hook):
     def __init__(self, horizon: Horizon, max_minutes: float):
         self.horizon = horizon
         self.max_minutes = max_minutes
-        self._by_steps = math.inf if horizon.steps is None else horizon.steps
         self._first: tuple[int, float] | None = None  # step and time at which counting begins
 
     def resume(self, progress: Progress) -> None:
@@ -64,13 +61,16 @@ class TimedSchedule(Hook):
 
         runtime = self.run.strategy.runtime
         steps = runtime.broadcast_from_rank0("schedule", predict)
+        place = self.horizon.position(position.step)
         self._set(position, steps)
         scheduler = self.run.eager.scheduler
-        # the learning rate of the next step, by the new end
-        scheduler.last_epoch -= 1
+        # the learning rate of the next step, by the new end, and counted as this end
+        scheduler.last_epoch += self.horizon.position(position.step) - place - 1
         scheduler.step()
         if runtime.is_main:
             log.info(self._note(steps, each))
+            if text := self.horizon.warning():
+                log.warning(text)
 
     def _note(self, steps: int, each: float) -> str:
         """Return a line about a predicted number of steps, of which each takes some seconds."""
@@ -78,14 +78,16 @@ class TimedSchedule(Hook):
             f"max_minutes={self.max_minutes:g}: at {1000 * each:.3g} ms a step about "
             f"{count(steps, 'step')}"
         )
-        if steps <= self._by_steps:
+        last = self.horizon.last_step
+        assert last is not None  # it was set
+        if steps == last:
             return f"{prediction} until the schedule of the learning rate ends"
         return (
-            f"{prediction}. The schedule of the learning rate ends after "
-            f"{count(int(self._by_steps), 'step')}, the other limit of the run"
+            f"{prediction}. The schedule of the learning rate ends after {count(last, 'step')}, "
+            "the other limit of the run"
         )
 
     def _set(self, position: Progress, steps: int) -> None:
         position.horizon = steps
         position.horizon_minutes = self.max_minutes
-        self.horizon.end_at(int(min(steps, self._by_steps)))
+        self.horizon.end_at(steps)

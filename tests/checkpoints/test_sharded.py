@@ -58,7 +58,7 @@ def wide(
     shapes |= {
         f"{layers}.{name}": tuple(t.shape) for name, t in nn.BatchNorm1d(512).state_dict().items()
     }
-    scheduler = make_scheduler(optimizer, cosine, Horizon(10), 1, 0)
+    scheduler = make_scheduler(optimizer, cosine, Horizon(10), 1)
     return Checkpoints(
         folder, State(strategy, optimizer, scheduler, shapes), sharded=True, **options
     )

@@ -5,15 +5,15 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import assert_same, start, train
 from launches import SMALL, main_in_world, newest, read_metrics, read_steps, refusal_in_world
+from torch.optim.lr_scheduler import LambdaLR
 from worlds import run_world
 
-from ddp_lab.run.train import schedule_position
 from ddp_lab.training.plan import FitSettings, StepLimit, TrainSizes
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import (
@@ -21,7 +21,6 @@ from ddp_lab.training.schedule import (
     constant,
     cosine,
     make_scheduler,
-    multi_step,
     trapezoid,
 )
 from ddp_lab.training.timed_schedule import TimedSchedule
@@ -189,6 +188,25 @@ def test_limits_that_contradict_are_refused(line, message):
     assert f"error: {message}" in errors
 
 
+@pytest.mark.parametrize(
+    ("keys", "warning"),
+    [
+        (
+            "warmup_epochs=5 max_steps=4",
+            "the warm-up of 25 steps does not end in this run of 4 steps, in which the learning "
+            "rate rises to 15% of optimizer.lr",
+        ),
+        ("warmup_epochs=0.5 max_steps=4", ""),
+    ],
+)
+def test_warm_up_that_does_not_end_within_the_run_is_said(keys, warning, tmp_path):
+    run_dir = tmp_path / "run"
+    start(run_dir, 1, tuple(keys.split()))
+    log = (run_dir / "train.log").read_text()
+    assert log.count("the warm-up of") == bool(warning)
+    assert warning in log
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_run_ends_within_two_seconds_of_max_minutes(ranks, tmp_path):
     run_dir = tmp_path / "run"
@@ -256,7 +274,7 @@ def test_resumed_run_of_a_time_has_the_schedule_that_was_predicted(tmp_path):
 def test_end_of_a_timed_schedule_is_the_predicted_one_if_no_steps_end_it():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     horizon = Horizon()
-    scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH, 0)
+    scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH)
     for _ in range(9):
         optimizer.step()
         scheduler.step()
@@ -267,7 +285,7 @@ def test_end_of_a_timed_schedule_is_the_predicted_one_if_no_steps_end_it():
     limited = Horizon(30)
     TimedSchedule(limited, max_minutes=2.0).resume(Progress(horizon=20, horizon_minutes=1.0))
     assert limited.steps == 30
-    assert make_scheduler(optimizer, constant, Horizon(), 1, 0).get_last_lr() == [1.0]
+    assert make_scheduler(optimizer, constant, Horizon(), 1).get_last_lr() == [1.0]
 
 
 def test_steps_and_seconds_that_are_left():
@@ -290,27 +308,70 @@ def test_limits_of_samples_continue_with_the_present_batch_size():
 
 
 @pytest.mark.parametrize(
-    ("steps", "predicted", "shape", "expected"),
+    ("by_steps", "by_samples", "counts_epochs", "end", "position"),
     [
-        (30, 0, cosine, 12),  # of max_steps
-        (40, 40, cosine, 12),  # predicted
-        (None, 0, cosine, 12),  # not predicted yet
-        (25, 0, cosine, 6),  # of epochs
-        (25, 40, cosine, 6),  # of epochs, before the predicted one
-        (30, 0, multi_step, 6),  # a function of the epoch
+        (30, None, False, 30, 12),
+        (None, None, False, None, 12),  # not predicted yet
+        (None, 25, False, 25, 6),
+        (30, 25, False, 30, 12),  # 18 steps are left by steps, and 19 by samples
+        (32, 25, False, 25, 6),
+        (30, 25, True, 30, 6),  # of a function of the epoch
     ],
 )
-def test_position_of_a_schedule_is_counted_as_its_end(steps, predicted, shape, expected):
+def test_position_of_a_schedule_is_counted_as_its_end(
+    by_steps, by_samples, counts_epochs, end, position
+):
     """After 12 steps, which would be 6 with the present batch size."""
-    limits = (StepLimit("max_steps", 30, 30), StepLimit("max_tokens", 640, 20, of_samples=True))
-    job = SimpleNamespace(
-        fit_settings=FitSettings(5, limits=limits),
-        horizon=Horizon(steps),
-        shape=shape,
-        sizes=TrainSizes(1, 1, 24, PER_EPOCH, 24, 0.1, 100),
+    horizon = Horizon(by_steps, by_samples, counts_epochs=counts_epochs)
+    horizon.continue_at(12, 6)
+    assert (horizon.steps, horizon.position(12)) == (end, position)
+    last = {None: None, 30: 30, 25: 31}
+    assert horizon.last_step == last[end]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "warmup", "end", "place", "factor"),
+    [
+        # of 120 seconds 69 are left after 51 steps of a second
+        (2.0, 0, 120, 51, 0.5 * (1 + math.cos(math.pi * 51 / 120))),
+        (2.0, 200, 120, 51, 52 / 201),
+        # of epochs
+        (9.0, 0, 90, 15, 0.5 * (1 + math.cos(math.pi * 15 / 90))),
+    ],
+)
+def test_end_that_is_predicted_after_a_resume_is_compared_in_steps_that_are_left(
+    minutes, warmup, end, place, factor, caplog
+):
+    """The first 40 steps would be 4 with the present batch size, of which 90 are the epochs."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    horizon = Horizon(by_samples=90, warmup_steps=warmup)
+    horizon.continue_at(40, 4)
+    scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH)
+    timed = TimedSchedule(horizon, minutes)
+    for step in range(1, 16):
+        optimizer.step()
+        scheduler.step()
+        if step > 4:
+            position = Progress(step=step + 36)
+            timed.on_start(run_at(position, scheduler))
+            timed.on_step_end(position)
+    assert (horizon.steps, scheduler.last_epoch) == (end, place)
+    assert scheduler.get_last_lr() == pytest.approx([factor])
+    expected = (
+        "the warm-up of 200 steps does not end in this run of 120 steps, in which the learning "
+        "rate rises to 60% of optimizer.lr"
     )
-    progress = Progress(epoch=2, samples=24, step=12, horizon=predicted)
-    assert schedule_position(cast("Any", job), progress) == expected
+    assert (expected in caplog.text) == (warmup > 0)
+
+
+def run_at(position: Progress, scheduler: LambdaLR) -> Any:
+    """Return a stand-in of a run of one rank, in which every step has taken a second."""
+    runtime = SimpleNamespace(is_main=True, broadcast_from_rank0=lambda name, make: make())
+    return SimpleNamespace(
+        current=lambda: SimpleNamespace(seconds_trained=float(position.step)),
+        strategy=SimpleNamespace(runtime=runtime),
+        eager=SimpleNamespace(scheduler=scheduler),
+    )
 
 
 def test_trapezoid_is_level_and_then_falls_to_zero():

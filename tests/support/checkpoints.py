@@ -88,7 +88,7 @@ def tiny(
     options = {"momentum": 0.9} if issubclass(make, torch.optim.SGD) else {"weight_decay": 0.0}
     optimizer = make(strategy.module.parameters(), lr=0.1, **options)
     shapes = {name: tuple(tensor.shape) for name, tensor in strategy.module.state_dict().items()}
-    state = State(strategy, optimizer, make_scheduler(optimizer, cosine, Horizon(10), 1, 0), shapes)
+    state = State(strategy, optimizer, make_scheduler(optimizer, cosine, Horizon(10), 1), shapes)
     return Checkpoints(folder, state, best=best, sharded=sharded)
 
 

@@ -14,6 +14,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab
 from ddp_lab.checkpoints.state import gather_full_state
+from ddp_lab.training.groups import DefaultGroup, make_groups
 from ddp_lab.training.muon import Muon
 from ddp_lab.training.orthogonal import orthogonal
 
@@ -157,6 +158,11 @@ def test_matrix_that_is_an_embedding_too_is_adamws():
         ("optimizer.ns_dtype=fp8", "ns_dtype"),
         ("+optimizer.betas=[0.9,1.0]", "betas must be from 0 to below 1, got 1.0"),
         ("+optimizer.adjust_lr=rms", "adjust_lr"),
+        (
+            "optimizer.groups=[{match:conv1.*,use_muon:true}]",
+            "optimizer.groups[0]: use_muon=true: Muon updates matrices, and none is matched: "
+            "conv1.0.weight has the shape [20, 1, 3, 3]. Match the weights of linear layers",
+        ),
     ],
 )
 def test_option_out_of_its_range_is_one_message(option, message, tmp_path):
@@ -165,6 +171,20 @@ def test_option_out_of_its_range_is_one_message(option, message, tmp_path):
     assert output.count("error: ") == 1
     assert message in output
     assert "Traceback" not in output
+
+
+def test_log_says_what_adamw_updates_by_default_and_against_an_entry():
+    entries = [{"match": "head.*", "use_muon": True}, {"match": "blocks.0.*", "lr_scale": 2.0}]
+    model = Tokens()
+    by_default = DefaultGroup.of(Muon, model)
+    assert make_groups(model, entries, None, 0.1, by_default).notes[-2:] == [
+        "optimizer.groups[0]: AdamW updates head.bias, because Muon updates matrices: head.bias "
+        "has the shape [3]",
+        "optimizer: 3 of 8 parameters get use_muon=False",
+    ]
+    everything = [{"match": "*", "use_muon": True}]
+    notes = make_groups(model, everything, None, 0.1, by_default).notes
+    assert not any("get use_muon=False" in note for note in notes)
 
 
 @pytest.mark.slow
