@@ -184,6 +184,8 @@ class Together:
     ) -> tuple[torch.Tensor, ...]:
         """Give a module all tokens in place of those that the rank has: a forward pre-hook."""
         tokens, *others = inputs
+        if self.group.share_tokens:  # autocast leaves a normalization's outputs in float32
+            (tokens,) = as_computed(tokens)
         complete: Any = Enter.apply(tokens, self.group)
         self._tokens = tokens
         self._complete = complete
@@ -204,7 +206,8 @@ class Together:
         Compute those of the others at once if the module's tokens are its inputs.
         """
         if self._tokens is None or self._complete is None:
-            return self._columns([layer], inputs, gather(inputs.detach(), self.group))[0]
+            (tokens,) = as_computed(inputs)
+            return self._columns([layer], tokens, gather(tokens.detach(), self.group))[0]
         # the module has computed them; their gradient is summed where it got the tokens
         if inputs is not self._complete:
             return F.linear(inputs, *weight_and_bias(layer))

@@ -27,7 +27,7 @@ What is done with the model depends on its kind (mesh_model.py):
 import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,8 @@ class Mesh(FullyShard):
         """
         if self.divides_blocks and isinstance(model, Chain):
             self.calls_blocks = True
+            if self.dp_size == 1:
+                self._compute_with_parameters()
             return MeshOfBlocks()
         if self.axes["pp"] == 1:
             plan = self.keys.get("plan")
@@ -154,10 +156,14 @@ class Mesh(FullyShard):
         from ddp_lab.strategies.mesh_of_traces import MeshOfTraces, require_only_stages
 
         require_only_stages(self.keys, self.axes, model)
-        self.copies_weights = False
         self.replaces_parameters = False
-        self.autocast = self.runtime.autocast
+        self._compute_with_parameters()
         return MeshOfTraces()
+
+    def _compute_with_parameters(self) -> None:
+        """Let a forward pass have the parameters, not copies that `fully_shard` gathers."""
+        self.copies_weights = False
+        self.autocast = self.runtime.autocast
 
     def setup(self, model: nn.Module) -> None:
         self._make_groups()
@@ -217,7 +223,8 @@ class Mesh(FullyShard):
     def no_sync(self) -> Generator[None]:
         # torch's schedules sum the gradients after the last micro-batch of every
         # gradient-accumulation step.
-        with self.kind.no_sync(), nullcontext() if self.executor else super().no_sync():
+        sums_itself = self.executor is not None or not self.copies_weights
+        with self.kind.no_sync(), nullcontext() if sums_itself else super().no_sync():
             yield
 
     def reduce_gradients(self) -> None:
@@ -238,9 +245,15 @@ class Mesh(FullyShard):
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same
         # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in cast("list[DTensor]", gradients_of(self.counted_parameters())):
-            places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            shards = math.prod(size for place, size in places if not place.is_replicate())
-            copies = self.dp_size * self.axes["tp"] / shards
+        for gradient in gradients_of(self.counted_parameters()):
+            copies = self.dp_size * self.axes["tp"] / shards_of(gradient)
             squares += real_view(local(gradient)).double().square().sum() / copies
         return self.runtime.all_reduce(squares).sqrt().to(torch.get_default_dtype())
+
+
+def shards_of(gradient: torch.Tensor) -> int:
+    """Return the number of different shards of a gradient that ranks have; 1 if it is complete."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    places = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for place, size in places if not place.is_replicate())

@@ -1,8 +1,11 @@
 """A mesh of a Chain: its blocks are divided over tp, sharded over dp, and cut into stages over pp.
 
 Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also
-along an axis of one rank. Every parameter is therefore a DTensor of the same mesh, which
-optimizers, clipping, averages and checkpoints treat alike.
+with a shard of one rank. Every parameter is therefore a DTensor of the same mesh, which optimizers,
+clipping, averages and checkpoints treat alike.
+
+Without replicas (dp 1) there is nothing to gather, and there are no gradients to sum over dp.
+`fully_shard` would only copy: it is left out, and a block computes with its parameters as under tp.
 """
 
 from collections.abc import Iterable
@@ -10,7 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree
@@ -18,8 +23,11 @@ from ddp_lab.models.boundaries import Form
 from ddp_lab.models.chain import Chain, tie, tied_parameters
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_sums import make_group
+from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.batch_norm import is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
+from ddp_lab.strategies.dtensor import local, sharded_as
+from ddp_lab.strategies.gradients import by_dtype, gradient_of
 from ddp_lab.strategies.mesh_model import MeshModel, Placed
 from ddp_lab.strategies.parameters import fill
 from ddp_lab.strategies.peer_sums import PeerSums
@@ -29,9 +37,11 @@ from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
 from ddp_lab.strategies.tensor_parallel import (
     check_plans,
+    divide,
     is_of_user,
     own_tokens,
     parallelize,
+    plan_of,
     token_layouts,
 )
 from ddp_lab.strategies.unit_gradients import eager
@@ -133,23 +143,30 @@ class MeshOfBlocks(MeshModel):
             stage.to(mesh.device)
         set_batch_norm(stage, mesh.batch_norm, mesh.dp_group)
         if mesh.axes["tp"] > 1:
-            along_tp = mesh.mesh["tp"]
-            group, self.peer_sums = make_group(
-                along_tp.get_group(), mesh.keys["sequence_parallel"], mesh.device
-            )
-            mesh.runtime.keep(self.peer_sums)
-            tokens = dict(
-                zip(
-                    self.plan.parts.names,
-                    zip(self.tokens, self.tokens[1:], strict=False),
-                    strict=True,
-                )
-            )
-            tied = tied_parameters(stage)
-            for name, block in stage.named_children():
-                parallelize(block, along_tp, group, *tokens[name])
-            tie(stage, tied)  # each block has got parameters of its own
+            self._divide(mesh, stage)
+        if mesh.dp_size > 1:
+            self._shard(mesh, stage)
+        if mesh.initial_weights is not None:
+            fill(stage, mesh.initial_weights, mesh.device)
 
+    def _divide(self, mesh: "Mesh", stage: Stage) -> None:
+        """Divide the blocks of a stage over tp."""
+        along_tp = mesh.mesh["tp"]
+        tokens_too = mesh.keys["sequence_parallel"]
+        group, self.peer_sums = make_group(along_tp.get_group(), tokens_too, mesh.device)
+        mesh.runtime.keep(self.peer_sums)
+        around = zip(self.tokens, self.tokens[1:], strict=False)
+        tokens = dict(zip(self.plan.parts.names, around, strict=True))
+        tied = tied_parameters(stage)
+        for name, block in stage.named_children():
+            if mesh.dp_size > 1 or tokens_too:
+                parallelize(block, along_tp, group, *tokens[name])
+            elif plan_of(block) is not None:
+                divide(block, along_tp, group, replicate=False)
+        tie(stage, tied)  # each block has got parameters of its own
+
+    def _shard(self, mesh: "Mesh", stage: Stage) -> None:
+        """Shard the parameters of a stage over dp, or sum their gradients there."""
         self.gradients.append(
             BlockGradients(stage, UnitOrder(mesh.runtime, mesh.name, None, mesh.peers()))
         )
@@ -157,8 +174,6 @@ class MeshOfBlocks(MeshModel):
         # Blocks with the same parameter are gathered together, with the stage.
         units = [block for block in stage.children() if is_self_contained(block, stage)]
         mesh.shard([*units, stage], along_dp, reshard_after_forward=mesh.axes["pp"] == 1)
-        if mesh.initial_weights is not None:
-            fill(stage, mesh.initial_weights, mesh.device)
 
     def before_sharding(self, unit: nn.Module) -> None:
         if not isinstance(unit, Stage) and any(
@@ -197,6 +212,8 @@ class MeshOfBlocks(MeshModel):
         assert mesh.dp_group is not None
         for gradients in self.gradients:
             gradients.drop_unused(mesh.dp_group, mesh.device)
+        if mesh.dp_size == 1 and mesh.keys["sequence_parallel"]:
+            sum_parts(mesh.module, mesh.mesh["tp"].get_group())
         assert mesh.pp_group is not None
         self.weights.sum_copies(mesh.module, mesh.pp_rank, mesh.pp_group)
 
@@ -224,3 +241,27 @@ class MeshOfBlocks(MeshModel):
                 ranks = f"rank {first_rank}"
             lines.append(f"  pp {stage}  {ranks}  {blocks}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
+
+
+def sum_parts(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of which each rank has the part of its own tokens, in place. Collective.
+
+    Those are the gradients of what is not divided in blocks with shared tokens: normalization
+    layers and the biases of row layers.
+
+    Args:
+        module: after the last backward pass of a step.
+        group: the ranks that share the tokens.
+    """
+    in_parts = [parameter for parameter in module.parameters() if is_in_parts(parameter.grad)]
+    for parameters in by_dtype(in_parts):
+        parts = [local(gradient_of(parameter)) for parameter in parameters]
+        for parameter, total in zip(parameters, flat(parts, group), strict=True):
+            parameter.grad = sharded_as(parameter, total)
+
+
+def is_in_parts(gradient: torch.Tensor | None) -> bool:
+    """Return whether a gradient is the sum of what the ranks have."""
+    return isinstance(gradient, DTensor) and any(
+        place.is_partial() for place in gradient.placements
+    )

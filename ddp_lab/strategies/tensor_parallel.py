@@ -311,6 +311,7 @@ def check_plans(
             "strategy=tp, or strategy.tp=1"
         )
 
+    require_equal_words(model, tp)
     for (name, block), shape in zip(blocks.items(), shapes, strict=False):
         if plan := plan_of(block):
             check_names(name, block, plan)
@@ -355,6 +356,34 @@ def check_names(name: str, block: nn.Module, plan: Mapping[str, str]) -> None:
             f"{key}: must name the module of the parameter {missing[0]}, as one of "
             f"{', '.join(WORDS[:-1])}"
         )
+
+
+def require_equal_words(model: Chain, tp: int) -> None:
+    """Check that layers with the same parameter are divided alike.
+
+    Args:
+        model: whose plans name modules of their blocks.
+        tp: number of ranks that share a block.
+
+    Raises:
+        ConfigError: two are not.
+    """
+    words = {
+        f"{name}.{path}": "column" if word == "heads" else word
+        for name, block in model.named_children()
+        for path, word in (plan_of(block) or {}).items()
+        if word in ("column", "heads", "row")
+    }
+    for first, *others in tied_parameters(model):
+        layer = first.rpartition(".")[0]
+        for other in others:
+            other_layer = other.rpartition(".")[0]
+            if words.get(layer) != words.get(other_layer):
+                raise ConfigError(
+                    f"strategy.tp={tp}: {other} is the same parameter as {first}, which is divided "
+                    f"otherwise: {layer} is {words.get(layer, 'not divided')}, {other_layer} is "
+                    f"{words.get(other_layer, 'not divided')}. Change the plan, or use strategy=tp"
+                )
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from small_networks import make_model
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import TensorDataset
@@ -98,6 +99,14 @@ class Counting(nn.Identity):
         self.register_buffer("count", torch.zeros(1))
 
 
+class Turned(Block):
+    """A block of which two layers have one weight, and are divided along different dimensions."""
+
+    def __init__(self):
+        super().__init__(16, 4, 32, 0.0, "block1")
+        self.attn.proj.weight = self.attn.q.weight
+
+
 def with_block(block: nn.Module) -> Chain:
     model = make_model("vit", 0)
     model.block1 = block
@@ -160,6 +169,12 @@ NARROW = vit(1, 28, 10, **VIT | {"heads": 6, "mlp_ratio": 1.125}, pool="mean")
             {"tp": 2},
             "does not support models with buffers, got block1.0.count",
         ),
+        (
+            with_block(Turned()),
+            {"tp": 2},
+            "strategy.tp=2: block1.attn.proj.weight is the same parameter as block1.attn.q.weight, "
+            "which is divided otherwise: block1.attn.q is column, block1.attn.proj is row. Change ",
+        ),
     ],
 )
 def test_model_that_does_not_fit_the_axes_is_refused(model, axes, message, monkeypatch):
@@ -215,6 +230,29 @@ def test_ranks_hold_every_parameter_once_and_read_the_samples_of_their_dp(monkey
     assert [dp_rank for dp_rank, _, _ in layout] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {dp_size for _, dp_size, _ in layout} == {2}
     assert [reports for _, _, reports in layout] == [False] * 4 + [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "has_copies"),
+    [
+        ({}, 1, False),
+        ({"tp": 2}, 2, False),
+        ({"tp": 2, "sequence_parallel": True}, 2, False),
+        ({"pp": 2, "tp": 2}, 4, False),
+        ({"tp": 2}, 4, True),
+        ({"pp": 2, "shard": 2}, 4, True),
+    ],
+)
+def test_parameters_are_gathered_into_copies_only_with_replicas(
+    axes, ranks, has_copies, monkeypatch
+):
+    with world(monkeypatch, 0, ranks) as runtime:
+        model = make_model("vit", 0)
+        strategy = strategy_of(runtime, model, **axes)
+        strategy.setup(model)
+        blocks = strategy.module.children()
+        assert {isinstance(block, FSDPModule) for block in blocks} == {has_copies}
+        assert strategy.copies_weights == has_copies
 
 
 class Branch(nn.Module):

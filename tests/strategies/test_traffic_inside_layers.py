@@ -56,6 +56,7 @@ def test_sequence_parallelism_sends_as_much_and_the_tokens_once_at_both_ends(
         "reduce_scatter": 2 * PAIRS * TOKENS,
         "all_reduce": replicated,
     }
+    assert sent.calls["all_reduce"] == 1
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
