@@ -95,6 +95,10 @@ class MeshOfBlocks(MeshModel):
         if tp > 1 or tokens_too:
             check_plans(model, self.plan.parts.shapes, tp, tokens_too)
             self.tries_plan = any(map(is_of_user, model))
+            if mesh.written:
+                from ddp_lab.strategies.written_weights import refuse_sharded
+
+                refuse_sharded(mesh, layers_of_plans(model))
         self.tokens = token_layouts(model, tokens_too)
         self.forms = None
         if pp > 1 or tokens_too:
@@ -241,6 +245,16 @@ class MeshOfBlocks(MeshModel):
                 ranks = f"rank {first_rank}"
             lines.append(f"  pp {stage}  {ranks}  {blocks}")
         return "\n".join(lines if self.executor is None else [*lines, self.plan.describe()])
+
+
+def layers_of_plans(model: Chain) -> list[str]:
+    """Return the names of all modules of blocks that are divided by a plan."""
+    return [
+        f"{name}.{path}" if path else name
+        for name, block in model.named_children()
+        if plan_of(block) is not None
+        for path, _ in block.named_modules()
+    ]
 
 
 def sum_parts(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -48,6 +48,12 @@ class Clamped(Writer):
             self.layer.weight.clamp_(-0.2, 0.2)
 
 
+class Divided(Clamped):
+    """A block whose layers a plan divides."""
+
+    tensor_parallel = {"layer": "column", "target": "column", "head": "row"}
+
+
 class Swapped(Writer):
     def write(self, inputs):
         self.layer.weight.data = self.layer.weight.data * 0.9
@@ -153,6 +159,7 @@ OF_WEIGHTS = {
 OF_BATCH = {"samples": OfSamples, "random numbers": Random}
 COPYING = {"fsdp": {}, "mesh": {"shard": None}}
 REPLICAS = {"ddp": {}, "scratch": {}}
+CUTTING = {"pipeline": {"schedule": "gpipe"}, "mesh": {"schedule": "gpipe", "pp": 2}}
 # which would wait for the gradient of a parameter that is replaced, or have copies of it
 HOLDING = {"ddp": {}, "scratch": {"algorithm": "bucketed"}, "fsdp": {}}
 
@@ -208,8 +215,10 @@ def on_two() -> dict:
         for strategy, options in HOLDING.items()
     }
     outcomes["key"] = outcome("scratch", Average, find_unused_parameters=True)
-    outcomes["pipeline"] = outcome("pipeline", Clamped, num_microbatches=2, schedule="gpipe")
-    outcomes["pipeline 1"] = outcome("pipeline", Average, num_microbatches=1, schedule="gpipe")
+    for strategy, options in CUTTING.items():
+        outcomes[strategy, 2] = outcome(strategy, Clamped, num_microbatches=2, **options)
+        outcomes[strategy, 1] = outcome(strategy, Average, num_microbatches=1, **options)
+    outcomes["divided"] = outcome("mesh", Divided, tp=2)
     outcomes |= {
         ("buffers", strategy): outcome(strategy, Buffers, **options)
         for strategy, options in COPYING.items()
@@ -296,13 +305,22 @@ def test_ranks_that_may_have_no_sample_refuse_a_change():
     assert all("a rank without a sample would not write" in rank["key"] for rank in two())
 
 
-def test_change_in_every_micro_batch_is_refused():
+@pytest.mark.parametrize("strategy", CUTTING)
+def test_change_in_every_micro_batch_is_refused(strategy):
     for rank in two():
         assert (
             "changes the parameter first.layer.weight, and so 2 times in a step instead of once."
-            in rank["pipeline"]
+            in rank[strategy, 2]
         )
-        assert len(rank["pipeline 1"]) == 6, rank["pipeline 1"]
+        assert len(rank[strategy, 1]) == 6, rank[strategy, 1]
+
+
+def test_mesh_refuses_a_change_in_a_block_that_a_plan_divides():
+    for rank in two():
+        assert (
+            "changes the parameter first.layer.weight. The strategy shards this parameter"
+            in rank["divided"]
+        )
 
 
 @pytest.mark.parametrize("strategy", COPYING)
