@@ -179,6 +179,8 @@ def train_guarded(
         job.horizon.continue_at(progress.step, job.sizes.steps_before(progress))
         for schedule in schedules:
             schedule.resume(progress)
+        if text := job.horizon.describe(progress.step):
+            log.info(text)
         return job.horizon.position(progress.step)
 
     progress = checkpoints.resume(settings.source, resume_schedules)
@@ -287,7 +289,7 @@ def timed_schedule(job: Job) -> "TimedSchedule | None":
         return None
     from ddp_lab.training.timed_schedule import TimedSchedule
 
-    return TimedSchedule(job.horizon, job.fit_settings.max_minutes)
+    return TimedSchedule(job.horizon, job.fit_settings.max_minutes, job.sizes.global_batch_size)
 
 
 def plateau_schedule(job: Job) -> "PlateauSchedule | None":
@@ -298,7 +300,7 @@ def plateau_schedule(job: Job) -> "PlateauSchedule | None":
 
     assert isinstance(job.shape, Plateau), "the only such shape"
     prefers_low = job.lower_is_better(job.shape.metric.removeprefix("val_"))
-    return PlateauSchedule(job.shape, job.sizes.lr, prefers_low)
+    return PlateauSchedule(job.shape, job.sizes.lr, prefers_low, job.horizon.warmup_steps)
 
 
 def make_guard(checkpoints: Checkpoints, settings: RunSettings, launch: Launch) -> Guard:

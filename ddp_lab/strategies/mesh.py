@@ -245,10 +245,13 @@ class Mesh(FullyShard):
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same
         # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        dtype = torch.get_default_dtype()
         for gradient in gradients_of(self.counted_parameters()):
             copies = self.dp_size * self.axes["tp"] / shards_of(gradient)
-            squares += real_view(local(gradient)).double().square().sum() / copies
-        return self.runtime.all_reduce(squares).sqrt().to(torch.get_default_dtype())
+            own_part = real_view(local(gradient))
+            dtype = torch.promote_types(dtype, own_part.dtype)
+            squares += own_part.double().square().sum() / copies
+        return self.runtime.all_reduce(squares).sqrt().to(dtype)
 
 
 def shards_of(gradient: torch.Tensor) -> int:

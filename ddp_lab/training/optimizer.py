@@ -40,13 +40,24 @@ def param_groups(
         kept: those of them that the optimizer will keep; None: all.
     """
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    kinds = {getattr(parameter, "device_mesh", None) for parameter in (kept or parameters)}
+    kinds = by_mesh(kept or parameters)
     options: dict[str, Any] = {"foreach": False} if len(kinds) > 1 else {}
     if decay_norms_and_biases:
         return [{"params": parameters, **options}]
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() <= 1]
     return [{"params": decayed, **options}, {"params": others, "weight_decay": 0.0, **options}]
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by the mesh of ranks that share them, in order; tensors are one group.
+
+    torch's foreach functions support one kind, and tp has both.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def construct_optimizer(

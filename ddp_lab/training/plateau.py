@@ -10,7 +10,7 @@ of the position.
 """
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -94,18 +94,28 @@ class PlateauSchedule(Hook):
         shape: of the run's schedule.
         lr: learning rate of the run.
         lower_is_better: whether low values of the metric are good ones.
+        warmup_steps: steps of the warm-up, in which no evaluation counts.
     """
 
-    def __init__(self, shape: Plateau, lr: float, lower_is_better: bool):
+    def __init__(self, shape: Plateau, lr: float, lower_is_better: bool, warmup_steps: int):
         self.shape = shape
+        self.warmup_steps = warmup_steps
         self.decider = shape.decider(lr, lower_is_better)
 
     def resume(self, progress: Progress) -> None:
-        """Take over the state in a checkpoint. Options remain those of this launch."""
-        if progress.plateau:
-            state = dict(progress.plateau)
-            self.shape.made_up.param_groups[0]["lr"] = state.pop("factor")
+        """Take over the state in a checkpoint. Options remain those of this launch.
+
+        Of another metric only the factor is taken over: its best value says nothing of this one.
+        """
+        if not progress.plateau:
+            return
+        state = dict(progress.plateau)
+        self.shape.made_up.param_groups[0]["lr"] = state.pop("factor")
+        before = state.pop("metric", self.shape.metric)
+        if before == self.shape.metric:
             self.decider.load_state_dict(state)
+            return
+        log.info(f"scheduler.metric: {before} -> {self.shape.metric}, of which no value is known")
 
     def on_start(self, run: Run) -> None:
         self.run = run
@@ -128,13 +138,15 @@ class PlateauSchedule(Hook):
 
     def _decide(self, results: Mapping[str, Evaluation]) -> None:
         """Let torch's class decide, and set the learning rate of the next step."""
+        scheduler = self.run.eager.scheduler
+        if scheduler.last_epoch < self.warmup_steps:
+            return
         value = results["val"].metrics("val")[self.shape.metric]
         before = self.shape(0.0)
         self.decider.step(value)
         after = self.shape(0.0)
         if after == before:
             return
-        scheduler = self.run.eager.scheduler
         scheduler.last_epoch -= 1
         scheduler.step()
         if self.run.strategy.runtime.is_main:
@@ -144,6 +156,7 @@ class PlateauSchedule(Hook):
                 f"by {before:.4g}"
             )
 
-    def _state(self) -> dict[str, float]:
+    def _state(self) -> dict[str, Any]:
         state = self.decider.state_dict()
-        return {"factor": self.shape(0.0)} | {name: state[name] for name in STATE}
+        of_shape = {"factor": self.shape(0.0), "metric": self.shape.metric}
+        return of_shape | {name: state[name] for name in STATE}

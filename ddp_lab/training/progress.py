@@ -37,10 +37,14 @@ class Progress:
             could read it.
         minutes_passed: the value of max_minutes for which the ranks have agreed that so much time
             has passed; 0: they have not.
-        horizon: number of steps after which a schedule ends whose run max_minutes ends, computed
+        horizon: number of steps after which a schedule ends whose run max_minutes ends, predicted
             once from the speed; 0: not yet.
-        horizon_minutes: the value of max_minutes for which it was computed.
-        plateau: state of scheduler=plateau, by name: its factor, and that of torch's
+        horizon_minutes: the value of max_minutes for which it was predicted.
+        horizon_batch_size: the global batch size of the steps until then. 0: unknown, in a
+            checkpoint of an older version.
+        horizon_is_timed: whether steps of this batch size were timed. Otherwise it follows from the
+            samples of another one, until they are.
+        plateau: state of scheduler=plateau, by name: its factor and metric, and that of torch's
             ReduceLROnPlateau; empty before the first evaluation, and with other schedules.
         stream: of a run on a stream the number of its "readers", and their positions in "states",
             which save reading: `samples` says where the run is. Empty on a map-style dataset.
@@ -66,7 +70,9 @@ class Progress:
     minutes_passed: float = 0.0
     horizon: int = 0
     horizon_minutes: float = 0.0
-    plateau: dict[str, float] = field(default_factory=dict[str, float])
+    horizon_batch_size: int = 0
+    horizon_is_timed: bool = True
+    plateau: dict[str, Any] = field(default_factory=dict[str, Any])
     stream: dict[str, Any] = field(default_factory=dict[str, Any])
     first_order: int | None = 1
 

@@ -99,11 +99,12 @@ class Horizon:
     position of a schedule that it ends. The two differ after a resume with another batch size.
 
     Attributes:
-        by_steps: number of steps, counted from the beginning of the run, after which the run ends.
-            None: no such limit, or it is not known yet.
+        by_steps: number of steps, counted from the beginning of the run, after which max_steps ends
+            the run. None: no such limit.
         by_samples: the same, in steps of the present batch size, because of a number of samples.
         warmup_steps: steps of the warm-up, which are the first of the schedule.
         counts_epochs: whether the shape is a function of the epoch.
+        by_time: as `by_steps`, of max_minutes. None: no such limit, or it is not known yet.
         ahead: how many steps more, or fewer, the position has in steps of the present batch size
             than were taken.
     """
@@ -112,6 +113,7 @@ class Horizon:
     by_samples: int | None = None
     warmup_steps: int = 0
     counts_epochs: bool = False
+    by_time: int | None = None
     ahead: int = 0
 
     def continue_at(self, taken: int, of_batch_size: int) -> None:
@@ -123,16 +125,16 @@ class Horizon:
         """
         self.ahead = of_batch_size - taken
 
-    def end_at(self, taken: int) -> None:
-        """Let the run end after a number of optimizer steps, too, which only the run has shown."""
-        ends = [end for end in (self.by_steps, taken) if end is not None]
-        self.by_steps = min(ends)
+    @property
+    def _in_steps(self) -> int | None:
+        """The first of the ends in optimizer steps; None: there is none, or it is not known yet."""
+        return min((end for end in (self.by_steps, self.by_time) if end is not None), default=None)
 
     @property
     def _ends_by_steps(self) -> bool:
         if self.by_samples is None:
             return True
-        return self.by_steps is not None and self.by_steps <= self.by_samples - self.ahead
+        return self._in_steps is not None and self._in_steps <= self.by_samples - self.ahead
 
     @property
     def steps(self) -> int | None:
@@ -140,7 +142,7 @@ class Horizon:
 
         None: it is not known yet, and the progress of the schedule stays at 0.
         """
-        return self.by_steps if self._ends_by_steps else self.by_samples
+        return self._in_steps if self._ends_by_steps else self.by_samples
 
     @property
     def last_step(self) -> int | None:
@@ -155,6 +157,22 @@ class Horizon:
             taken: optimizer steps before it.
         """
         return taken if self._ends_by_steps and not self.counts_epochs else taken + self.ahead
+
+    def describe(self, taken: int) -> str | None:
+        """Return a line about a schedule that goes on with another batch size, or None.
+
+        Args:
+            taken: optimizer steps before the position.
+        """
+        if not self.ahead:
+            return None
+        end = "" if self.steps is None else f" of {self.steps:,}"
+        place = self.position(taken)
+        kind = "optimizer steps" if place == taken else "steps of the present batch size"
+        return (
+            "the batch size has changed: the schedule of the learning rate goes on after "
+            f"{place:,}{end} {kind}"
+        )
 
     def check_warmup(self) -> None:
         """Check that the warm-up ends before the schedule.

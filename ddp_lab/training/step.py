@@ -16,7 +16,7 @@ from ddp_lab.data.seeds import seed_of
 from ddp_lab.strategies.base import Strategy, gradients_of
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.metrics import RunningSums
-from ddp_lab.training.optimizer import has_shards, step_of
+from ddp_lab.training.optimizer import by_mesh, has_shards, step_of
 
 if TYPE_CHECKING:
     from ddp_lab.data.augment import Mix
@@ -223,10 +223,9 @@ class Step:
             elif skip:
                 self._drop_unless(norm.isfinite(), buffers)
             if largest is not None:
-                foreach = self.optimizer.param_groups[0].get("foreach")  # tp sets it to False
-                clip_grads_with_norm_(
-                    self.strategy.module.parameters(), largest, norm.nan_to_num(), foreach=foreach
-                )
+                finite = norm.nan_to_num()
+                for alike in by_mesh(self.strategy.module.parameters()):
+                    clip_grads_with_norm_(alike, largest, finite)
 
         self._optimize()
         if self.ema is not None:

@@ -2,13 +2,21 @@
 
 It is predicted once, early in the run, by rank 0's clock, and kept in checkpoints, so that a
 resumed run has the same schedule. Until then the progress of the schedule stays at 0.
+
+A run that is resumed with another batch size has other steps, and predicts anew when some of them
+are timed. Until then it is assumed that as many samples are trained on in the time that is left.
 """
+
+from typing import TYPE_CHECKING
 
 from ddp_lab.config.errors import count
 from ddp_lab.observe.log import log
 from ddp_lab.training.hooks import Hook, Run
 from ddp_lab.training.progress import Progress
 from ddp_lab.training.schedule import Horizon
+
+if TYPE_CHECKING:
+    from ddp_lab.observe.trackers.base import Status
 
 # Steps after which the time per step is known, and steps before that are not counted: the first
 # ones are slow.
@@ -22,11 +30,14 @@ class TimedSchedule(Hook):
     Args:
         horizon: the end of the schedule by the other limits of the run, which remain.
         max_minutes: the limit.
+        batch_size: of the GLOBAL batch.
     """
 
-    def __init__(self, horizon: Horizon, max_minutes: float):
+    def __init__(self, horizon: Horizon, max_minutes: float, batch_size: int):
         self.horizon = horizon
         self.max_minutes = max_minutes
+        self.batch_size = batch_size
+        self._count_from = NOT_COUNTED
         self._first: tuple[int, float] | None = None  # step and time at which counting begins
 
     def resume(self, progress: Progress) -> None:
@@ -34,19 +45,26 @@ class TimedSchedule(Hook):
 
         If the limit has changed since, the number of steps changes by the same factor.
         """
-        if progress.horizon:
-            factor = self.max_minutes / progress.horizon_minutes
-            self._set(progress, round(progress.horizon * factor))
+        self._count_from = progress.step + NOT_COUNTED
+        if not progress.horizon:
+            return
+        steps = round(progress.horizon * self.max_minutes / progress.horizon_minutes)
+        before = progress.horizon_batch_size or self.batch_size
+        if before == self.batch_size:
+            self._set(progress, steps, progress.horizon_is_timed)
+            return
+        left = (steps - progress.step) * before / self.batch_size
+        self._set(progress, progress.step + max(1, round(left)), is_timed=False)
 
     def on_start(self, run: Run) -> None:
         self.run = run
 
     def on_step_end(self, position: Progress) -> None:
         """Predict the number of steps, if it is time. Collective then; waits for the device."""
-        if position.horizon:
+        if position.horizon and position.horizon_is_timed:
             return
         if self._first is None:
-            if position.step >= NOT_COUNTED:
+            if position.step >= self._count_from:
                 self._first = position.step, self.run.current().seconds_trained
             return
         first_step, first_seconds = self._first
@@ -62,7 +80,7 @@ class TimedSchedule(Hook):
         runtime = self.run.strategy.runtime
         steps = runtime.broadcast_from_rank0("schedule", predict)
         place = self.horizon.position(position.step)
-        self._set(position, steps)
+        self._set(position, steps, is_timed=True)
         scheduler = self.run.eager.scheduler
         # the learning rate of the next step, by the new end, and counted as this end
         scheduler.last_epoch += self.horizon.position(position.step) - place - 1
@@ -87,7 +105,21 @@ class TimedSchedule(Hook):
             "the other limit of the run"
         )
 
-    def _set(self, position: Progress, steps: int) -> None:
+    def _set(self, position: Progress, steps: int, is_timed: bool) -> None:
         position.horizon = steps
         position.horizon_minutes = self.max_minutes
-        self.horizon.end_at(steps)
+        position.horizon_batch_size = self.batch_size
+        position.horizon_is_timed = is_timed
+        self.horizon.by_time = steps
+
+    def close(self, status: "Status") -> None:
+        """Warn if the time has passed before the end of the schedule was known."""
+        position = self.run.position
+        is_known = position.horizon or not position.minutes_passed
+        if status == "finished" and not is_known and self.run.strategy.runtime.is_main:
+            log.warning(
+                f"max_minutes={self.max_minutes:g} have passed after "
+                f"{count(position.step, 'step')}. The end of the schedule is predicted after "
+                f"step {PREDICTED_AT}: until then the learning rate is that of its beginning, or "
+                "of the warm-up"
+            )

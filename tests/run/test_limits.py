@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,10 @@ def test_schedule_of_steps_goes_on_after_a_resume_with_another_batch_size(tmp_pa
     rates = [row["lr"] for row in read_steps(tmp_path / "run") if row["step"] > 4]
     cosines = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(4, 8)]
     assert rates == pytest.approx([0.01 * factor for factor in cosines])
+    assert (
+        "the batch size has changed: the schedule of the learning rate goes on after 4 of 8 "
+        "optimizer steps"
+    ) in (tmp_path / "run" / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -279,11 +284,12 @@ def test_end_of_a_timed_schedule_is_the_predicted_one_if_no_steps_end_it():
         optimizer.step()
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 1.0
-    timed = TimedSchedule(horizon, max_minutes=2.0)
+    timed = TimedSchedule(horizon, max_minutes=2.0, batch_size=8)
     timed.resume(Progress(horizon=20, horizon_minutes=1.0))
     assert horizon.steps == 40
     limited = Horizon(30)
-    TimedSchedule(limited, max_minutes=2.0).resume(Progress(horizon=20, horizon_minutes=1.0))
+    timed = TimedSchedule(limited, max_minutes=2.0, batch_size=8)
+    timed.resume(Progress(horizon=20, horizon_minutes=1.0))
     assert limited.steps == 30
     assert make_scheduler(optimizer, constant, Horizon(), 1).get_last_lr() == [1.0]
 
@@ -347,7 +353,7 @@ def test_end_that_is_predicted_after_a_resume_is_compared_in_steps_that_are_left
     horizon = Horizon(by_samples=90, warmup_steps=warmup)
     horizon.continue_at(40, 4)
     scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH)
-    timed = TimedSchedule(horizon, minutes)
+    timed = TimedSchedule(horizon, minutes, 8)
     for step in range(1, 16):
         optimizer.step()
         scheduler.step()
@@ -362,6 +368,46 @@ def test_end_that_is_predicted_after_a_resume_is_compared_in_steps_that_are_left
         "rate rises to 60% of optimizer.lr"
     )
     assert (expected in caplog.text) == (warmup > 0)
+
+
+def test_end_is_predicted_anew_after_a_resume_with_another_batch_size():
+    """Of 100 steps 40 are over; the others have a quarter of the samples, and take a second."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    horizon = Horizon()
+    horizon.continue_at(40, 160)
+    before = Progress(step=40, horizon=100, horizon_minutes=2.0, horizon_batch_size=32)
+    timed = TimedSchedule(horizon, 2.0, batch_size=8)
+    timed.resume(before)
+    assert (horizon.steps, horizon.position(40)) == (40 + 4 * 60, 40)
+
+    again = TimedSchedule(Horizon(), 2.0, batch_size=8)
+    again.resume(replace(before))  # before the steps are timed
+    assert again.horizon.steps == 40 + 4 * 60
+
+    scheduler = make_scheduler(optimizer, cosine, horizon, PER_EPOCH)
+    for step in range(1, 62):
+        optimizer.step()
+        scheduler.step()
+        if step > 40:
+            position = replace(before, step=step)
+            timed.on_start(run_at(position, scheduler))
+            timed.on_step_end(position)
+            before = position
+    # timed from step 50 to step 60, after which 60 of 120 seconds are left
+    assert (horizon.steps, before.horizon, before.horizon_is_timed) == (120, 120, True)
+    assert before.horizon_batch_size == 8
+    assert scheduler.get_last_lr() == pytest.approx([0.5 * (1 + math.cos(math.pi * 61 / 120))])
+
+
+@pytest.mark.slow
+def test_run_whose_time_passes_before_its_end_is_predicted_says_so(tmp_path):
+    run_dir = tmp_path / "run"
+    start(
+        run_dir, 1, ("max_minutes=0.001", "epochs=null", "warmup_epochs=9", "scheduler=trapezoid")
+    )
+    log = (run_dir / "train.log").read_text()
+    assert "max_minutes=0.001 have passed after " in log
+    assert "The end of the schedule is predicted after step 50: until then the learning" in log
 
 
 def run_at(position: Progress, scheduler: LambdaLR) -> Any:

@@ -31,6 +31,7 @@ WORLDS = {
 }
 LOSSES = partial(cross_entropy, reduction="none")
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
+MAX_NORM = 0.05
 
 
 class Tokens(nn.Module):
@@ -83,6 +84,8 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
     for inputs, targets in batches:
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        assert norm > MAX_NORM
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -93,7 +96,9 @@ def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
 def train(strategy: str, options: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
     with Lab(strategy, device="cpu", timeout=60, **options) as lab:
         make = partial(Muon, **OPTIONS)
-        trainer = lab.trainer(network(), LOSSES, make, 12, example=samples()[0])
+        trainer = lab.trainer(
+            network(), LOSSES, make, 12, example=samples()[0], max_grad_norm=MAX_NORM
+        )
         losses = [
             float(trainer.step(*batch))
             for epoch in range(2)

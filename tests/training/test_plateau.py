@@ -25,13 +25,16 @@ SETTINGS += "scheduler=plateau"
 # two epochs that are less than a tenth better
 STRICT = "scheduler.threshold=0.1 scheduler.patience=1 scheduler.factor=0.3"
 OPTIONS = {"threshold": 0.1, "patience": 1, "factor": 0.3}
+# no epoch is better
+HOPELESS = "scheduler.threshold=0.99 scheduler.patience=0 scheduler.factor=0.3"
 EVERY_THREE = f"{STRICT} evaluate_every=3 epochs=5"
 ACCURACY = "scheduler.metric=val_accuracy scheduler.patience=0 scheduler.threshold=2.0 "
 ACCURACY += "scheduler.cooldown=1 scheduler.min_lr=0.01 scheduler.factor=0.4"
 RUNS = {
     "single": STRICT,
     "accuracy": ACCURACY,
-    "warm": f"{STRICT} warmup_steps=6",
+    "warm": f"{HOPELESS} warmup_steps=14 epochs=9",
+    "other": f"{STRICT} epochs=4",
     "within": EVERY_THREE,
     "stopped": f"{EVERY_THREE} inject=sigterm@rank=0,step=14",
     "extended": f"{EVERY_THREE} max_steps=13",
@@ -51,21 +54,24 @@ def folder(tmp_path_factory) -> Path:
     run_world(1, train, folder, RUNS)
     run_world(2, train, folder, {"ddp": f"{STRICT} strategy=ddp"})
     resumed = {"stopped": EVERY_THREE, "extended": EVERY_THREE}
+    resumed["other"] = f"{STRICT} scheduler.metric=val_accuracy"
     shutil.copytree(folder / "stopped", folder / "on-two")
     run_world(1, train, folder, resumed)
     run_world(2, train, folder, {"on-two": f"{EVERY_THREE} strategy=ddp"})
     return folder
 
 
-def rates_of_torch(run_dir: Path, metric: str, mode: str, **options: float) -> list[float]:
-    """Return the learning rate of each step that torch gives for the metrics of a run."""
+def rates_of_torch(
+    run_dir: Path, metric: str, mode: str, begin: int = 0, **options: float
+) -> list[float]:
+    """Return the learning rate of each step that torch gives for the metrics from a step on."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     scheduler = ReduceLROnPlateau(optimizer, mode, **options)
     evaluations = {row["step"]: row[metric] for row in read_evaluations(run_dir / "metrics.jsonl")}
     rates = []
     for row in read_steps(run_dir):
         rates.append(optimizer.param_groups[0]["lr"])
-        if row["step"] in evaluations:
+        if row["step"] in evaluations and row["step"] >= begin:
             scheduler.step(evaluations[row["step"]])
     return rates
 
@@ -96,9 +102,21 @@ def test_learning_rates_follow_a_metric_of_which_high_values_are_good(folder):
 @pytest.mark.slow
 def test_warm_up_precedes_and_is_not_reduced(folder):
     rates = rates_of(folder / "warm")
-    assert rates[:6] == pytest.approx([LR * (step + 1) / 7 for step in range(6)])
-    expected = rates_of_torch(folder / "warm", "val_loss", "min", **OPTIONS)
-    assert rates[6:] == pytest.approx(expected[6:], rel=1e-12)
+    assert rates[:14] == pytest.approx([LR * (step + 1) / 15 for step in range(14)])
+    options = OPTIONS | {"threshold": 0.99, "patience": 0}
+    expected = rates_of_torch(folder / "warm", "val_loss", "min", begin=14, **options)
+    assert rates[14:] == pytest.approx(expected[14:], rel=1e-12)
+    in_warmup = rates_of_torch(folder / "warm", "val_loss", "min", **options)
+    assert in_warmup[14] < LR, "the evaluations of the warm-up would have reduced it"
+
+
+@pytest.mark.slow
+def test_another_metric_begins_anew_after_a_resume(folder):
+    run = folder / "other"
+    assert "scheduler.metric: val_loss -> val_accuracy" in (run / "train.log").read_text()
+    expected = rates_of_torch(run, "val_accuracy", "max", begin=17, **OPTIONS)
+    factor = rates_of(run)[16] / expected[16]
+    assert rates_of(run)[16:] == pytest.approx([factor * rate for rate in expected[16:]])
 
 
 @pytest.mark.slow
