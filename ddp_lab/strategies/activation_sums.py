@@ -6,7 +6,7 @@ What is computed between the two places hides the communication:
 
 The ranks either have all tokens between two pairs of layers, and the sum is an all_reduce; or, with
 sequence parallelism, each has 1/tp of them: the sum is a reduce_scatter, and `gather` collects the
-tokens before the next pair. On two GPUs that reach each other's memory the all_reduce consists of
+tokens before the next pair. On two GPUs that reach each other's memory all of these consist of
 peer copies (peer_sums.py).
 
 The operations are those that torch.compile keeps as parts of a graph, so a compiled block remains
@@ -32,7 +32,7 @@ class TokenGroup(NamedTuple):
         ranks: their number.
         share_tokens: whether each has 1/ranks of the tokens between two pairs (sequence
             parallelism).
-        peers: whether an all_reduce consists of peer copies.
+        peers: whether the collectives consist of peer copies.
     """
 
     name: str
@@ -52,7 +52,7 @@ def make_group(
         share_tokens: as in `TokenGroup`.
         device: of this rank.
     """
-    peers = None if share_tokens else peer_sums.find(group, device)
+    peers = peer_sums.find(group, device)
     return TokenGroup(group.group_name, group.size(), share_tokens, peers is not None), peers
 
 
@@ -63,6 +63,8 @@ def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     """
     if not group.share_tokens:
         return tokens
+    if group.peers:
+        return peer_sums.gather(tokens, group.name)
     gathered = collectives.all_gather_into_tensor(tokens.contiguous(), group.ranks, group.name)
     return torch.cat(collectives.wait_tensor(gathered).chunk(group.ranks), 1)
 
@@ -73,6 +75,8 @@ def start_sum(addend: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     Returns:
         What `finish_sum` needs. It has no values before.
     """
+    if group.share_tokens and group.peers:
+        return peer_sums.start_scatter(addend, group.name)
     if group.share_tokens:
         by_rank = torch.cat(addend.chunk(group.ranks, 1))
         return collectives.reduce_scatter_tensor(by_rank, "sum", group.ranks, group.name)
@@ -90,7 +94,8 @@ def finish_sum(
         addends: what this rank has added, by chunk along the first dimension.
         started: what `start_sum` has returned for each.
     """
-    if group.peers and not group.share_tokens:
-        return peer_sums.finish(addends, started, group.name)
+    if group.peers:
+        finish = peer_sums.finish_scatter if group.share_tokens else peer_sums.finish
+        return finish(addends, started, group.name)
     sums = [collectives.wait_tensor(each) for each in started]
     return sums[0] if len(sums) == 1 else torch.cat(sums)

@@ -1,4 +1,4 @@
-"""Sums over two GPUs writing to each other's memory: an all_reduce without a kernel that computes.
+"""Sums over two GPUs writing to each other's memory: collectives without a kernel that computes.
 
 NCCL's all_reduce runs on the multiprocessors and slows the matrix multiplications that should hide
 it. Here the copy engines transfer, in a stream of their own, and the sum is one addition on each
@@ -8,8 +8,9 @@ GPU:
     stream of the step  start -- other work ------------------------- finish: own + slot
 
 Both GPUs add the same two numbers, so they get the same sum. With two ranks every rank sends as
-much as in any all_reduce. The slots are symmetric memory of torch, which needs P2P access, and no
-multicast. A CUDA graph can capture all of it.
+much as in any all_reduce. Where the ranks share the tokens, a rank sends the peer's half of what is
+summed (reduce_scatter), or its own tokens (all_gather). The slots are symmetric memory of torch,
+which needs P2P access, and no multicast. A CUDA graph can capture all of it.
 """
 
 from collections import Counter
@@ -75,6 +76,7 @@ class PeerSums:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
+        self.rank = group.rank()
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
         # By their size. Captured graphs use them as long as this object lives.
@@ -90,18 +92,18 @@ class PeerSums:
         """
         self._ready.clear()
 
-    def start(self, addend: torch.Tensor) -> None:
+    def start(self, sent: torch.Tensor) -> None:
         """Begin to copy a contiguous tensor to the other rank.
 
-        It must not be freed or changed before `finish`.
+        It must not be freed or changed before `add` or `receive`.
         """
-        slot = self._take(max(SMALL, 1 << (addend.nbytes - 1).bit_length()))
-        self._taken[addend.data_ptr()] = slot
+        slot = self._take(max(SMALL, 1 << (sent.nbytes - 1).bit_length()))
+        self._taken[sent.data_ptr()] = slot
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             if slot not in self._ready:
                 slot.handle.barrier(channel=0)
-            slot.there(addend).copy_(addend, non_blocking=True)
+            slot.there(sent).copy_(sent, non_blocking=True)
             slot.handle.barrier(channel=0)
             slot.arrived = torch.cuda.Event()
             slot.arrived.record(self.stream)
@@ -121,11 +123,23 @@ class PeerSums:
         free.remove(slot)
         return slot
 
-    def finish(self, addends: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the sum of a tensor, which `start` got, and that of the other rank to `out`."""
-        slot = self._taken.pop(addends.data_ptr())
+    def add(self, sent: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum of a tensor and what the other rank has sent to `out`.
+
+        Args:
+            sent: what `start` got.
+            own, out: of its shape.
+        """
+        slot = self._taken.pop(sent.data_ptr())
         torch.cuda.current_stream(self.device).wait_event(slot.arrived)
-        torch.add(addends, slot.here(addends), out=out)
+        torch.add(own, slot.here(sent), out=out)
+        self._free[slot.memory.nbytes].append(slot)
+
+    def receive(self, sent: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what the other rank has sent to `out`. Arguments as for `add`."""
+        slot = self._taken.pop(sent.data_ptr())
+        torch.cuda.current_stream(self.device).wait_event(slot.arrived)
+        out.copy_(slot.here(sent))
         self._free[slot.memory.nbytes].append(slot)
 
 
@@ -183,10 +197,82 @@ def finish(addends: list[torch.Tensor], started: list[torch.Tensor], group: str)
     rows = sum(len(each) for each in addends)
     sums = addends[0].new_empty(rows, *addends[0].shape[1:])
     for each, out in zip(addends, sums.split([len(each) for each in addends]), strict=True):
-        SUMS_OF_GROUPS[group].finish(each, out)
+        SUMS_OF_GROUPS[group].add(each, each, out)
     return sums
 
 
 @finish.register_fake
 def _(addends: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
     return addends[0].new_empty(sum(len(each) for each in addends), *addends[0].shape[1:])
+
+
+@torch.library.custom_op("ddp_lab::start_peer_scatter", mutates_args=())
+def start_scatter(addend: torch.Tensor, group: str) -> torch.Tensor:
+    """Begin the sum of what both ranks have for all tokens, [b, n, width], of which each gets half.
+
+    Returns:
+        The other rank's half, [b, n / 2, width], which is sent.
+    """
+    peer_sums = SUMS_OF_GROUPS[group]
+    sent = addend.chunk(2, 1)[1 - peer_sums.rank].clone(memory_format=torch.contiguous_format)
+    peer_sums.start(sent)
+    return sent
+
+
+@start_scatter.register_fake
+def _(addend: torch.Tensor, group: str) -> torch.Tensor:
+    return half_of(addend)
+
+
+@torch.library.custom_op("ddp_lab::finish_peer_scatter", mutates_args=())
+def finish_scatter(
+    addends: list[torch.Tensor], sent: list[torch.Tensor], group: str
+) -> torch.Tensor:
+    """Return this rank's half of the sums, concatenated along the first dimension.
+
+    Args:
+        addends: what `start_scatter` got.
+        sent: what it has returned.
+    """
+    peer_sums = SUMS_OF_GROUPS[group]
+    rows = sum(len(each) for each in addends)
+    sums = sent[0].new_empty(rows, *sent[0].shape[1:])
+    outs = sums.split([len(each) for each in addends])
+    for addend, half, out in zip(addends, sent, outs, strict=True):
+        peer_sums.add(half, addend.chunk(2, 1)[peer_sums.rank], out)
+    return sums
+
+
+@finish_scatter.register_fake
+def _(addends: list[torch.Tensor], sent: list[torch.Tensor], group: str) -> torch.Tensor:
+    return sent[0].new_empty(sum(len(each) for each in addends), *sent[0].shape[1:])
+
+
+@torch.library.custom_op("ddp_lab::peer_gather", mutates_args=())
+def gather(tokens: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the tokens of both ranks, [b, 2 n, width], for those of this one, [b, n, width]."""
+    peer_sums = SUMS_OF_GROUPS[group]
+    sent = tokens.contiguous()
+    peer_sums.start(sent)
+    complete = twice(tokens)
+    halves = complete.chunk(2, 1)
+    halves[peer_sums.rank].copy_(tokens)  # while the other rank's are under way
+    peer_sums.receive(sent, halves[1 - peer_sums.rank])
+    return complete
+
+
+@gather.register_fake
+def _(tokens: torch.Tensor, group: str) -> torch.Tensor:
+    return twice(tokens)
+
+
+def half_of(tokens: torch.Tensor) -> torch.Tensor:
+    """Return memory for half of the tokens, [b, n / 2, width], of [b, n, width]."""
+    samples, number, *others = tokens.shape
+    return tokens.new_empty(samples, number // 2, *others)
+
+
+def twice(tokens: torch.Tensor) -> torch.Tensor:
+    """Return memory for twice as many tokens, [b, 2 n, width], as [b, n, width]."""
+    samples, number, *others = tokens.shape
+    return tokens.new_empty(samples, 2 * number, *others)

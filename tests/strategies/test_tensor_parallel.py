@@ -129,24 +129,32 @@ class GlooSums:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
+        self.rank = dist.get_rank(group)
         self.pending = {}
         peer_sums.SUMS_OF_GROUPS[group.group_name] = self
 
     def begin(self) -> None:
         assert not self.pending, "a sum was not finished"
 
-    def start(self, addends: torch.Tensor) -> None:
-        assert addends.is_contiguous()
-        total = addends.clone()
-        self.pending[addends.data_ptr()] = (
-            total,
-            dist.all_reduce(total, group=self.group, async_op=True),
-        )
+    def start(self, sent: torch.Tensor) -> None:
+        assert sent.is_contiguous()
+        received = torch.empty_like(sent)
+        peer = 1 - self.rank
+        works = [
+            dist.isend(sent, group=self.group, group_dst=peer),
+            dist.irecv(received, group=self.group, group_src=peer),
+        ]
+        self.pending[sent.data_ptr()] = (received, works)
 
-    def finish(self, addends: torch.Tensor, out: torch.Tensor) -> None:
-        total, work = self.pending.pop(addends.data_ptr())
-        work.wait()
-        out.copy_(total)
+    def add(self, sent: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
+        self.receive(sent, out)
+        out.add_(own)
+
+    def receive(self, sent: torch.Tensor, out: torch.Tensor) -> None:
+        received, works = self.pending.pop(sent.data_ptr())
+        for work in works:
+            work.wait()
+        out.copy_(received)
 
 
 def run_with_peers(cases: list[str]) -> dict:
@@ -191,13 +199,14 @@ def test_peer_sums_live_until_the_group_closes_whenever_garbage_is_collected(str
 def test_peer_sums_in_chunks_equal_single():
     """The last batch has an odd number of samples, so its chunks differ in size."""
     cases = ["tp tp=2 vit clipped", "mesh tp=2 short", "tp tp=2 vit samples=49 epochs=1"]
+    cases.append("mesh tp=2 sequence_parallel=true short clipped")
     outcomes = run_world(2, run_with_peers, cases)[0]
     references = run_world(1, run_cases, list(dict.fromkeys(map(reference_of, cases))))[0]
     for case in cases:
         assert_equal(outcomes[case], references[reference_of(case)])
 
 
-def compiled(backend: str) -> dict:
+def compiled(backend: str, share_tokens: bool) -> dict:
     """Compile a pair of layers whose sums are custom operations, and compare it with eager mode."""
     from ddp_lab.strategies.activation_sums import make_group
     from ddp_lab.strategies.tensor_parallel import divide
@@ -208,7 +217,7 @@ def compiled(backend: str) -> dict:
     ):
         runtime.open_group()
         mesh = runtime.mesh({"tp": 2})
-        group, kept = make_group(mesh.get_group(), False, runtime.device)
+        group, kept = make_group(mesh.get_group(), share_tokens, runtime.device)
         assert group.peers
         torch.manual_seed(0)
         block = Block(16, 4, 32, 0.0, "block").double()
@@ -236,9 +245,10 @@ def compiled(backend: str) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share_tokens", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", *extra(["inductor"])])
-def test_peer_sums_are_parts_of_one_compiled_graph(backend):
-    for rank in run_world(2, compiled, backend):
+def test_peer_sums_are_parts_of_one_compiled_graph(backend, share_tokens):
+    for rank in run_world(2, compiled, backend, share_tokens):
         assert rank["difference"] < 1e-9
 
 
@@ -281,7 +291,7 @@ def test_slot_is_written_after_a_barrier_that_follows_its_last_use(chunks):
                 for each in addends:
                     sums.start(each)
                 for each in addends:
-                    sums.finish(each, torch.empty_like(each))
+                    sums.add(each, each, torch.empty_like(each))
         barriers = [kind for kind, _ in FakeSlot.noted[before:]].count("barrier")
         assert barriers == 6 * chunks + 1, "the first sum of a step needs two"
     used: set[FakeSlot] = set()  # since the last barrier
