@@ -123,16 +123,16 @@ class PeerSums:
         free.remove(slot)
         return slot
 
-    def add(self, sent: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
+    def add(self, sent: torch.Tensor, addend: torch.Tensor, out: torch.Tensor) -> None:
         """Write the sum of a tensor and what the other rank has sent to `out`.
 
         Args:
             sent: what `start` got.
-            own, out: of its shape.
+            addend, out: of its shape.
         """
         slot = self._taken.pop(sent.data_ptr())
         torch.cuda.current_stream(self.device).wait_event(slot.arrived)
-        torch.add(own, slot.here(sent), out=out)
+        torch.add(addend, slot.here(sent), out=out)
         self._free[slot.memory.nbytes].append(slot)
 
     def receive(self, sent: torch.Tensor, out: torch.Tensor) -> None:

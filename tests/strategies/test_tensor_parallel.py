@@ -146,9 +146,9 @@ class GlooSums:
         ]
         self.pending[sent.data_ptr()] = (received, works)
 
-    def add(self, sent: torch.Tensor, own: torch.Tensor, out: torch.Tensor) -> None:
+    def add(self, sent: torch.Tensor, addend: torch.Tensor, out: torch.Tensor) -> None:
         self.receive(sent, out)
-        out.add_(own)
+        out.add_(addend)
 
     def receive(self, sent: torch.Tensor, out: torch.Tensor) -> None:
         received, works = self.pending.pop(sent.data_ptr())
@@ -376,7 +376,7 @@ def test_slots_are_no_more_than_two_consecutive_sums_in_two_chunks_need():
             sums.begin()
             addends = torch.ones(30_000)  # 120 kB
             sums.start(addends)
-            sums.finish(addends, torch.empty_like(addends))
+            sums.add(addends, addends, torch.empty_like(addends))
     assert made == {2**16: 1, 2**17: 4}
 
 
