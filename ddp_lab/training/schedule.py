@@ -159,7 +159,7 @@ class Horizon:
         return taken if self._ends_by_steps and not self.counts_epochs else taken + self.ahead
 
     def describe(self, taken: int) -> str | None:
-        """Return a line about a schedule that goes on with another batch size, or None.
+        """Return a line about a schedule that resumes with another batch size, or None.
 
         Args:
             taken: optimizer steps before the position.
