@@ -297,7 +297,8 @@ def find_groups(cfg: DictConfig, model: nn.Module, lr: float) -> "ParameterGroup
     optimizer_class = get_object(node["_target_"])
     if not entries and layer_decay is None and not hasattr(optimizer_class, "default_groups"):
         return None
-    from ddp_lab.training.groups import DefaultGroup, make_groups
+    from ddp_lab.training.default_group import DefaultGroup
+    from ddp_lab.training.groups import make_groups
 
     return make_groups(model, entries, layer_decay, lr, DefaultGroup.of(optimizer_class, model))
 

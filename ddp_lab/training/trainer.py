@@ -177,7 +177,8 @@ def groups_of_class(make: MakeOptimizer, model: nn.Module) -> "ParameterGroups |
         kind = kind.func
     if not hasattr(kind, "default_groups"):
         return None
-    from ddp_lab.training.groups import DefaultGroup, make_groups
+    from ddp_lab.training.default_group import DefaultGroup
+    from ddp_lab.training.groups import make_groups
 
     return make_groups(model, [], None, 1.0, DefaultGroup.of(kind, model))
 

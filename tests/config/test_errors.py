@@ -5,7 +5,8 @@ from fnmatch import fnmatch
 import pytest
 
 from ddp_lab.config.errors import count, count_with_verb, first_few
-from ddp_lab.training.groups import Entry, describe
+from ddp_lab.training.group_entries import Entry
+from ddp_lab.training.groups import describe
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from worlds import once, run_world
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.build import build
-from ddp_lab.training.groups import layer_scales, make_groups
+from ddp_lab.training.groups import make_groups
+from ddp_lab.training.layer_decay import layer_scales
 from ddp_lab.world.runtime import Runtime
 
 # In the form that a case needs, without spaces.

@@ -14,7 +14,8 @@ from worlds import once, run_world
 
 from ddp_lab import Lab
 from ddp_lab.checkpoints.state import gather_full_state
-from ddp_lab.training.groups import DefaultGroup, make_groups
+from ddp_lab.training.default_group import DefaultGroup
+from ddp_lab.training.groups import make_groups
 from ddp_lab.training.muon import Muon
 from ddp_lab.training.orthogonal import orthogonal
 
