@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_lab.strategies import peer_sums
+from ddp_lab.strategies import peer_sum_ops, peer_sums
 
 # The public functions return wrapped tensors that wait by themselves, at their first use.
 collectives = torch.ops._c10d_functional
@@ -64,7 +64,7 @@ def gather(tokens: torch.Tensor, group: TokenGroup) -> torch.Tensor:
     if not group.share_tokens:
         return tokens
     if group.peers:
-        return peer_sums.gather(tokens, group.name)
+        return peer_sum_ops.gather(tokens, group.name)
     gathered = collectives.all_gather_into_tensor(tokens.contiguous(), group.ranks, group.name)
     return torch.cat(collectives.wait_tensor(gathered).chunk(group.ranks), 1)
 
@@ -76,12 +76,12 @@ def start_sum(addend: torch.Tensor, group: TokenGroup) -> torch.Tensor:
         What `finish_sum` needs. It has no values before.
     """
     if group.share_tokens and group.peers:
-        return peer_sums.start_scatter(addend, group.name)
+        return peer_sum_ops.start_scatter(addend, group.name)
     if group.share_tokens:
         by_rank = torch.cat(addend.chunk(group.ranks, 1))
         return collectives.reduce_scatter_tensor(by_rank, "sum", group.ranks, group.name)
     if group.peers:
-        return peer_sums.start(addend, group.name)
+        return peer_sum_ops.start(addend, group.name)
     return collectives.all_reduce(addend, "sum", group.name)
 
 
@@ -95,7 +95,7 @@ def finish_sum(
         started: what `start_sum` has returned for each.
     """
     if group.peers:
-        finish = peer_sums.finish_scatter if group.share_tokens else peer_sums.finish
+        finish = peer_sum_ops.finish_scatter if group.share_tokens else peer_sum_ops.finish
         return finish(addends, started, group.name)
     sums = [collectives.wait_tensor(each) for each in started]
     return sums[0] if len(sums) == 1 else torch.cat(sums)

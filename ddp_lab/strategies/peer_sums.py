@@ -11,6 +11,8 @@ Both GPUs add the same two numbers, so they get the same sum. With two ranks eve
 much as in any all_reduce. Where the ranks share the tokens, a rank sends the peer's half of what is
 summed (reduce_scatter), or its own tokens (all_gather). The slots are symmetric memory of torch,
 which needs P2P access, and no multicast. A CUDA graph can capture all of it.
+
+The operations by which a model uses it are in peer_sum_ops.py.
 """
 
 from collections import Counter
@@ -130,16 +132,24 @@ class PeerSums:
             sent: what `start` got.
             addend, out: of its shape.
         """
-        slot = self._taken.pop(sent.data_ptr())
-        torch.cuda.current_stream(self.device).wait_event(slot.arrived)
+        slot = self._wait_for(sent)
         torch.add(addend, slot.here(sent), out=out)
-        self._free[slot.memory.nbytes].append(slot)
+        self._give_back(slot)
 
     def receive(self, sent: torch.Tensor, out: torch.Tensor) -> None:
         """Write what the other rank has sent to `out`. Arguments as for `add`."""
+        slot = self._wait_for(sent)
+        out.copy_(slot.here(sent))
+        self._give_back(slot)
+
+    def _wait_for(self, sent: torch.Tensor) -> Slot:
+        """Let the current stream wait for what the other rank sends in place of a tensor."""
         slot = self._taken.pop(sent.data_ptr())
         torch.cuda.current_stream(self.device).wait_event(slot.arrived)
-        out.copy_(slot.here(sent))
+        return slot
+
+    def _give_back(self, slot: Slot) -> None:
+        """Make a slot free on this rank once the current stream has read it."""
         self._free[slot.memory.nbytes].append(slot)
 
 
@@ -172,107 +182,3 @@ def find(group: dist.ProcessGroup, device: torch.device) -> PeerSums | None:
         return None
     SUMS_OF_GROUPS[group.group_name] = new_sums
     return new_sums
-
-
-@torch.library.custom_op("ddp_lab::start_peer_sum", mutates_args=())
-def start(addend: torch.Tensor, group: str) -> torch.Tensor:
-    """Begin a sum of the group. Return an empty tensor, which orders `finish` after it."""
-    SUMS_OF_GROUPS[group].start(addend)
-    return addend.new_empty(0)
-
-
-@start.register_fake
-def _(addend: torch.Tensor, group: str) -> torch.Tensor:
-    return addend.new_empty(0)
-
-
-@torch.library.custom_op("ddp_lab::finish_peer_sum", mutates_args=())
-def finish(addends: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
-    """Return the sums of contiguous tensors, concatenated along the first dimension.
-
-    Args:
-        addends: what `start` got.
-        started: what it has returned.
-    """
-    rows = sum(len(each) for each in addends)
-    sums = addends[0].new_empty(rows, *addends[0].shape[1:])
-    for each, out in zip(addends, sums.split([len(each) for each in addends]), strict=True):
-        SUMS_OF_GROUPS[group].add(each, each, out)
-    return sums
-
-
-@finish.register_fake
-def _(addends: list[torch.Tensor], started: list[torch.Tensor], group: str) -> torch.Tensor:
-    return addends[0].new_empty(sum(len(each) for each in addends), *addends[0].shape[1:])
-
-
-@torch.library.custom_op("ddp_lab::start_peer_scatter", mutates_args=())
-def start_scatter(addend: torch.Tensor, group: str) -> torch.Tensor:
-    """Begin the sum of what both ranks have for all tokens, [b, n, width], of which each gets half.
-
-    Returns:
-        The other rank's half, [b, n / 2, width], which is sent.
-    """
-    peer_sums = SUMS_OF_GROUPS[group]
-    sent = addend.chunk(2, 1)[1 - peer_sums.rank].clone(memory_format=torch.contiguous_format)
-    peer_sums.start(sent)
-    return sent
-
-
-@start_scatter.register_fake
-def _(addend: torch.Tensor, group: str) -> torch.Tensor:
-    return half_of(addend)
-
-
-@torch.library.custom_op("ddp_lab::finish_peer_scatter", mutates_args=())
-def finish_scatter(
-    addends: list[torch.Tensor], sent: list[torch.Tensor], group: str
-) -> torch.Tensor:
-    """Return this rank's half of the sums, concatenated along the first dimension.
-
-    Args:
-        addends: what `start_scatter` got.
-        sent: what it has returned.
-    """
-    peer_sums = SUMS_OF_GROUPS[group]
-    rows = sum(len(each) for each in addends)
-    sums = sent[0].new_empty(rows, *sent[0].shape[1:])
-    outs = sums.split([len(each) for each in addends])
-    for addend, half, out in zip(addends, sent, outs, strict=True):
-        peer_sums.add(half, addend.chunk(2, 1)[peer_sums.rank], out)
-    return sums
-
-
-@finish_scatter.register_fake
-def _(addends: list[torch.Tensor], sent: list[torch.Tensor], group: str) -> torch.Tensor:
-    return sent[0].new_empty(sum(len(each) for each in addends), *sent[0].shape[1:])
-
-
-@torch.library.custom_op("ddp_lab::peer_gather", mutates_args=())
-def gather(tokens: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the tokens of both ranks, [b, 2 n, width], for those of this one, [b, n, width]."""
-    peer_sums = SUMS_OF_GROUPS[group]
-    sent = tokens.contiguous()
-    peer_sums.start(sent)
-    complete = twice(tokens)
-    halves = complete.chunk(2, 1)
-    halves[peer_sums.rank].copy_(tokens)  # while the other rank's are under way
-    peer_sums.receive(sent, halves[1 - peer_sums.rank])
-    return complete
-
-
-@gather.register_fake
-def _(tokens: torch.Tensor, group: str) -> torch.Tensor:
-    return twice(tokens)
-
-
-def half_of(tokens: torch.Tensor) -> torch.Tensor:
-    """Return memory for half of the tokens, [b, n / 2, width], of [b, n, width]."""
-    samples, number, *others = tokens.shape
-    return tokens.new_empty(samples, number // 2, *others)
-
-
-def twice(tokens: torch.Tensor) -> torch.Tensor:
-    """Return memory for twice as many tokens, [b, 2 n, width], as [b, n, width]."""
-    samples, number, *others = tokens.shape
-    return tokens.new_empty(samples, 2 * number, *others)
