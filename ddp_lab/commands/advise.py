@@ -17,8 +17,7 @@ import math
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.arguments import Parser, check_folder, write_errors
-from ddp_lab.world.process import env_int
+from ddp_lab.launchers.arguments import Parser, check_folder, refuse_ranks, write_errors
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -61,9 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--html", type=Path, metavar="FILE.html", help="write one page with the table and pictures"
     )
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
-    )
+    parser.add_config_dir()
 
     namespace = parser.parse_intermixed_args(arguments)
     for option in ("nodes", "link", "minutes"):
@@ -89,8 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp-lab advise: runs in one process; start it without torchrun")
+    refuse_ranks("ddp-lab advise")
     from ddp_lab.advise import report
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import find_devices

@@ -19,9 +19,8 @@ from omegaconf import open_dict
 from ddp_lab.config.build import plain
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.arguments import Parser, check_output, replacing
+from ddp_lab.launchers.arguments import Parser, check_output, refuse_ranks, replacing
 from ddp_lab.launchers.command_line import compose_config
-from ddp_lab.world.process import env_int
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,9 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="ranks in the launch line of the file (default: 2)",
     )
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
-    )
+    parser.add_config_dir()
     namespace = parser.parse_intermixed_args(arguments)
     if namespace.output.suffix != ".py":
         raise ConfigError(f"--output {namespace.output}: must be the name of a .py file")
@@ -51,8 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp-lab eject: runs in one process; start it without torchrun")
+    refuse_ranks("ddp-lab eject")
     check_output(namespace.output, namespace.force)
     from ddp_lab.eject.keys import check_keys
 

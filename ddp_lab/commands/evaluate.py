@@ -22,9 +22,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser("ddp-lab evaluate", __doc__)
     parser.add_run()
     parser.add_overrides("split=val or test; Hydra overrides of the run's config, as strategy=ddp")
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
-    )
+    parser.add_config_dir()
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the metrics to this file, too"
     )

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.launchers.arguments import Parser, check_output, write_errors
+from ddp_lab.launchers.arguments import Parser, check_output, refuse_ranks, write_errors
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -25,6 +25,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
+    refuse_ranks("ddp-lab merge")
     from ddp_lab.checkpoints.files import write_file
     from ddp_lab.checkpoints.find import open_checkpoint
     from ddp_lab.launchers.read_config import require_run
@@ -32,8 +33,6 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.world.runtime import Runtime
 
     runtime = Runtime("cpu")
-    if runtime.world_size > 1:
-        raise ConfigError("ddp-lab merge: runs in one process; start it without torchrun")
     require_run(namespace.run)
     checkpoint = checkpoint_of(namespace.run, namespace.checkpoint, runtime)
     if not checkpoint.is_dir():

@@ -15,8 +15,7 @@ import argparse
 import sys
 
 from ddp_lab.config.errors import ConfigError, count
-from ddp_lab.launchers.arguments import Parser, check_output, replacing
-from ddp_lab.world.process import env_int
+from ddp_lab.launchers.arguments import Parser, check_output, refuse_ranks, replacing
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -72,8 +71,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp-lab predict: runs in one process; start it without torchrun")
+    refuse_ranks("ddp-lab predict")
     if namespace.output:
         check_output(namespace.output, namespace.force)
     from ddp_lab.data.datasets import BYTES

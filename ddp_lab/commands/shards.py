@@ -15,8 +15,7 @@ import shlex
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError, count
-from ddp_lab.launchers.arguments import Parser
-from ddp_lab.world.process import env_int
+from ddp_lab.launchers.arguments import Parser, refuse_ranks
 
 ROUNDED_TO = 64  # a vocabulary of such a multiple is faster on GPUs
 
@@ -59,8 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp-lab shards: runs in one process; start it without torchrun")
+    refuse_ranks("ddp-lab shards")
     for path in namespace.files:
         if not path.is_file():
             raise ConfigError(f"{path}: is not a file; use text files, for example DIR/*.txt")

@@ -22,10 +22,9 @@ from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.config.worlds import check_world
 from ddp_lab.launchers import schedulers
-from ddp_lab.launchers.arguments import Parser, confirm
+from ddp_lab.launchers.arguments import Parser, confirm, refuse_ranks
 from ddp_lab.launchers.command import quote_faults
 from ddp_lab.launchers.command_line import compose_config
-from ddp_lab.world.process import env_int
 
 PROGRAMS = {"slurm": "sbatch", "kubernetes": "kubectl"}
 
@@ -96,8 +95,7 @@ def refuse_options(scheduler: str, unknown: list[str], arguments: list[str], end
 
 def main(arguments: list[str]) -> None:
     namespace = parse(arguments)
-    if env_int("WORLD_SIZE", 1) > 1:
-        raise ConfigError("ddp-lab submit: runs in one process; start it without torchrun")
+    refuse_ranks("ddp-lab submit")
 
     overrides = quote_faults(namespace.overrides)
     cfg = compose_config(overrides, namespace.config_dir)

@@ -38,9 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the table to this file, too"
     )
-    parser.add_argument(
-        "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
-    )
+    parser.add_config_dir()
     return parser.parse_intermixed_args(arguments)
 
 

@@ -90,6 +90,12 @@ def is_or_are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
+def raise_first(problems: Iterable[str]) -> None:
+    """Raise a ConfigError with the first problem of a rank that has one; "" is none."""
+    for problem in filter(None, problems):
+        raise ConfigError(problem)
+
+
 def first_few(values: Iterable[object], most: int) -> str:
     """Return values, separated by commas, and dots in place of those after the first `most`."""
     texts = [str(value) for value in values]

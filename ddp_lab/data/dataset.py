@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddp_lab.data.images import ImageOptions
     from ddp_lab.data.trees import Tree
 
-DEFAULT = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
+VAL_FRACTION = 0.1  # data.val_fraction=null, if there is nothing else to evaluate with
 
 
 class Samples(ABC):
@@ -299,7 +299,7 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
 
     Args:
         dataset: with or without a validation set.
-        fraction: of the training samples; 0: none; None: DEFAULT if the dataset has nothing to
+        fraction: of the training samples; 0: none; None: VAL_FRACTION if the dataset has nothing to
             evaluate with, else none.
         seed: of the choice.
 
@@ -309,7 +309,7 @@ def hold_out(dataset: Dataset, fraction: float | None, seed: int) -> Dataset:
     """
     evaluates = bool(dataset.evaluation_sets)
     if fraction is None:
-        fraction = 0 if evaluates else DEFAULT
+        fraction = 0 if evaluates else VAL_FRACTION
     if not fraction and evaluates:
         return dataset
 

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.dataset import VAL_FRACTION
 from ddp_lab.eject.assemble import TEMPLATES, WIDTH, assemble, literal
 from ddp_lab.eject.keys import DATASETS, MODELS, SCHEDULES, STRATEGIES, TASKS
+from ddp_lab.run.build_model import OF_WEIGHTS
 from ddp_lab.run.job import Job
 
 MOST_LINES = 300  # of an ejected file
@@ -31,8 +33,6 @@ TITLES = {
     "ddp": "with torch's DistributedDataParallel",
     "fsdp": "with torch's fully_shard",
 }
-# keys of the group `model` that no constructor gets
-OF_WEIGHTS = ("weights", "weights_except", "init")
 
 
 class Written(NamedTuple):
@@ -132,14 +132,11 @@ def settings_of(config: Mapping[str, Any], job: Job, strategy: str, path: Path) 
     if max_steps is not None:
         epochs = min(epochs or max_steps, -(-max_steps // sizes.steps_per_epoch))
         max_steps = min(max_steps, epochs * sizes.steps_per_epoch)
-    warmup_steps = config.get("warmup_steps")
-    if warmup_steps is None:
-        warmup_steps = round(config["warmup_epochs"] * sizes.steps_per_epoch)
     fraction = 0.0
     if job.dataset.held_out:
         fraction = data["val_fraction"]
         if fraction is None:
-            fraction = 0.1
+            fraction = VAL_FRACTION
     schedule = SCHEDULES[str(config["scheduler"]["_target_"])]
     units = unit_names(job) if strategy == "fsdp" else None
     inputs = "tensors"
@@ -168,7 +165,7 @@ def settings_of(config: Mapping[str, Any], job: Job, strategy: str, path: Path) 
         "BATCH_SIZE": sizes.global_batch_size,
         "ACCUMULATE": config["accumulate"],
         "LR": sizes.lr,
-        "WARMUP_STEPS": warmup_steps,
+        "WARMUP_STEPS": job.horizon.warmup_steps,
         "MAX_GRAD_NORM": config["max_grad_norm"],
         "LABEL_SMOOTHING": config["loss"].get("label_smoothing", 0.0),
         "ROOT": data["root"],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.world.process import env_int
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +44,12 @@ class Parser(argparse.ArgumentParser):
             f"set chose it, else the newest (default: {default})",
         )
 
+    def add_config_dir(self) -> None:
+        """Add the directory with the user's own choices of config groups."""
+        self.add_argument(
+            "--config-dir", metavar="DIR", help="directory of your own yaml, for choices of a group"
+        )
+
     def add_overrides(self, help: str) -> None:
         """Add any number of overrides.
 
@@ -57,6 +64,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def refuse_ranks(command: str) -> None:
+    """Check that torchrun has not started this process as one of several ranks.
+
+    Args:
+        command: for the message.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if env_int("WORLD_SIZE", 1) > 1:
+        raise ConfigError(f"{command}: runs in one process; start it without torchrun")
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -32,6 +32,8 @@ from ddp_lab.world.process import RankInfo, die_with_torchrun, discard_output, e
 # later
 REFUSED = 2
 PREEMPTED = 75
+# What starts several processes: the variable with the number of tasks, the program, and that with
+# the number of this task. SLURM_NTASKS is set in the shells of sbatch and salloc, too.
 TASKS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),

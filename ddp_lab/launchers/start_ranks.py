@@ -48,8 +48,6 @@ ADDRESS_VARIABLE = "PET_MASTER_ADDR"  # from which torch reads --master-addr
 PORT_VARIABLE = "PET_MASTER_PORT"  # the same of --master-port
 IN_USE = "the port is in use; choose another one, the same on every machine"
 END = ["", ""]  # after the arguments: the last option takes the first one if it has no value
-# What starts several processes: the number of tasks, the program, and which task this is.
-# SLURM_NTASKS is set in the shells of sbatch and salloc, too.
 
 
 def read_options(arguments: list[str]) -> tuple[Namespace | None, list[str]]:

@@ -1,6 +1,6 @@
 """When two tensors count as equal, and the constant between them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -79,18 +79,6 @@ def is_equal(
     if scale == float("inf") or scale != scale:
         return difference_of(expected, actual) == 0
     return difference_of(expected, actual) <= allowed * scale + floor
-
-
-def first_difference(
-    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float | None = None
-) -> list[str]:
-    """Return the names of the tensors that differ or are missing, in the order of `expected`."""
-    floor = noise_floor(expected.values())
-    return [
-        name
-        for name, tensor in expected.items()
-        if name not in actual or not is_equal(tensor, actual[name], tolerance, floor)
-    ]
 
 
 def constant_factor(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, describe_error, raise_first
 from ddp_lab.data.trees import Tree, to
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import random_state_kept, state_kept
@@ -260,12 +260,6 @@ def silent(name: str) -> Generator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def raise_first(problems: list[str]) -> None:
-    """Raise a ConfigError with the first problem, if a rank has one."""
-    for problem in filter(None, problems):
-        raise ConfigError(problem)
 
 
 def named(name: str) -> str:

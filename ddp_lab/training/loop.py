@@ -225,7 +225,7 @@ def log_epoch(run: Run, results: dict[str, Evaluation]) -> None:
 
 
 def stop_reasons(progress: Progress, settings: FitSettings) -> dict[str, str]:
-    """Return why a run is over, by what has to be raised to continue it; "" if it is not."""
+    """Return why a run is over, by what has to be raised to continue it; {} if it is not."""
     reasons = dict[str, str]()
     name = settings.criterion
     stalled = progress.stalled(name)

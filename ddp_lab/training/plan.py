@@ -166,7 +166,7 @@ class TrainSizes:
     def make(
         cls, keys: Mapping[str, Any], lr: float, world_size: int, replicas: int, train_size: int
     ) -> "TrainSizes":
-        """Compute the plan of a run.
+        """Compute the sizes of a run.
 
         Args:
             keys: the config keys batch_size, scaling, accumulate, lr_scaling and

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import has_modes
-from ddp_lab.config.errors import ConfigError, describe_error
+from ddp_lab.config.errors import ConfigError, describe_error, raise_first
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.tasks.base import Task
 from ddp_lab.training.optimizer import (
@@ -142,9 +142,9 @@ def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torc
         hint = "" if decays_all else f". It gets two {GROUPS}"
         problem = f"optimizer: {describe_error(error)}{hint}"
     if has_part:  # other ranks have other parameters
-        strategy.runtime.gather_and_decide("optimizer", problem, require_no_problem)
+        strategy.runtime.gather_and_decide("optimizer", problem, raise_first)
     else:
-        require_no_problem([problem])
+        raise_first([problem])
     assert optimizer is not None
     if not type(optimizer).__module__.startswith("torch.optim."):
         require_plain_step(recipe.optimizer, model.parameters())
@@ -195,9 +195,3 @@ def require_no_averages(decay: float | None, optimizer: torch.optim.Optimizer) -
             "has other weights for evaluations by itself (methods train() and eval()). Use "
             "ema=null, the default"
         )
-
-
-def require_no_problem(problems: list[str]) -> None:
-    """Raise a ConfigError about the first problem of a rank that has one."""
-    for problem in filter(None, problems):
-        raise ConfigError(problem)

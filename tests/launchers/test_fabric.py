@@ -5,11 +5,11 @@ Faults that only hardware shows come from a fake tree as /sys, and a fake nvidia
 functions that take the place of the real ones in the child processes. The others are real.
 """
 
-import math
 import re
 import socket
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ from worlds import once, run_world
 
 from ddp_lab.commands import doctor
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.launchers.fabric import examine, links, nvidia_smi, processors, transfer
 from ddp_lab.launchers.fabric import interfaces as interfaces_module
-from ddp_lab.launchers.fabric import links, nvidia_smi, processors, transfer
 from ddp_lab.launchers.fabric.child import Child
 from ddp_lab.launchers.fabric.clocks import check_clocks
 from ddp_lab.launchers.fabric.interfaces import Interface, check_interface, choose
@@ -451,14 +451,17 @@ def test_idle_gpus_and_other_models_are_not_compared(tmp_path, monkeypatch):
     assert check_clocks().text == "2 busy GPUs run at 1200 to 1980 MHz"
 
 
-def test_processors_are_limited_by_the_quota_of_a_container(tmp_path, monkeypatch):
-    file = tmp_path / "cpu.max"
-    monkeypatch.setattr(processors, "QUOTA", file)
-    assert processors.quota() == math.inf
-    file.write_text("150000 100000\n")
-    assert processors.quota() == 1.5
-    file.write_text("max 100000\n")
-    assert processors.quota() == math.inf
+@pytest.mark.parametrize(("quota", "expected"), [(None, 3), (1.5, 1), (0.5, 1), (8.0, 3)])
+def test_processors_of_a_machine_are_those_of_its_ranks_up_to_its_quota(
+    quota, expected, monkeypatch
+):
+    runtime = MagicMock(node=1)
+    runtime.gather_and_decide.return_value = [[0, [0, 1, 2, 3]], [1, [0, 1]], [1, [1, 2]]]
+    monkeypatch.setattr(examine, "cpu_quota", lambda: quota)
+    assert examine.count_processors(runtime) == expected
+
+
+def test_workers_that_need_more_processors_than_there_are_get_a_warning():
     assert processors.check_processors(2, 4, 8).level == "ok"
     finding = processors.check_processors(3, 4, 8)
     assert (finding.level, "Use data.num_workers=2, " in finding.text) == ("warning", True)

@@ -21,11 +21,12 @@ from ddp_lab.launchers.fabric.locks import Lock, check_locks
 from ddp_lab.launchers.fabric.measure import Exchange, Measure
 from ddp_lab.launchers.fabric.nvidia_smi import Table
 from ddp_lab.launchers.fabric.peer_access import check_peer_access, explain_relief
-from ddp_lab.launchers.fabric.processors import check_processors, quota, usable_processors
+from ddp_lab.launchers.fabric.processors import check_processors
 from ddp_lab.launchers.fabric.shared_memory import check_shared_memory
 from ddp_lab.launchers.fabric.slow_pairs import Result, check_pairs, describe
 from ddp_lab.launchers.fabric.transfer import keep_busy, measure_pair, open_device
 from ddp_lab.launchers.preflight import Finding, check_network, check_shared
+from ddp_lab.world.cpus import allowed_cpus, cpu_quota
 from ddp_lab.world.runtime import Runtime
 
 
@@ -175,10 +176,12 @@ def has_peer_access(runtime: Runtime) -> bool:
 def count_processors(runtime: Runtime) -> int:
     """Return how many processors the ranks of this machine may use together. Collective."""
     by_rank = runtime.gather_and_decide(
-        "processors", [runtime.node, usable_processors()], lambda values: values
+        "processors", [runtime.node, allowed_cpus()], lambda values: values
     )
     here = {each for node, processors in by_rank if node == runtime.node for each in processors}
-    return max(1, int(min(len(here), quota())))
+    quota = cpu_quota()
+    usable = len(here) if quota is None else min(len(here), int(quota))
+    return max(1, usable)
 
 
 def check_clocks_under_load(runtime: Runtime, child: Child) -> Finding | None:

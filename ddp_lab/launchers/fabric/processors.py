@@ -1,35 +1,9 @@
 """Fault: more worker processes than processors on a machine."""
 
-import math
-import os
-from pathlib import Path
-
-import psutil
-
 from ddp_lab.config.errors import count
 from ddp_lab.launchers.preflight import Finding
 
 ABOUT = "processors"
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time, of a period
-
-
-def usable_processors() -> list[int]:
-    """Return the numbers of the processors that this process may use.
-
-    A scheduler such as Slurm gives each rank its own.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(psutil.cpu_count() or 1))
-
-
-def quota() -> float:
-    """Return how many processors the container may keep busy; infinite without a limit."""
-    try:
-        limit, period = QUOTA.read_text().split()
-        return int(limit) / int(period)
-    except (OSError, ValueError):  # no such file; "max"
-        return math.inf
 
 
 def check_processors(workers: int, ranks: int, processors: int) -> Finding:
