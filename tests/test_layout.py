@@ -72,27 +72,40 @@ BUILDS_RUN = {
     "run.build_settings",
     "run.build_trained",
 }
+# that build several runs of one command, with changes of its config
+BUILDS_SEVERAL = {
+    "advise.advisor",
+    "advise.fit",
+    "advise.plan",
+    "proof.subject",
+    "proof.verify_run",
+}
 
 
 def test_config_is_read_in_one_place():
-    def imports_config_libraries(path: Path) -> bool:
-        """Whether a file imports omegaconf or hydra, at its top or inside a function."""
+    def imports_config(path: Path) -> bool:
+        """Whether a file imports omegaconf, hydra or the type Config, anywhere in it."""
         names = []
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
-                names.append(node.module or "")
+                names += [f"{node.module or ''}.{name.name}" for name in node.names]
             elif isinstance(node, ast.Import):
                 names += [name.name for name in node.names]
-        return any(name.split(".")[0] in ("omegaconf", "hydra") for name in names)
+        return any(
+            name.split(".")[0] in ("omegaconf", "hydra") or name == "ddp_lab.config.build.Config"
+            for name in names
+        )
 
     modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
-    readers = {name for name, path in modules.items() if imports_config_libraries(path)}
+    readers = {name for name, path in modules.items() if imports_config(path)}
     others = {name for name in readers if name.partition(".")[0] not in READS_CONFIG}
-    assert others == BUILDS_RUN, "all others get values and callables, and no part of the config"
+    expected = BUILDS_RUN | BUILDS_SEVERAL
+    assert others == expected, "all others get values and callables, and no part of the config"
 
 
 # The subpackages that others do without, with the commands that are theirs.
 OPTIONAL = {
+    "eject": {"commands.eject"},
     "exercises": {"commands.exercise"},
     "proof": {"commands.verify", "exercises"},
 }

@@ -21,7 +21,7 @@ from torch import nn
 from ddp_lab.advise.tp_prediction import predict_here
 from ddp_lab.checkpoints.find import run_of
 from ddp_lab.config.build import Config, construct, find_target
-from ddp_lab.config.change import as_config, changed, read_config, with_references
+from ddp_lab.config.change import as_config, changed, load_yaml, with_references
 from ddp_lab.config.errors import ConfigError, count, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.launchers.preflight import check_network
@@ -241,7 +241,7 @@ def choose_batch(cfg: Config, runtime: Runtime, resumed: Path | None = None) -> 
 
 def recorded(run: Path) -> list[int]:
     """Return batch_size and accumulate in the config of a run."""
-    cfg = read_config(run / "config.yaml")
+    cfg = load_yaml(run / "config.yaml")
     return [cfg.batch_size, cfg.accumulate]
 
 

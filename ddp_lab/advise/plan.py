@@ -21,8 +21,7 @@ from torch import nn
 
 from ddp_lab.advise.fake import FakeDDP, FakeWeights
 from ddp_lab.advise.live import STATE, Collective, Live
-from ddp_lab.config.build import Config, construct, for_cpu
-from ddp_lab.config.change import resolved
+from ddp_lab.config.build import Config, construct, for_cpu, plain
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset, InMemory, hold_out
 from ddp_lab.models.chain import Chain
@@ -109,7 +108,7 @@ def dataset_sizes(data: Config) -> Dataset | None:
         None if the dataset must be read to know its sizes: its source has no attributes sizes,
         shape and num_classes.
     """
-    source: Any = make_source(resolved(data), seed=0)
+    source: Any = make_source(plain(data), seed=0)
     if not hasattr(source, "sizes"):
         return None
     with torch.device("meta"):

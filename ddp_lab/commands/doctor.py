@@ -24,9 +24,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from ddp_lab.config.build import leaves
+from ddp_lab.config.build import leaves, plain
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command import OVER_SSH, run_with_config
@@ -66,10 +66,7 @@ def introduce_and_check(cfg: DictConfig) -> None:
     """
     from ddp_lab.run.doctor import introduce, show
 
-    usual, current = (
-        dict(leaves(OmegaConf.to_container(each, resolve=True)))
-        for each in (compose_config([], None), cfg)
-    )
+    usual, current = (dict(leaves(plain(each))) for each in (compose_config([], None), cfg))
     show(introduce(usual, current), env_int("RANK", 0) == 0)
     check(cfg)
 

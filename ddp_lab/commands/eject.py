@@ -14,9 +14,8 @@ loss, such as tracker and name, are left out.
 import argparse
 from pathlib import Path
 
-from omegaconf import open_dict
-
 from ddp_lab.config.build import plain
+from ddp_lab.config.change import remove
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.arguments import Parser, check_output, refuse_ranks, replacing
@@ -54,8 +53,7 @@ def main(arguments: list[str]) -> None:
 
     cfg = compose_config(namespace.overrides, namespace.config_dir, with_choices=True)
     choices = dict(cfg.hydra.runtime.choices)
-    with open_dict(cfg):
-        del cfg["hydra"]
+    remove(cfg, "hydra")
     check(cfg)
     config = plain(cfg)
     check_keys(config, choices)

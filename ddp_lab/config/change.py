@@ -14,7 +14,7 @@ def changed(cfg: Config, values: Mapping[str, Any]) -> Config:
     return cast("Config", OmegaConf.merge(cfg, dict(values)))
 
 
-def read_config(path: Path) -> Config:
+def load_yaml(path: Path) -> Config:
     """Return the config in a YAML file."""
     return cast("Config", OmegaConf.load(path))
 
@@ -27,11 +27,6 @@ def as_config(values: dict[str, Any]) -> Config:
 def with_references(cfg: Config) -> dict[str, Any]:
     """Return a config as values, of which some refer to others."""
     return cast("dict[str, Any]", OmegaConf.to_container(cfg))
-
-
-def resolved(cfg: Config) -> dict[str, Any]:
-    """Return a config as values."""
-    return cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
 
 
 def text_without(cfg: Config, keys: Collection[str]) -> str:

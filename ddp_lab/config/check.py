@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pydantic import BaseModel, ValidationError
 
 from ddp_lab.config.build import (
@@ -16,6 +16,7 @@ from ddp_lab.config.build import (
     find_target,
     for_cpu,
     options,
+    plain,
     require_no_closure,
     takes_fused,
     tracker_nodes,
@@ -48,7 +49,7 @@ def check(cfg: DictConfig) -> RunConfig:
         ConfigError: A key is missing or does not exist, or a value has the wrong type or is out of
             range.
     """
-    values = cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True))
+    values = plain(cfg)
     config = validate(RunConfig, values)
     check_limits(values)
     groups = {

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -10,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ddp_lab.checkpoints.files import is_sharded
+from ddp_lab.config.build import plain
 from ddp_lab.config.check import check, validate
 from ddp_lab.config.compose import CONF
 from ddp_lab.config.errors import ConfigError
@@ -66,7 +66,7 @@ def read_config(
         for key, value in AFTERWARDS.items():
             OmegaConf.update(cfg, key, value)
         cfg.tracker_options = {}
-        validate(RunConfig, cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=True)))
+        validate(RunConfig, plain(cfg))
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read as a config ({' '.join(str(error).split())})"

@@ -79,9 +79,7 @@ def refuse_another(run_dir: Path, cfg: DictConfig) -> None:
     if not (run_dir / "config.yaml").exists():
         return
     recorded = cast("DictConfig", OmegaConf.load(run_dir / "config.yaml"))
-    there, here = (
-        dict(leaves(OmegaConf.to_container(each, resolve=True))) for each in (recorded, cfg)
-    )
+    there, here = (dict(leaves(plain(each))) for each in (recorded, cfg))
     fixed = set(map(str, recorded)) - MAY_CHANGE
     changed = [
         key

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ddp_lab.config.build import Config
-from ddp_lab.config.change import changed, resolved
+from ddp_lab.config.build import Config, plain
+from ddp_lab.config.change import changed
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import apply
 from ddp_lab.data.collated import Collated
@@ -114,7 +114,7 @@ class ConfigRun:
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the config group `strategy` of the run."""
-        return resolved(self.cfg)["strategy"]
+        return plain(self.cfg)["strategy"]
 
     def facts(self) -> RunFacts:
         """Return what a comparison must know of the run.
@@ -122,7 +122,7 @@ class ConfigRun:
         Raises:
             ConfigError: the model cannot be made.
         """
-        values = resolved(self.cfg)
+        values = plain(self.cfg)
         return RunFacts(values["max_grad_norm"], values["accumulate"], self.has_batch_norm())
 
     def has_batch_norm(self) -> bool:

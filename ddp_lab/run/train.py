@@ -173,23 +173,8 @@ def train_guarded(
     fault = make_fault(settings, runtime.rank, run_dir.path)
     checkpoints = make_checkpoints(job, settings, run_dir.path, trainer, fault)
     schedules = resumed_schedules(job)
-
-    def resume_schedules(progress: Progress) -> int:
-        """Return the steps of the schedule before a position, whose end the schedule takes over."""
-        job.horizon.continue_at(progress.step, job.sizes.steps_before(progress))
-        for schedule in schedules:
-            schedule.resume(progress)
-        if text := job.horizon.describe(progress.step):
-            log.info(text)
-        return job.horizon.position(progress.step)
-
-    progress = checkpoints.resume(settings.source, resume_schedules)
+    progress = resume(job, settings, checkpoints, schedules)
     fit_settings = fit_settings.continued(progress, job.sizes.steps_before(progress))
-    readers = job.dataset.train.readers
-    if readers or progress.stream:
-        from ddp_lab.training.stream_position import check_resumed
-
-        check_resumed(progress, readers)
     if runtime.is_main:
         seed = job.loaders["train"].options.seed
         record_data(run_dir.path, job.dataset, checkpoints.best, seed)
@@ -216,7 +201,7 @@ def train_guarded(
         meter = None
         if fit_settings.log_every != Every():
             meter = Meter(job.strategy.task, fit_settings, logger)
-        stragglers = make_stragglers(job, logger, run_dir.path)
+        stragglers = make_stragglers(job, settings, logger, run_dir.path)
         # schedules come before a checkpoint, which has their state then
         first = [*schedules, guard, fault, meter, stragglers]
         hooks = [hook for hook in first if hook is not None]
@@ -277,6 +262,42 @@ def make_checkpoints(
     )
 
 
+def resume(
+    job: Job,
+    settings: RunSettings,
+    checkpoints: Checkpoints,
+    schedules: "Sequence[TimedSchedule | PlateauSchedule]",
+) -> Progress:
+    """Return the position at which training goes on, and load the state that it had there.
+
+    Args:
+        job: that is placed on its devices.
+        settings: of the run, with the source of its checkpoint.
+        checkpoints: of the run.
+        schedules: those whose state is in checkpoints.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the run.
+    """
+
+    def resume_schedules(progress: Progress) -> int:
+        """Return the steps of the schedule before a position, whose end the schedule takes over."""
+        job.horizon.continue_at(progress.step, job.sizes.steps_before(progress))
+        for schedule in schedules:
+            schedule.resume(progress)
+        if text := job.horizon.describe(progress.step):
+            log.info(text)
+        return job.horizon.position(progress.step)
+
+    progress = checkpoints.resume(settings.source, resume_schedules)
+    readers = job.dataset.train.readers
+    if readers or progress.stream:
+        from ddp_lab.training.stream_position import check_resumed
+
+        check_resumed(progress, readers)
+    return progress
+
+
 def resumed_schedules(job: Job) -> "list[TimedSchedule | PlateauSchedule]":
     """Return the parts of the learning-rate schedule whose state is in checkpoints."""
     schedules = (timed_schedule(job), plateau_schedule(job))
@@ -320,14 +341,15 @@ def make_guard(checkpoints: Checkpoints, settings: RunSettings, launch: Launch) 
     )
 
 
-def make_stragglers(job: Job, logger: Logger, run_dir: Path) -> "Stragglers | None":
+def make_stragglers(
+    job: Job, settings: RunSettings, logger: Logger, run_dir: Path
+) -> "Stragglers | None":
     """Return the hook that names ranks which are slower than the others; None: nothing does."""
     if not job.compares_ranks:
         return None
     from ddp_lab.training.stragglers import Detector, Stragglers
 
-    assert job.settings is not None
-    chosen = job.settings.straggler
+    chosen = settings.straggler
     assert chosen.seconds is not None, "no ranks are compared without it"
     return Stragglers(
         Detector(chosen.slower, chosen.seconds), logger, partial(note_stragglers, run_dir)
