@@ -24,16 +24,12 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.trial import some
+from ddp_lab.strategies.sharded_layers import parallelize_layer
 from ddp_lab.strategies.tensor_parallel import is_linear
 
 ALIASES = {
@@ -379,18 +375,13 @@ def apply_plan(model: nn.Module, plan: ModulePlan, mesh: DeviceMesh) -> None:
         plan: of it.
         mesh: one-dimensional.
     """
-    from ddp_lab.strategies.tp import copied, positional
-
     tied = tied_parameters(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, layer in plan.layers.items():
         if layer.word in COMPLETE:
             continue
         module = model.get_submodule(name)
-        # before those of torch
-        module.register_forward_pre_hook(positional, with_kwargs=True)
-        parallelize_module(module, mesh, style_of(module, layer.word), src_data_rank=None)
-        module.register_forward_hook(copied)  # after those of torch
+        parallelize_layer(module, mesh, style_of(module, layer.word), src_data_rank=None)
     tie(model, tied)  # each layer has got a parameter of its own
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)

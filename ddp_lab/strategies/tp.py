@@ -1,9 +1,14 @@
-"""Tensor parallelism: a model's blocks are divided by their plan, or every layer is sharded.
+"""Tensor parallelism: a model is divided by a plan, or its layers are sharded one by one.
 
-The plans are in tensor_parallel.py.
+There are three ways, of which the first that fits the model is taken (`TP.partition`):
 
-Where no plan fits, each rank computes some of a convolution's output channels, or of a linear
-layer's units, from the complete input. The outputs are concatenated.
+1. The model's blocks have plans, the attribute `tensor_parallel` (tensor_parallel.py).
+2. `strategy.plan`, or the plan of a model of transformers, names layers of any module
+   (module_plans.py). An option that is set precedes the blocks' plans.
+3. Without a plan every layer is sharded (sharded_layers.py).
+
+In the third way each rank computes some of a convolution's output channels, or of a linear layer's
+units, from the complete input. The outputs are concatenated.
 
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
@@ -22,11 +27,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, count, count_with_verb, describe_error
@@ -44,93 +48,13 @@ from ddp_lab.strategies.gradients import all_gradients_of
 from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
+from ddp_lab.strategies.sharded_layers import can_be_sharded, parallelize_layer, shard_channels
 from ddp_lab.strategies.tensor_parallel import divide, is_of_user, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from ddp_lab.strategies.plan_trial import PlanTrial
-
-
-class ShardedConv2d(nn.Conv2d):
-    """A convolution with evenly sharded output channels: a layer of torch after `shard_channels`.
-
-    DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints
-    and norms, but the convolution is computed with their local shards.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank.
-
-        Collective.
-
-        Args:
-            input: also of a single image, [c, height, width].
-        """
-        mesh = cast(DTensor, self.weight).device_mesh
-        weight = local(self.weight)
-        bias = None if self.bias is None else local(self.bias)
-        # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al.
-        # 2019, arXiv:1909.08053).
-        same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(
-            grad_placements=[Partial()]
-        )
-        own_channels = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        channels = own_channels.dim() - 3  # a single image has no batch dimension
-        outputs = DTensor.from_local(own_channels, mesh, [Shard(channels)], run_check=False)
-        return outputs.full_tensor(grad_placements=[Replicate()]).clone()  # as `copied`
-
-
-def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
-    """Make a ShardedConv2d of a convolution that `can_be_sharded`, in place.
-
-    Its parameters are the same on every rank.
-
-    Args:
-        mesh: one-dimensional; its size divides the number of output channels.
-    """
-    for name, tensor in list(conv.named_parameters()):
-        sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-        conv.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
-    conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
-
-
-def copied(
-    layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor
-) -> torch.Tensor:
-    """Return a copy of a sharded layer's gathered outputs, which an activation may change in place.
-
-    What torch returns is a view, which autograd refuses to change in place, and of a linear layer
-    its all_gather has only begun. The copy takes far less time than the all_gather, and what was
-    gathered is freed at once.
-    """
-    return outputs.clone()
-
-
-def positional(
-    layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return a linear layer's input, layer(input=x), by position, where torch's hooks expect it."""
-    return ((keywords["input"],), {}) if "input" in keywords else None
-
-
-def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
-    """Return whether a layer's output channels or units can be divided evenly over the ranks.
-
-    The layer must compute as torch does.
-
-    That excludes groups, other padding than zeros, weights that are computed, and subclasses, which
-    may compute something else or, as the out_proj of nn.MultiheadAttention, never be called. A
-    class of ours that computes the same has the attribute `computes_like`.
-    """
-    kind = type(layer)
-    known_kind = vars(kind).get("computes_like", kind)  # not what a subclass inherits
-    if known_kind not in (nn.Conv2d, nn.Linear) or not isinstance(layer.weight, nn.Parameter):
-        return False
-    usual = not isinstance(layer, nn.Conv2d) or (
-        layer.groups == 1 and layer.padding_mode == "zeros"
-    )
-    return usual and layer.weight.size(0) % ranks == 0
 
 
 @contextmanager
@@ -301,10 +225,8 @@ class TP(Strategy):
 
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
-                # before those of torch
-                layer.register_forward_pre_hook(positional, with_kwargs=True)
-                parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
-                layer.register_forward_hook(copied)  # after those of torch
+                style = ColwiseParallel(output_layouts=Replicate())
+                parallelize_layer(layer, mesh["tp"], style)
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
