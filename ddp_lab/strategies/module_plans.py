@@ -66,7 +66,7 @@ OF_CONFIG = "base_model_tp_plan"  # the plan in a config of transformers
 ALONE = ("column_gathered", "row_divided")
 
 
-class Divided(NamedTuple):
+class PlannedLayer(NamedTuple):
     """What a plan says of a layer.
 
     Attributes:
@@ -88,7 +88,7 @@ class ModulePlan(NamedTuple):
     """
 
     key: str
-    layers: Mapping[str, Divided]
+    layers: Mapping[str, PlannedLayer]
     remedy: str
 
     @property
@@ -173,7 +173,7 @@ def with_prefix(path: str, words: Any) -> dict[str, str]:
     return {f"{path}.{name}".lstrip("."): str(word) for name, word in entries.items()}
 
 
-def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[str, Divided]:
+def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[str, PlannedLayer]:
     """Return what a plan says of each layer, in the order of the model.
 
     Raises:
@@ -181,7 +181,7 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
             patterns say something else of one layer.
     """
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    by_module: dict[nn.Module, Divided] = {}
+    by_module: dict[nn.Module, PlannedLayer] = {}
     for pattern, word in words.items():
         said = f"{pattern}: {word}"
         meaning = meaning_of(word, said, key)
@@ -189,7 +189,7 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
         if not matching:
             raise ConfigError(f"{key}: {pattern} matches no module. {nearest(model, pattern)}")
         for module in matching:
-            before = by_module.setdefault(module, Divided(meaning, said))
+            before = by_module.setdefault(module, PlannedLayer(meaning, said))
             if before.word != meaning:
                 name = next(name for name, each in modules.items() if each is module)
                 raise ConfigError(
@@ -249,7 +249,7 @@ def divided_dims(module: nn.Module, word: str) -> dict[str, Placement | None]:
     return {name: row[name] if is_row else Shard(0) for name in names}
 
 
-def problem_of(model: nn.Module, name: str, layer: Divided, tp: int) -> str:
+def problem_of(model: nn.Module, name: str, layer: PlannedLayer, tp: int) -> str:
     """Return why a layer cannot be divided as its word says; "" if it can."""
     module = model.get_submodule(name)
     if layer.word in COMPLETE:
@@ -293,7 +293,9 @@ def head_width(around: nn.Module) -> int:
     return 0
 
 
-def check_layer(model: nn.Module, name: str, layer: Divided, tp: int, plan: ModulePlan) -> None:
+def check_layer(
+    model: nn.Module, name: str, layer: PlannedLayer, tp: int, plan: ModulePlan
+) -> None:
     """Raise a ConfigError if a layer cannot be divided as its word says."""
     if problem := problem_of(model, name, layer, tp):
         raise ConfigError(
@@ -302,7 +304,7 @@ def check_layer(model: nn.Module, name: str, layer: Divided, tp: int, plan: Modu
 
 
 def places_of_tied(
-    model: nn.Module, layers: Mapping[str, Divided]
+    model: nn.Module, layers: Mapping[str, PlannedLayer]
 ) -> Iterator[dict[str, Placement | None]]:
     """Yield how each parameter with several names is divided under each of them."""
     for names in tied_parameters(model):
@@ -332,8 +334,8 @@ def check_tied(model: nn.Module, plan: ModulePlan) -> None:
 
 
 def complete_where_needed(
-    model: nn.Module, layers: Mapping[str, Divided], tp: int
-) -> dict[str, Divided]:
+    model: nn.Module, layers: Mapping[str, PlannedLayer], tp: int
+) -> dict[str, PlannedLayer]:
     """Return a model's own plan without layers that need not be divided and cannot be.
 
     These are such as the embedding and the head, whose words are of ALONE: their sizes may not be
