@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.trial import some
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.sharded_layers import parallelize_layer
 from ddp_lab.strategies.tensor_parallel import is_linear
 
@@ -90,6 +91,11 @@ class ModulePlan(NamedTuple):
     key: str
     layers: Mapping[str, PlannedLayer]
     remedy: str
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The entry of the plan for each layer, by the layer's name, for messages."""
+        return {name: layer.said for name, layer in self.layers.items()}
 
     @property
     def divided(self) -> list[str]:
@@ -365,6 +371,15 @@ def style_of(module: nn.Module, word: str) -> ParallelStyle:
     if word == "row_divided" or isinstance(module, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate())
     return RowwiseParallel()
+
+
+def require_sample(strategy: Strategy, plan: ModulePlan) -> None:
+    """Raise a ConfigError if a strategy has no sample for the trial of a plan."""
+    if strategy.sample is None and not strategy.runtime.is_planned:
+        raise ConfigError(
+            f"{plan.key}: is tried with a sample before the first step: "
+            "lab.trainer(..., example=dataset[0])"
+        )
 
 
 def apply_plan(model: nn.Module, plan: ModulePlan, mesh: DeviceMesh) -> None:

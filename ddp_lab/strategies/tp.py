@@ -23,7 +23,7 @@ too large for a device. The models contain no code for it: `setup` shards their 
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from ddp_lab.config.errors import ConfigError, TrainingError, count, count_with_
 from ddp_lab.config.types import Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
-from ddp_lab.models.trial import random_like, some
+from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.activation_sums import TokenGroup, make_group
 from ddp_lab.strategies.all_reduce import flat
@@ -45,16 +45,13 @@ from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.gradients import all_gradients_of
-from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
+from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan, require_sample
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.sharded_layers import can_be_sharded, parallelize_layer, shard_channels
 from ddp_lab.strategies.tensor_parallel import divide, is_of_user, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
-
-if TYPE_CHECKING:
-    from ddp_lab.strategies.plan_trial import PlanTrial
 
 
 @contextmanager
@@ -130,7 +127,7 @@ class TP(Strategy):
         self.peer_sums: PeerSums | None = None
         self.tries_plan = self.plan is not None or any(map(is_of_user, self.plans.values()))
         if self.plan is not None:
-            self._require_sample(self.plan)
+            require_sample(self, self.plan)
             divided = {name: model.get_submodule(name) for name in self.plan.divided}
             self.layers = divided
             self.replicated = [
@@ -154,14 +151,6 @@ class TP(Strategy):
             refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
             self.unsupported["compile"] = "torch.compile cannot trace sharded convolutions"
-
-    def _require_sample(self, plan: ModulePlan) -> None:
-        """Raise a ConfigError if there is no sample for the trial of a plan."""
-        if self.sample is None and not self.runtime.is_planned:
-            raise ConfigError(
-                f"{plan.key}: is tried with a sample before the first step: "
-                "lab.trainer(..., example=dataset[0])"
-            )
 
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""
@@ -232,14 +221,15 @@ class TP(Strategy):
 
     def _apply(self, plan: ModulePlan, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the model by a plan, in place, and compare it with the undivided one."""
+        from ddp_lab.strategies.plan_trial import begin_trial
+
         self.summed = [
             parameter
             for name in plan.with_word("summed")
             for parameter in model.get_submodule(name).parameters()
         ]
         self.tp_group = mesh.get_group()
-        words = {name: layer.said for name, layer in plan.layers.items()}
-        trial = self._begin_trial(model, plan.key, plan.remedy, words)
+        trial = begin_trial(self, model, plan.key, plan.remedy, plan.words)
         apply_plan(model, plan, mesh)
         if trial is not None:
             trial.compare(self._sum_along_tp)
@@ -249,29 +239,20 @@ class TP(Strategy):
         others = {name: block for name, block in self.plans.items() if is_of_user(block)}
         trial = None
         if others:
+            from ddp_lab.strategies.plan_trial import BLOCK_REMEDY, begin_trial, key_of_blocks
+
             words = {
                 f"{name}.{path}": word
                 for name, block in others.items()
                 for path, word in (plan_of(block) or {}).items()
             }
-            kinds = dict.fromkeys(type(block).__name__ for block in others.values())
-            key = f"the attribute tensor_parallel of {', '.join(kinds)}"
-            trial = self._begin_trial(model, key, "Correct the plan, or remove it", words)
+            key = key_of_blocks(others.values())
+            trial = begin_trial(self, model, key, BLOCK_REMEDY, words)
         for block in self.plans.values():
             divide(block, mesh, group, replicate=False)
         if trial is not None:
             self._begin()
             trial.compare(self._sum_along_tp)
-
-    def _begin_trial(
-        self, model: nn.Module, key: str, remedy: str, words: dict[str, str]
-    ) -> "PlanTrial | None":
-        """Return the trial of a plan; None if there is no sample. Arguments as in `PlanTrial`."""
-        if self.sample is None or self.runtime.is_planned:
-            return None
-        from ddp_lab.strategies.plan_trial import PlanTrial
-
-        return PlanTrial(model, random_like(self.sample()), self.runtime, key, remedy, words)
 
     def _sum_along_tp(self) -> None:
         """Sum the parts of gradients that each rank has of its own units or words."""
