@@ -30,8 +30,8 @@ from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.trial import some
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.block_plans import is_linear
 from ddp_lab.strategies.sharded_layers import parallelize_layer
-from ddp_lab.strategies.tensor_parallel import is_linear
 
 ALIASES = {
     "column": ("column", "colwise"),

@@ -2,7 +2,7 @@
 
 There are three ways, of which the first that fits the model is taken (`TP.partition`):
 
-1. The model's blocks have plans, the attribute `tensor_parallel` (tensor_parallel.py).
+1. The model's blocks have plans, the attribute `tensor_parallel` (block_plans.py).
 2. `strategy.plan`, or the plan of a model of transformers, names layers of any module
    (module_plans.py). An option that is set precedes the blocks' plans.
 3. Without a plan every layer is sharded (sharded_layers.py).
@@ -43,13 +43,14 @@ from ddp_lab.strategies.activation_sums import TokenGroup, make_group
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.block_plans import is_of_user, plan_of, plans_for
+from ddp_lab.strategies.divided_blocks import divide
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.gradients import all_gradients_of
 from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan, require_sample
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
 from ddp_lab.strategies.sharded_layers import can_be_sharded, parallelize_layer, shard_channels
-from ddp_lab.strategies.tensor_parallel import divide, is_of_user, plan_of, plans_for
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
 
