@@ -109,7 +109,7 @@ class MeshOfBlocks(MeshModel):
         for stage in stages.values():
             self._place(mesh, stage)
 
-        module = self.weights.with_first_names(blocks_of(stages), mesh.pp_rank)
+        module = self.weights.with_first_names(blocks_of(stages))
         if mesh.axes["pp"] > 1:
             assert self.forms is not None
             self.executor = PipelineExecutor(
