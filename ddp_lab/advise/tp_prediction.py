@@ -20,7 +20,7 @@ from ddp_lab.models.chain import Chain
 from ddp_lab.models.partition import Partition
 from ddp_lab.run.job import Job
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.tensor_parallel import plan_of, plans_for
+from ddp_lab.strategies.block_plans import plan_of, plans_for
 from ddp_lab.world.device import CARDS, card_of, half_dtype, peak_flops
 
 # Shares of the data sheet's numbers that a step reaches: compiled ViT-L/16 trains with 41 % of the

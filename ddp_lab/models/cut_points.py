@@ -44,7 +44,7 @@ class CutPoints:
         begins, total = trace_calls(model, example)
         stages = cut_at if isinstance(cut_at, int) else len(cut_at) + 1
         if isinstance(cut_at, int):
-            spent = spent_within(model, begins, total)
+            spent = spent_within(begins, total)
             self.names = sorted(expand(model, spent, total / (2 * stages)), key=begins.__getitem__)
         else:
             self._require_paths(model, [*begins], cut_at)
@@ -127,7 +127,7 @@ def trace_calls(model: nn.Module, example: Tree) -> tuple[dict[str, int], int]:
     return {path: flops for path, flops in begins.items() if path not in several and path}, total
 
 
-def spent_within(model: nn.Module, begins: dict[str, int], total: int) -> dict[str, int]:
+def spent_within(begins: dict[str, int], total: int) -> dict[str, int]:
     """Return the FLOPs from the call of each module to the next one that is not within it."""
     order = [*begins]
     spent: dict[str, int] = {}

@@ -138,7 +138,7 @@ class Block(nn.Module):
 
     Attributes:
         tensor_parallel: how tensor parallelism divides the layers; the words are those of
-            strategies/tensor_parallel.py.
+            strategies/block_plans.py.
     """
 
     tensor_parallel: ClassVar[dict[str, str]] = {

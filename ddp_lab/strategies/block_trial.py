@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.activation_sums import TokenGroup
-from ddp_lab.strategies.plan_trial import PlanTrial
-from ddp_lab.strategies.tensor_parallel import OWN, is_of_user, parallelize, plan_of
+from ddp_lab.strategies.block_plans import is_of_user, plan_of
+from ddp_lab.strategies.divided_blocks import OWN, parallelize
+from ddp_lab.strategies.plan_trial import BLOCK_REMEDY, PlanTrial, key_of_blocks
 from ddp_lab.world.runtime import Runtime
 
 SAMPLES = 2
@@ -108,8 +109,8 @@ def try_block(
         whole,
         inputs,
         runtime,
-        f"the attribute tensor_parallel of {type(block).__name__}",
-        "Correct the plan, or remove it",
+        key_of_blocks([block]),
+        BLOCK_REMEDY,
         {f"{name}.{path}": word for path, word in plan.items()},
     )
     tokens = OWN if group.share_tokens else Replicate()

@@ -22,10 +22,9 @@ from ddp_lab.strategies.buckets import MiB
 from ddp_lab.strategies.frozen import FrozenParameters
 from ddp_lab.strategies.gradients import trainable
 from ddp_lab.strategies.unused import (
-    SAME_PARAMETERS,
     empty_error,
     refuse_unused,
-    require_may_leave_unused,
+    unsupported_with_unused,
     unused_error,
 )
 from ddp_lab.strategies.work_time import WorkTimer
@@ -89,9 +88,7 @@ class DDP(Strategy):
     ):
         super().__init__(runtime, batch_norm=batch_norm)
         self.find_unused_parameters = find_unused_parameters
-        if find_unused_parameters:
-            require_may_leave_unused(self)
-            self.unsupported |= SAME_PARAMETERS
+        self.unsupported |= unsupported_with_unused(self)
         self.bucket_cap_mb = bucket_cap_mb
         self.bucket_sizes = (bucket_cap_mb * MiB,)
         self.passes = Passes()

@@ -42,7 +42,7 @@ from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.unit_uses import Uses
 from ddp_lab.strategies.units import find_units, require_one_dtype
-from ddp_lab.strategies.unused import SAME_PARAMETERS, require_may_leave_unused
+from ddp_lab.strategies.unused import unsupported_with_unused
 from ddp_lab.world.runtime import Runtime
 
 
@@ -75,9 +75,7 @@ class FSDP(FullyShard):
     ):
         super().__init__(runtime, batch_norm)
         self.find_unused_parameters = find_unused_parameters
-        if find_unused_parameters:
-            require_may_leave_unused(self)
-            self.unsupported |= SAME_PARAMETERS
+        self.unsupported |= unsupported_with_unused(self)
         self.reshard_after_forward = reshard_after_forward
         self.keep_whole = [str(pattern) for pattern in keep_whole or []]
         self.units: list[nn.Module] = []

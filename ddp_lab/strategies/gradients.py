@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.strategies.dtensor import local
@@ -63,6 +64,18 @@ def all_gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     Each of them has one (`unused.every_gradient`).
     """
     return [gradient_of(parameter) for parameter in trainable(parameters)]
+
+
+def norm_over_stages(norm: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the L2 norm of the gradients of all stages of a pipeline, []. Collective.
+
+    Args:
+        norm: of the gradients of this rank's stages, [].
+        group: the ranks of the pipeline.
+    """
+    squares = norm.square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 def set_gradients(parameters: Iterable[nn.Parameter], gradients: list[torch.Tensor]) -> None:

@@ -30,7 +30,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -45,6 +44,7 @@ from ddp_lab.strategies.batch_norm import BatchNorm
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.executor import Executor
 from ddp_lab.strategies.fully_shard import FullyShard, forget_order
+from ddp_lab.strategies.gradients import norm_over_stages
 from ddp_lab.strategies.mesh_model import MeshModel
 from ddp_lab.strategies.mesh_of_blocks import MeshOfBlocks
 from ddp_lab.strategies.mesh_of_module import MeshOfModule, require_no_stages
@@ -239,9 +239,7 @@ class Mesh(FullyShard):
 
     def gradient_norm(self) -> torch.Tensor:
         if not self.kind.has_shards:
-            squares = super().gradient_norm().square()
-            dist.all_reduce(squares, group=self.pp_group)
-            return squares.sqrt()
+            return norm_over_stages(super().gradient_norm(), self.pp_group)
         # Every rank adds its shards, divided by the number of ranks of its stage that have the same
         # ones.
         squares = torch.zeros((), dtype=torch.float64, device=self.device)

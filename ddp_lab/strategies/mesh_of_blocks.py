@@ -1,6 +1,6 @@
 """A mesh of a Chain: its blocks are divided over tp, sharded over dp, and cut into stages over pp.
 
-Each block is divided over tp (tensor_parallel.py), and then `fully_shard` is applied to it, also
+Each block is divided over tp (divided_blocks.py), and then `fully_shard` is applied to it, also
 with a shard of one rank. Every parameter is therefore a DTensor of the same mesh, which optimizers,
 clipping, averages and checkpoints treat alike.
 
@@ -26,6 +26,8 @@ from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.batch_norm import is_batch_norm, set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
+from ddp_lab.strategies.block_plans import check_plans, is_of_user, plan_of
+from ddp_lab.strategies.divided_blocks import divide, own_tokens, parallelize, token_layouts
 from ddp_lab.strategies.dtensor import local, sharded_as
 from ddp_lab.strategies.gradients import by_dtype, gradient_of
 from ddp_lab.strategies.mesh_model import MeshModel, Placed
@@ -35,15 +37,6 @@ from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stage_weights import StageWeights
 from ddp_lab.strategies.stages import PipelineExecutor, Stage, blocks_of, make_stages
-from ddp_lab.strategies.tensor_parallel import (
-    check_plans,
-    divide,
-    is_of_user,
-    own_tokens,
-    parallelize,
-    plan_of,
-    token_layouts,
-)
 from ddp_lab.strategies.unit_gradients import eager
 from ddp_lab.strategies.unit_order import UnitOrder
 from ddp_lab.strategies.units import is_self_contained
@@ -116,7 +109,7 @@ class MeshOfBlocks(MeshModel):
         for stage in stages.values():
             self._place(mesh, stage)
 
-        module = self.weights.with_first_names(blocks_of(stages), mesh.pp_rank)
+        module = self.weights.with_first_names(blocks_of(stages))
         if mesh.axes["pp"] > 1:
             assert self.forms is not None
             self.executor = PipelineExecutor(

@@ -18,12 +18,12 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.trees import Tree
-from ddp_lab.models.trial import random_like, some
+from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.batch_norm import set_batch_norm
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.mesh_model import MeshModel, Placed
-from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
+from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan, require_sample
 from ddp_lab.strategies.parameters import make_contiguous
 from ddp_lab.strategies.unit_hooks import UnitHooks
 from ddp_lab.strategies.unit_order import UnitOrder
@@ -84,11 +84,8 @@ class MeshOfModule(MeshModel):
             kind = type(model).__name__
             require_no_stages(mesh.keys, f"by a mesh for {kind}, which is no Chain of blocks")
         self.plan = self._choose_plan(model, mesh.axes["tp"])
-        if self.plan is not None and mesh.sample is None and not mesh.runtime.is_planned:
-            raise ConfigError(
-                f"{self.plan.key}: is tried with a sample before the first step: "
-                "lab.trainer(..., example=dataset[0])"
-            )
+        if self.plan is not None:
+            require_sample(mesh, self.plan)
         usage = None if mesh.example is None else find_usage(model, mesh.example)
         self.units = find_units(model, usage)
         names = {module: name for name, module in model.named_modules()}
@@ -128,13 +125,9 @@ class MeshOfModule(MeshModel):
 
     def _divide(self, mesh: "Mesh", model: nn.Module, plan: ModulePlan) -> None:
         """Divide the layers by the plan, and compare the model with the undivided one."""
-        trial = None
-        if mesh.sample is not None and not mesh.runtime.is_planned:
-            from ddp_lab.strategies.plan_trial import PlanTrial
+        from ddp_lab.strategies.plan_trial import begin_trial
 
-            inputs = random_like(mesh.sample())
-            words = {name: layer.said for name, layer in plan.layers.items()}
-            trial = PlanTrial(model, inputs, mesh.runtime, plan.key, plan.remedy, words)
+        trial = begin_trial(mesh, model, plan.key, plan.remedy, plan.words)
         apply_plan(model, plan, mesh.mesh["tp"])
         if trial is not None:
             trial.compare(lambda: self._sum_along_tp(model))

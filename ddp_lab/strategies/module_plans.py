@@ -24,17 +24,14 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.models.chain import tie, tied_parameters
 from ddp_lab.models.trial import some
-from ddp_lab.strategies.tensor_parallel import is_linear
+from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.block_plans import is_linear
+from ddp_lab.strategies.sharded_layers import parallelize_layer
 
 ALIASES = {
     "column": ("column", "colwise"),
@@ -70,7 +67,7 @@ OF_CONFIG = "base_model_tp_plan"  # the plan in a config of transformers
 ALONE = ("column_gathered", "row_divided")
 
 
-class Divided(NamedTuple):
+class PlannedLayer(NamedTuple):
     """What a plan says of a layer.
 
     Attributes:
@@ -92,8 +89,13 @@ class ModulePlan(NamedTuple):
     """
 
     key: str
-    layers: Mapping[str, Divided]
+    layers: Mapping[str, PlannedLayer]
     remedy: str
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The entry of the plan for each layer, by the layer's name, for messages."""
+        return {name: layer.said for name, layer in self.layers.items()}
 
     @property
     def divided(self) -> list[str]:
@@ -177,7 +179,7 @@ def with_prefix(path: str, words: Any) -> dict[str, str]:
     return {f"{path}.{name}".lstrip("."): str(word) for name, word in entries.items()}
 
 
-def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[str, Divided]:
+def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[str, PlannedLayer]:
     """Return what a plan says of each layer, in the order of the model.
 
     Raises:
@@ -185,7 +187,7 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
             patterns say something else of one layer.
     """
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    by_module: dict[nn.Module, Divided] = {}
+    by_module: dict[nn.Module, PlannedLayer] = {}
     for pattern, word in words.items():
         said = f"{pattern}: {word}"
         meaning = meaning_of(word, said, key)
@@ -193,7 +195,7 @@ def find_layers(model: nn.Module, words: Mapping[str, str], key: str) -> dict[st
         if not matching:
             raise ConfigError(f"{key}: {pattern} matches no module. {nearest(model, pattern)}")
         for module in matching:
-            before = by_module.setdefault(module, Divided(meaning, said))
+            before = by_module.setdefault(module, PlannedLayer(meaning, said))
             if before.word != meaning:
                 name = next(name for name, each in modules.items() if each is module)
                 raise ConfigError(
@@ -253,7 +255,7 @@ def divided_dims(module: nn.Module, word: str) -> dict[str, Placement | None]:
     return {name: row[name] if is_row else Shard(0) for name in names}
 
 
-def problem_of(model: nn.Module, name: str, layer: Divided, tp: int) -> str:
+def problem_of(model: nn.Module, name: str, layer: PlannedLayer, tp: int) -> str:
     """Return why a layer cannot be divided as its word says; "" if it can."""
     module = model.get_submodule(name)
     if layer.word in COMPLETE:
@@ -297,7 +299,9 @@ def head_width(around: nn.Module) -> int:
     return 0
 
 
-def check_layer(model: nn.Module, name: str, layer: Divided, tp: int, plan: ModulePlan) -> None:
+def check_layer(
+    model: nn.Module, name: str, layer: PlannedLayer, tp: int, plan: ModulePlan
+) -> None:
     """Raise a ConfigError if a layer cannot be divided as its word says."""
     if problem := problem_of(model, name, layer, tp):
         raise ConfigError(
@@ -306,7 +310,7 @@ def check_layer(model: nn.Module, name: str, layer: Divided, tp: int, plan: Modu
 
 
 def places_of_tied(
-    model: nn.Module, layers: Mapping[str, Divided]
+    model: nn.Module, layers: Mapping[str, PlannedLayer]
 ) -> Iterator[dict[str, Placement | None]]:
     """Yield how each parameter with several names is divided under each of them."""
     for names in tied_parameters(model):
@@ -336,8 +340,8 @@ def check_tied(model: nn.Module, plan: ModulePlan) -> None:
 
 
 def complete_where_needed(
-    model: nn.Module, layers: Mapping[str, Divided], tp: int
-) -> dict[str, Divided]:
+    model: nn.Module, layers: Mapping[str, PlannedLayer], tp: int
+) -> dict[str, PlannedLayer]:
     """Return a model's own plan without layers that need not be divided and cannot be.
 
     These are such as the embedding and the head, whose words are of ALONE: their sizes may not be
@@ -369,6 +373,15 @@ def style_of(module: nn.Module, word: str) -> ParallelStyle:
     return RowwiseParallel()
 
 
+def require_sample(strategy: Strategy, plan: ModulePlan) -> None:
+    """Raise a ConfigError if a strategy has no sample for the trial of a plan."""
+    if strategy.sample is None and not strategy.runtime.is_planned:
+        raise ConfigError(
+            f"{plan.key}: is tried with a sample before the first step: "
+            "lab.trainer(..., example=dataset[0])"
+        )
+
+
 def apply_plan(model: nn.Module, plan: ModulePlan, mesh: DeviceMesh) -> None:
     """Divide the layers of a model by its plan, in place.
 
@@ -379,18 +392,13 @@ def apply_plan(model: nn.Module, plan: ModulePlan, mesh: DeviceMesh) -> None:
         plan: of it.
         mesh: one-dimensional.
     """
-    from ddp_lab.strategies.tp import copied, positional
-
     tied = tied_parameters(model)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for name, layer in plan.layers.items():
         if layer.word in COMPLETE:
             continue
         module = model.get_submodule(name)
-        # before those of torch
-        module.register_forward_pre_hook(positional, with_kwargs=True)
-        parallelize_module(module, mesh, style_of(module, layer.word), src_data_rank=None)
-        module.register_forward_hook(copied)  # after those of torch
+        parallelize_layer(module, mesh, style_of(module, layer.word), src_data_rank=None)
     tie(model, tied)  # each layer has got a parameter of its own
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)

@@ -22,12 +22,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import Chain
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.strategies.gradients import norm_over_stages
 from ddp_lab.strategies.schedules import PipelineKeys, PipelinePlan
 from ddp_lab.strategies.stage_forms import StageForms
 from ddp_lab.strategies.stage_weights import StageWeights
@@ -104,7 +104,7 @@ class Pipeline(Strategy):
             )
             for stage in stages.values():
                 self.to_device(stage)
-            self.module = self.weights.with_first_names(blocks_of(stages), self.pp_rank)
+            self.module = self.weights.with_first_names(blocks_of(stages))
             self.executor = PipelineExecutor(
                 self.plan, stages, self.forms, self.pp_group, self.task, self.device
             )
@@ -141,6 +141,4 @@ class Pipeline(Strategy):
         return self.weights.counted_once(self.module, self.pp_rank)
 
     def gradient_norm(self) -> torch.Tensor:
-        squares = super().gradient_norm().square()
-        dist.all_reduce(squares, group=self.pp_group)
-        return squares.sqrt()
+        return norm_over_stages(super().gradient_norm(), self.pp_group)

@@ -15,7 +15,7 @@ of the generator: where it draws numbers for a part that is divided, other numbe
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from ddp_lab.models.kept_state import random_state_kept, state_kept
 from ddp_lab.models.outputs import tensors_of
 from ddp_lab.models.random_draws import Draws
 from ddp_lab.models.real_view import real_view
+from ddp_lab.models.trial import random_like
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import is_batch_norm
 from ddp_lab.world.device import float32_matmul
 from ddp_lab.world.runtime import Runtime
@@ -36,6 +38,7 @@ from ddp_lab.world.runtime import Runtime
 CHUNK = 2**22  # elements whose fingerprint is computed at once
 SEED = 0
 SHAPES = "torch._subclasses.fake_tensor"  # torch's logger, which writes each error with a traceback
+BLOCK_REMEDY = "Correct the plan, or remove it"
 # Of the norm of all gradients or activations: what is smaller may be rounding errors alone, as the
 # gradient of a key's bias, which is mathematically zero.
 SMALL = 1e-2
@@ -248,6 +251,27 @@ class PlanTrial:
                 model.train(was_training)
                 for parameter in model.parameters():
                     parameter.grad = None
+
+
+def begin_trial(
+    strategy: Strategy, model: nn.Module, key: str, remedy: str, layers: Mapping[str, str]
+) -> PlanTrial | None:
+    """Return the trial of a strategy's plan; None if there is no sample.
+
+    Args:
+        strategy: after `partition`.
+        model, key, remedy, layers: as in `PlanTrial`.
+    """
+    if strategy.sample is None or strategy.runtime.is_planned:
+        return None
+    inputs = random_like(strategy.sample())
+    return PlanTrial(model, inputs, strategy.runtime, key, remedy, layers)
+
+
+def key_of_blocks(blocks: Iterable[nn.Module]) -> str:
+    """Return what messages call the plans of blocks."""
+    kinds = dict.fromkeys(type(block).__name__ for block in blocks)
+    return f"the attribute tensor_parallel of {', '.join(kinds)}"
 
 
 @contextmanager

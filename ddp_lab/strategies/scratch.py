@@ -30,7 +30,7 @@ from ddp_lab.strategies.buckets import Buckets, MiB, fill_buckets
 from ddp_lab.strategies.contiguous import broadcast
 from ddp_lab.strategies.frozen import FrozenParameters
 from ddp_lab.strategies.gradients import sum_gradients, trainable
-from ddp_lab.strategies.unused import SAME_PARAMETERS, every_gradient, require_may_leave_unused
+from ddp_lab.strategies.unused import every_gradient, unsupported_with_unused
 from ddp_lab.tasks.base import sum_dtype, width
 from ddp_lab.world.runtime import Runtime
 
@@ -73,9 +73,7 @@ class Scratch(Strategy):
     ):
         super().__init__(runtime, batch_norm=batch_norm)
         self.find_unused_parameters = find_unused_parameters
-        if find_unused_parameters:
-            require_may_leave_unused(self)
-            self.unsupported |= SAME_PARAMETERS
+        self.unsupported |= unsupported_with_unused(self)
         self.sum_over_ranks = None if algorithm == BUCKETED else find_algorithm(algorithm)
         self.bucket_sizes = (bucket_mb * MiB, LAST_BUCKET) if algorithm == BUCKETED else ()
         self.buckets: Buckets | None = None

@@ -26,9 +26,9 @@ class Single(Strategy):
         super().__init__(runtime)
         self.find_unused_parameters = find_unused_parameters
         if find_unused_parameters:
-            from ddp_lab.strategies.unused import SAME_PARAMETERS
+            from ddp_lab.strategies.unused import unsupported_with_unused
 
-            self.unsupported |= SAME_PARAMETERS
+            self.unsupported |= unsupported_with_unused(self)
 
     def setup(self, model: nn.Module) -> None:
         self.module = self.to_device(model)

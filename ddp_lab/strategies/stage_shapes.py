@@ -4,13 +4,35 @@ A schedule of torch has static shapes, and torch keeps it in memory.
 """
 
 from collections.abc import Hashable
+from typing import NamedTuple
+
+from torch.utils._pytree import tree_flatten
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree, size
+from ddp_lab.models.boundaries import Form
+from ddp_lab.models.calls import arguments_of
 
 MOST_SHAPES = 16  # of a sample, for which a pipeline makes schedules
 # of micro-batches of one shape in evaluation; further ones are rounded up, so that there are not
 # many
 EXACT_SIZES = 4
+
+
+class BatchKey(NamedTuple):
+    """What a schedule or a trace depends on: the form of a micro-batch, and the mode.
+
+    Attributes:
+        sample: form of each tensor of a sample.
+        tree: how the inputs contain these tensors.
+        samples: number of samples of a micro-batch, with padding.
+        training: whether in training mode.
+    """
+
+    sample: tuple[Form, ...]
+    tree: str
+    samples: int
+    training: bool
 
 
 class StageShapes:
@@ -51,3 +73,19 @@ class StageShapes:
         if size not in sizes:
             sizes.append(size)
         return size
+
+    def key_of(self, inputs: Tree, training: bool) -> BatchKey:
+        """Return the key of a batch of any inputs.
+
+        Args:
+            inputs: of the batch.
+            training: whether it is trained with.
+
+        Raises:
+            ConfigError: as in `samples`.
+        """
+        tensors, form = tree_flatten(arguments_of(inputs))
+        sample = tuple(Form(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
+        text = ", ".join(map(str, sample))
+        samples = self.samples((sample, str(form)), text, size(inputs), training)
+        return BatchKey(sample, str(form), samples, training)

@@ -111,14 +111,13 @@ class StageWeights:
                         "strategy=pipeline"
                     )
 
-    def with_first_names(self, blocks: nn.Module, rank: int) -> nn.Module:
+    def with_first_names(self, blocks: nn.Module) -> nn.Module:
         """Return the blocks of a rank, whose tied parameters are tied, and have their first names.
 
         Where another rank has the block of the first name, an empty module holds it here.
 
         Args:
             blocks: a module of this rank's blocks by name, from `blocks_of`.
-            rank: number of this rank in the pipeline.
         """
         here = dict(blocks.named_children())
         holders: dict[str, nn.Module] = {}

@@ -1,9 +1,14 @@
-"""Tensor parallelism: a model's blocks are divided by their plan, or every layer is sharded.
+"""Tensor parallelism: a model is divided by a plan, or its layers are sharded one by one.
 
-The plans are in tensor_parallel.py.
+There are three ways, of which the first that fits the model is taken (`TP.partition`):
 
-Where no plan fits, each rank computes some of a convolution's output channels, or of a linear
-layer's units, from the complete input. The outputs are concatenated.
+1. The model's blocks have plans, the attribute `tensor_parallel` (block_plans.py).
+2. `strategy.plan`, or the plan of a model of transformers, names layers of any module
+   (module_plans.py). An option that is set precedes the blocks' plans.
+3. Without a plan every layer is sharded (sharded_layers.py).
+
+In the third way each rank computes some of a convolution's output channels, or of a linear layer's
+units, from the complete input. The outputs are concatenated.
 
     forward   complete input --+-- rank 0: channels 0 .. c/2 --+-- all_gather: complete output
                                +-- rank 1: channels c/2 .. c --+
@@ -18,119 +23,36 @@ too large for a device. The models contain no code for it: `setup` shards their 
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.utils import get_total_norm
 
 from ddp_lab.config.errors import ConfigError, TrainingError, count, count_with_verb, describe_error
 from ddp_lab.config.types import Count, ModulePattern
 from ddp_lab.data.trees import Tree
 from ddp_lab.models.chain import tied_parameters
-from ddp_lab.models.trial import random_like, some
+from ddp_lab.models.trial import some
 from ddp_lab.models.usage import find_usage
 from ddp_lab.strategies.activation_sums import TokenGroup, make_group
 from ddp_lab.strategies.all_reduce import flat
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.batch_norm import BatchNorm, set_batch_norm
+from ddp_lab.strategies.block_plans import is_of_user, plan_of, plans_for
+from ddp_lab.strategies.divided_blocks import divide
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.strategies.gradients import all_gradients_of
-from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan
+from ddp_lab.strategies.module_plans import ModulePlan, apply_plan, chosen_plan, require_sample
 from ddp_lab.strategies.parameter_hooks import require_no_hooks
 from ddp_lab.strategies.peer_sums import PeerSums
-from ddp_lab.strategies.tensor_parallel import divide, is_of_user, plan_of, plans_for
+from ddp_lab.strategies.sharded_layers import can_be_sharded, parallelize_layer, shard_channels
 from ddp_lab.strategies.unused import every_gradient
 from ddp_lab.world.runtime import Runtime
-
-if TYPE_CHECKING:
-    from ddp_lab.strategies.plan_trial import PlanTrial
-
-
-class ShardedConv2d(nn.Conv2d):
-    """A convolution with evenly sharded output channels: a layer of torch after `shard_channels`.
-
-    DTensor has no sharding rule for this convolution. The parameters are DTensors, for checkpoints
-    and norms, but the convolution is computed with their local shards.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [b, o, h, w], for [b, c, height, width], both the same on every rank.
-
-        Collective.
-
-        Args:
-            input: also of a single image, [c, height, width].
-        """
-        mesh = cast(DTensor, self.weight).device_mesh
-        weight = local(self.weight)
-        bias = None if self.bias is None else local(self.bias)
-        # Backward sums the gradients that the ranks' channels contribute ("f" in Shoeybi et al.
-        # 2019, arXiv:1909.08053).
-        same = DTensor.from_local(input, mesh, [Replicate()], run_check=False).to_local(
-            grad_placements=[Partial()]
-        )
-        own_channels = F.conv2d(same, weight, bias, self.stride, self.padding, self.dilation)
-        channels = own_channels.dim() - 3  # a single image has no batch dimension
-        outputs = DTensor.from_local(own_channels, mesh, [Shard(channels)], run_check=False)
-        return outputs.full_tensor(grad_placements=[Replicate()]).clone()  # as `copied`
-
-
-def shard_channels(conv: nn.Conv2d, mesh: DeviceMesh) -> None:
-    """Make a ShardedConv2d of a convolution that `can_be_sharded`, in place.
-
-    Its parameters are the same on every rank.
-
-    Args:
-        mesh: one-dimensional; its size divides the number of output channels.
-    """
-    for name, tensor in list(conv.named_parameters()):
-        sharded = distribute_tensor(tensor.detach(), mesh, [Shard(0)])
-        conv.register_parameter(name, nn.Parameter(sharded, requires_grad=tensor.requires_grad))
-    conv.__class__ = ShardedConv2d  # as fully_shard changes the class of its modules
-
-
-def copied(
-    layer: nn.Module, inputs: tuple[torch.Tensor, ...], outputs: torch.Tensor
-) -> torch.Tensor:
-    """Return a copy of a sharded layer's gathered outputs, which an activation may change in place.
-
-    What torch returns is a view, which autograd refuses to change in place, and of a linear layer
-    its all_gather has only begun. The copy takes far less time than the all_gather, and what was
-    gathered is freed at once.
-    """
-    return outputs.clone()
-
-
-def positional(
-    layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return a linear layer's input, layer(input=x), by position, where torch's hooks expect it."""
-    return ((keywords["input"],), {}) if "input" in keywords else None
-
-
-def can_be_sharded(layer: nn.Module, ranks: int) -> bool:
-    """Return whether a layer's output channels or units can be divided evenly over the ranks.
-
-    The layer must compute as torch does.
-
-    That excludes groups, other padding than zeros, weights that are computed, and subclasses, which
-    may compute something else or, as the out_proj of nn.MultiheadAttention, never be called. A
-    class of ours that computes the same has the attribute `computes_like`.
-    """
-    kind = type(layer)
-    known_kind = vars(kind).get("computes_like", kind)  # not what a subclass inherits
-    if known_kind not in (nn.Conv2d, nn.Linear) or not isinstance(layer.weight, nn.Parameter):
-        return False
-    usual = not isinstance(layer, nn.Conv2d) or (
-        layer.groups == 1 and layer.padding_mode == "zeros"
-    )
-    return usual and layer.weight.size(0) % ranks == 0
 
 
 @contextmanager
@@ -206,7 +128,7 @@ class TP(Strategy):
         self.peer_sums: PeerSums | None = None
         self.tries_plan = self.plan is not None or any(map(is_of_user, self.plans.values()))
         if self.plan is not None:
-            self._require_sample(self.plan)
+            require_sample(self, self.plan)
             divided = {name: model.get_submodule(name) for name in self.plan.divided}
             self.layers = divided
             self.replicated = [
@@ -230,14 +152,6 @@ class TP(Strategy):
             refuse_sharded(self, self.layers)
         if any(isinstance(layer, nn.Conv2d) for layer in self.layers.values()):
             self.unsupported["compile"] = "torch.compile cannot trace sharded convolutions"
-
-    def _require_sample(self, plan: ModulePlan) -> None:
-        """Raise a ConfigError if there is no sample for the trial of a plan."""
-        if self.sample is None and not self.runtime.is_planned:
-            raise ConfigError(
-                f"{plan.key}: is tried with a sample before the first step: "
-                "lab.trainer(..., example=dataset[0])"
-            )
 
     def _choose_layers(self, model: nn.Module) -> None:
         """Choose the layers that are sharded one by one."""
@@ -301,23 +215,22 @@ class TP(Strategy):
 
         for layer in self.layers.values():
             if isinstance(layer, nn.Linear):
-                # before those of torch
-                layer.register_forward_pre_hook(positional, with_kwargs=True)
-                parallelize_module(layer, mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
-                layer.register_forward_hook(copied)  # after those of torch
+                style = ColwiseParallel(output_layouts=Replicate())
+                parallelize_layer(layer, mesh["tp"], style)
             elif isinstance(layer, nn.Conv2d):
                 shard_channels(layer, mesh["tp"])
 
     def _apply(self, plan: ModulePlan, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide the model by a plan, in place, and compare it with the undivided one."""
+        from ddp_lab.strategies.plan_trial import begin_trial
+
         self.summed = [
             parameter
             for name in plan.with_word("summed")
             for parameter in model.get_submodule(name).parameters()
         ]
         self.tp_group = mesh.get_group()
-        words = {name: layer.said for name, layer in plan.layers.items()}
-        trial = self._begin_trial(model, plan.key, plan.remedy, words)
+        trial = begin_trial(self, model, plan.key, plan.remedy, plan.words)
         apply_plan(model, plan, mesh)
         if trial is not None:
             trial.compare(self._sum_along_tp)
@@ -327,29 +240,20 @@ class TP(Strategy):
         others = {name: block for name, block in self.plans.items() if is_of_user(block)}
         trial = None
         if others:
+            from ddp_lab.strategies.plan_trial import BLOCK_REMEDY, begin_trial, key_of_blocks
+
             words = {
                 f"{name}.{path}": word
                 for name, block in others.items()
                 for path, word in (plan_of(block) or {}).items()
             }
-            kinds = dict.fromkeys(type(block).__name__ for block in others.values())
-            key = f"the attribute tensor_parallel of {', '.join(kinds)}"
-            trial = self._begin_trial(model, key, "Correct the plan, or remove it", words)
+            key = key_of_blocks(others.values())
+            trial = begin_trial(self, model, key, BLOCK_REMEDY, words)
         for block in self.plans.values():
             divide(block, mesh, group, replicate=False)
         if trial is not None:
             self._begin()
             trial.compare(self._sum_along_tp)
-
-    def _begin_trial(
-        self, model: nn.Module, key: str, remedy: str, words: dict[str, str]
-    ) -> "PlanTrial | None":
-        """Return the trial of a plan; None if there is no sample. Arguments as in `PlanTrial`."""
-        if self.sample is None or self.runtime.is_planned:
-            return None
-        from ddp_lab.strategies.plan_trial import PlanTrial
-
-        return PlanTrial(model, random_like(self.sample()), self.runtime, key, remedy, words)
 
     def _sum_along_tp(self) -> None:
         """Sum the parts of gradients that each rank has of its own units or words."""

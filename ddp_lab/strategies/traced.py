@@ -131,6 +131,18 @@ class Blueprint:
             self._kept[key] = made
         return made
 
+    def used_by_stages(self, inputs: Tree, starts: list[str]) -> list[set[str]]:
+        """Return the names of the parameters and buffers that each stage uses, in either mode.
+
+        Arguments and errors as in `trace`, whose next call for such inputs takes no time.
+        """
+        used: list[set[str]] = [set() for _ in range(len(starts) + 1)]
+        for training in (True, False):
+            traced = self.trace(inputs, starts, training, is_kept=True)
+            for names, stage in zip(used, traced.stages, strict=True):
+                names |= names_of(stage.graph, self.names)
+        return used
+
     def _trace(
         self, tensors: list[torch.Tensor], form: TreeSpec, starts: list[str], training: bool
     ) -> Traced:

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
+from ddp_lab.data.trees import Tree
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.module_hooks import hook_of, require_no_hook
+from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.schedules import PipelinePlan
 from ddp_lab.strategies.stage_weights import StageWeights
-from ddp_lab.strategies.traced import OF_TRACES, Blueprint, names_of
+from ddp_lab.strategies.traced import OF_TRACES, Blueprint
 from ddp_lab.strategies.traced_stages import TracedExecutor
 from ddp_lab.tasks.base import Task
 
@@ -43,11 +45,7 @@ class TracedModel:
     """
 
     def __init__(self, strategy: "Pipeline | Mesh", model: nn.Module, samples: int):
-        if strategy.example is None:
-            raise ConfigError(
-                f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
-                "lab.trainer(..., example=dataset[0])"
-            )
+        example = require_example(strategy)
         require_traceable(model, strategy.name)
         self.rank = strategy.pp_rank
         self.device = strategy.device
@@ -57,17 +55,12 @@ class TracedModel:
             model,
             strategy.axes["pp"],
             samples,
-            partial(self.blueprint.cut, strategy.example),
+            partial(self.blueprint.cut, example),
         )
         assert isinstance(self.plan.parts, CutPoints)
-        starts = self.plan.parts.starts
         size = -(-samples // self.plan.num_microbatches)
-        inputs = self.blueprint.inputs(strategy.example, size)
-        used: list[set[str]] = [set() for _ in range(self.plan.num_stages)]
-        for training in (True, False):
-            traced = self.blueprint.trace(inputs, starts, training, is_kept=True)
-            for names, stage in zip(used, traced.stages, strict=True):
-                names |= names_of(stage.graph, self.blueprint.names)
+        inputs = self.blueprint.inputs(example, size)
+        used = self.blueprint.used_by_stages(inputs, self.plan.parts.starts)
         self.weights = StageWeights(self.blueprint.model, used, self.plan.ranks, strategy.name)
 
     def place(self, model: nn.Module, to_device: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -111,6 +104,20 @@ def cut_by_trace(strategy: "Pipeline | Mesh", model: nn.Module, samples: int) ->
             "strategy.batch_norm=local, or strategy=ddp"
         )
     return TracedModel(strategy, model, samples)
+
+
+def require_example(strategy: Strategy) -> Tree:
+    """Return the example of a strategy, which a trace needs.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if strategy.example is None:
+        raise ConfigError(
+            f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
+            "lab.trainer(..., example=dataset[0])"
+        )
+    return strategy.example
 
 
 def require_traceable(model: nn.Module, strategy: str) -> None:

@@ -5,25 +5,23 @@ such as a head that is tied to the embedding, copies it in every forward pass; a
 gradient of the copy.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.data.trees import Tree, rows, size, to
-from ddp_lab.models.boundaries import Form
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.stage_shapes import StageShapes
+from ddp_lab.strategies.stage_shapes import BatchKey, StageShapes
 from ddp_lab.strategies.stage_weights import StageWeights
-from ddp_lab.strategies.traced import Blueprint, Traced, bind, names_of
-from ddp_lab.strategies.traced_model import require_traceable
+from ddp_lab.strategies.traced import Blueprint, Traced, bind
+from ddp_lab.strategies.traced_model import require_example, require_traceable
 from ddp_lab.strategies.traced_values import TracedStage
 
 # `Strategy.measure` of one task
@@ -90,34 +88,25 @@ class TracedSplit:
         devices: Sequence[torch.device],
         samples: int,
     ):
-        if strategy.example is None:
-            raise ConfigError(
-                f"strategy={strategy.name}: cuts the model by a trace, and needs a sample for it: "
-                "lab.trainer(..., example=dataset[0])"
-            )
+        example = require_example(strategy)
         self.strategy_name = strategy.name
         self.require_no_hooks(model)
         self.devices = devices
         self.autocast = strategy.autocast
         self.num_microbatches = strategy.num_microbatches
         self.shapes = StageShapes(self.num_microbatches)
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._prepared: dict[BatchKey, Prepared] = {}
         # Operations that make a tensor, such as arange, do so on the device of the trace.
         self._blueprints = {
             device: Blueprint(model, device, strategy.autocast, strategy.name)
             for device in dict.fromkeys(devices)
         }
         blueprint = self._blueprints[devices[0]]
-        self.parts: CutPoints = blueprint.cut(strategy.example, len(devices))
-        like = blueprint.inputs(strategy.example, -(-samples // self.num_microbatches))
-        used: list[set[str]] = [set() for _ in devices]
-        for training in (True, False):
-            traced = blueprint.trace(like, self.parts.starts, training, is_kept=True)
-            for names, stage in zip(used, traced.stages, strict=True):
-                names |= names_of(stage.graph, blueprint.names)
+        self.parts: CutPoints = blueprint.cut(example, len(devices))
+        like = blueprint.inputs(example, -(-samples // self.num_microbatches))
+        self._used = blueprint.used_by_stages(like, self.parts.starts)
         # which refuses statistics that several stages would change
-        StageWeights(blueprint.model, used, len(devices), strategy.name)
-        self._used = used
+        StageWeights(blueprint.model, self._used, len(devices), strategy.name)
 
     def require_no_hooks(self, model: nn.Module) -> None:
         """Raise a ConfigError if a module of the model has what a trace would call once only."""
@@ -142,14 +131,10 @@ class TracedSplit:
         Raises:
             ConfigError: the model does not support it, or it is the first one of too many shapes.
         """
-        tensors, form = tree_flatten(arguments_of(inputs))
-        sample = tuple(Form(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
-        text = ", ".join(map(str, sample))
-        samples = self.shapes.samples((sample, str(form)), text, size(inputs), training)
-        key = (sample, str(form), samples, training)
+        key = self.shapes.key_of(inputs, training)
         if key not in self._prepared:
-            self._prepared[key] = self._make_stages(inputs, samples, training)
-        repeated = torch.arange(samples * self.num_microbatches) % size(inputs)
+            self._prepared[key] = self._make_stages(inputs, key.samples, training)
+        repeated = torch.arange(key.samples * self.num_microbatches) % size(inputs)
         return self._prepared[key], repeated
 
     def _make_stages(self, inputs: Tree, samples: int, training: bool) -> Prepared:

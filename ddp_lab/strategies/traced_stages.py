@@ -1,20 +1,20 @@
 """Runs batches through the stages of a module that is cut by a trace, in micro-batches."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from ddp_lab.data.trees import Tree, rows, size
-from ddp_lab.models.boundaries import Form
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.strategies.executor import Executor, Prepared
 from ddp_lab.strategies.schedules import PipelinePlan
+from ddp_lab.strategies.stage_shapes import BatchKey
 from ddp_lab.strategies.traced import Blueprint, Traced, bind
 from ddp_lab.strategies.traced_values import TracedStage
 from ddp_lab.tasks.base import Task
@@ -78,7 +78,7 @@ class TracedExecutor(Executor):
         self.model = model
         assert isinstance(plan.parts, CutPoints)
         self.starts = plan.parts.starts
-        self._schedules: dict[Hashable, TracedSchedule] = {}
+        self._schedules: dict[BatchKey, TracedSchedule] = {}
 
     def for_loss(self, outputs: Any, expected: torch.Tensor, num_valid: int) -> Any:
         num_rows = max(num_valid, 1)  # `measure` cannot cut padding from all outputs
@@ -87,18 +87,14 @@ class TracedExecutor(Executor):
         return tree_unflatten(tensors, self._form), expected[:num_rows]
 
     def prepare(self, inputs: Tree, training: bool) -> Prepared:
-        tensors, form = tree_flatten(arguments_of(inputs))
-        sample = tuple(Form(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
-        text = ", ".join(map(str, sample))
-        samples = self.shapes.samples((sample, str(form)), text, size(inputs), training)
-        key = (sample, str(form), samples, training)
+        key = self.shapes.key_of(inputs, training)
         if key not in self._schedules:
-            like = self.blueprint.inputs(inputs, samples)
+            like = self.blueprint.inputs(inputs, key.samples)
             traced = self.blueprint.trace(like, self.starts, training)
             schedule = self._make_schedule(traced, training)
             self._schedules[key] = TracedSchedule(schedule, traced.outputs, traced.form)
         prepared = self._schedules[key]
-        padded = samples * self.plan.num_microbatches
+        padded = key.samples * self.plan.num_microbatches
         repeated = torch.arange(padded, device=self.device) % size(inputs)
         arguments: tuple[torch.Tensor, ...] = ()
         if 0 in self.indices:

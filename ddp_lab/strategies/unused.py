@@ -29,19 +29,25 @@ SAME_PARAMETERS = {
 }
 
 
-def require_may_leave_unused(strategy: Strategy) -> None:
-    """Refuse what excludes parameters that only some steps use. Called in the constructor.
+def unsupported_with_unused(strategy: Strategy) -> dict[str, str]:
+    """Return what a strategy does not support if only some steps use a parameter, and why.
+
+    Args:
+        strategy: in its constructor; without find_unused_parameters it supports everything.
 
     Raises:
         ConfigError: BatchNorm is synchronised. A rank whose batch skips such a layer would leave
             the others waiting in the layer's collective.
     """
+    if not strategy.find_unused_parameters:
+        return {}
     if strategy.batch_norm == "sync":
         raise ConfigError(
             "strategy.batch_norm=sync: is not supported with strategy.find_unused_parameters=true, "
             "because ranks that skip a layer would leave the others waiting for its statistics. "
             "Use strategy.batch_norm=local"
         )
+    return SAME_PARAMETERS
 
 
 @contextmanager

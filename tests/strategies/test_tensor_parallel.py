@@ -29,8 +29,8 @@ from ddp_lab.models.lenet import lenet
 from ddp_lab.models.vit import Block
 from ddp_lab.run.build import build
 from ddp_lab.strategies import peer_sums
+from ddp_lab.strategies.block_plans import plans_for
 from ddp_lab.strategies.linear_pairs import ColumnLinear, RowLinear
-from ddp_lab.strategies.tensor_parallel import plans_for
 from ddp_lab.strategies.tp import TP
 from ddp_lab.world.planned import PlannedRuntime
 from ddp_lab.world.runtime import Runtime
@@ -209,7 +209,7 @@ def test_peer_sums_in_chunks_equal_single():
 def compiled(backend: str, share_tokens: bool) -> dict:
     """Compile a pair of layers whose sums are custom operations, and compare it with eager mode."""
     from ddp_lab.strategies.activation_sums import make_group
-    from ddp_lab.strategies.tensor_parallel import divide
+    from ddp_lab.strategies.divided_blocks import divide
 
     with (
         Runtime("cpu") as runtime,

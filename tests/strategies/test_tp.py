@@ -13,7 +13,7 @@ from worlds import once, run_world
 from ddp_lab import Lab, tasks
 from ddp_lab.checkpoints.state import gather_full_state
 from ddp_lab.config.errors import TrainingError
-from ddp_lab.strategies.tp import can_be_sharded
+from ddp_lab.strategies.sharded_layers import can_be_sharded
 
 SHAPE = {"in_channels": 1, "image_size": 4, "num_classes": 4}
 SGD = partial(torch.optim.SGD, lr=0.1)
