@@ -16,7 +16,8 @@ class FullCheckpoint(SavedCheckpoint):
     def open(self) -> None:
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         require_keys(state, {*KEYS, "model"})
-        parts = {"model": state.pop("model"), "ema": state.pop("ema", {})}
+        parts = {"model": state.pop("model")}
+        parts |= {name: state.pop(name, {}) for name in ("ema", "task")}
         parts |= {
             f"optimizer.{name}": values for name, values in state["optimizer"]["state"].items()
         }

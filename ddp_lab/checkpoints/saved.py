@@ -164,11 +164,15 @@ class SavedCheckpoint(ABC):
         )
 
     def load(self, state: State) -> None:
-        """Load model, optimizer, averages and the scale of the loss: this rank's part of them.
+        """Load model, optimizer, averages, and the state and the scale of the loss.
 
-        Averages start from the weights if there are none.
+        This rank's part of them. Averages start from the weights if there are none.
+
+        Raises:
+            ConfigError: the state is that of another loss.
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
+        state.load_task(self.read, {key: tuple(each.shape) for key, each in self.tensors.items()})
         if state.ema and not self.has_averages:
             state.ema.reset_to_weights()
         scale = state.strategy.loss_scale

@@ -1,7 +1,8 @@
 """What a checkpoint holds: tensors by key, the rest as JSON, and both of all ranks together.
 
-Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the model's own names. One file holds
-the full tensors, which rank 0 collects; to a sharded checkpoint each rank writes its own.
+Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the names of the model, and task.NAME
+of buffers that a loss changes. One file holds the full tensors, which rank 0 collects; to a sharded
+checkpoint each rank writes its own.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.checkpoints.files import write_file
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
@@ -29,6 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 # writes a copy to a path, after a call of the second argument
 Write = Callable[[Path, Callable[[], None]], None]
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
+TASK = "task."  # before the names of buffers of the loss
 LOSS_SCALE = "loss_scale"  # in those of runs with precision=fp16
 
 
@@ -50,6 +53,9 @@ class State:
     shapes: Shapes
     ema: "EMA | EvaluationWeights | None" = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_buffers = {name: buffer.clone() for name, buffer in self._task_buffers()}
 
     @classmethod
     def of(cls, trainer: Trainer, shapes: Shapes) -> "State":
@@ -74,6 +80,45 @@ class State:
         return tensors | {
             f"ema.{name}": tensor for name, tensor in averages.items() if name in model
         }
+
+    def task_state(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of the loss that the steps have changed by key. Nothing is copied.
+
+        The others are constants, such as weights of classes, which the config of a launch has.
+        """
+        return {
+            f"{TASK}{name}": buffer
+            for name, buffer in self._task_buffers()
+            if not torch.equal(buffer, self._first_buffers[name])
+        }
+
+    def load_task(self, read: Callable[[dict[str, torch.Tensor]], None], shapes: Shapes) -> None:
+        """Read the buffers of the loss that are in a checkpoint.
+
+        Args:
+            read: reads tensors by key, in place.
+            shapes: of the tensors in the checkpoint by key.
+
+        Raises:
+            ConfigError: a buffer has another shape.
+        """
+        buffers = {f"{TASK}{name}": buffer for name, buffer in self._task_buffers()}
+        saved = {key: buffer for key, buffer in buffers.items() if key in shapes}
+        for key, buffer in saved.items():
+            if shapes[key] != tuple(buffer.shape):
+                raise ConfigError(
+                    f"the buffer {key.removeprefix(TASK)} of the loss is {shapes[key]} in the "
+                    f"checkpoint, and {tuple(buffer.shape)} in this launch. Use the loss that it "
+                    "was trained with, or another name"
+                )
+        read(saved)
+
+    def _task_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers of the loss that its own `state_dict` has, with their names."""
+        state = self.strategy.task.state_dict()
+        return [
+            (name, state[name]) for name, _ in self.strategy.task.named_buffers() if name in state
+        ]
 
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
         """Return this rank's part of a checkpoint: its tensors and the rest.
@@ -139,7 +184,7 @@ class State:
         plain = json.dumps(
             rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value)
         )
-        return weights | tensors, plain
+        return weights | self.task_state() | tensors, plain
 
 
 def gather_full_state(
@@ -189,14 +234,16 @@ def merge(rests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a checkpoint of one file: KEYS, "model", and "ema" of averages.
+    """Return the content of a checkpoint of one file.
+
+    It has KEYS and "model", "ema" of averages, and "task" of a loss with a state.
 
     Args:
         tensors: full ones by key.
         rest: as from `merge`.
     """
     optimizer = rest["optimizer"]
-    parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "ema": {}}
+    parts: dict[str, dict[str, torch.Tensor]] = {"model": {}, "ema": {}, "task": {}}
     state: dict[str, dict[str, Any]] = {
         name: dict(state_of_parameter) for name, state_of_parameter in optimizer["state"].items()
     }
@@ -210,7 +257,9 @@ def content_of(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any]) -> dic
 
     # frozen weights are no averages
     averages = {"ema": parts["model"] | parts["ema"]} if parts["ema"] else {}
-    return rest | {"model": parts["model"], **averages, "optimizer": {**optimizer, "state": state}}
+    of_task = {"task": parts["task"]} if parts["task"] else {}
+    optimizer = {**optimizer, "state": state}
+    return rest | {"model": parts["model"], **averages, **of_task, "optimizer": optimizer}
 
 
 def copy_full(state: State, progress: Progress) -> Write | None:

@@ -48,6 +48,20 @@ class Unfinished(nn.Module):
         self.scale = self.missing
 
 
+class Centred(nn.Module):
+    """A loss with a state: it subtracts a running mean of the logits, as DINO does."""
+
+    def __init__(self, classes: int = 10):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(classes))
+
+    def forward(self, logits, targets):
+        losses = F.cross_entropy(logits - self.centre, targets, reduction="none")
+        if torch.is_grad_enabled():
+            self.centre.mul_(0.9).add_(0.1 * logits.detach().mean(0))
+        return losses
+
+
 def of_outputs(outputs, targets):
     """Without targets."""
     assert targets is None
