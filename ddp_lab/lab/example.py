@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from ddp_lab.config.errors import ConfigError
@@ -72,10 +73,12 @@ def find_example(example: Any, parts: Parts) -> Example | None:
     sample, target = divide(example, parts.targets if is_complete else None, "example")
     if not is_complete and isinstance(sample, tuple) and len(sample) == 1:
         (sample,) = sample
-    if not consists_of_tensors(sample):
+    if other := describe_other(sample):
+        kind = type(sample).__name__
+        place, of_kind = other
+        part = f", in which {place} is {of_kind}" if place else ""
         raise ConfigError(
-            "example: must be a sample of tensors, for example dataset[0], got "
-            f"{type(sample).__name__}"
+            f"example: must be a sample of tensors, for example dataset[0], got {kind}{part}"
         )
 
     try:
@@ -99,13 +102,26 @@ def find_example(example: Any, parts: Parts) -> Example | None:
     )
 
 
-def consists_of_tensors(sample: Any) -> bool:
-    """Return whether inputs are a tensor, or a tuple or dict of tensors."""
+def describe_other(sample: Any, place: str = "") -> tuple[str, str] | None:
+    """Return place and type of the first part of inputs that is no tensor and no array, or None.
+
+    Args:
+        sample: a tensor, an array, or a tuple or dict of them.
+        place: of it in the inputs; "" of the inputs themselves.
+    """
+    if isinstance(sample, (torch.Tensor, np.ndarray)):
+        return None
+    parts: dict[str, Any] = {}
     if isinstance(sample, (tuple, list)):
-        return len(sample) > 0 and all(map(consists_of_tensors, sample))
-    if isinstance(sample, Mapping):
-        return len(sample) > 0 and all(map(consists_of_tensors, sample.values()))
-    return isinstance(sample, torch.Tensor)
+        elements = cast("list[Any]", sample)
+        parts = {f"{place}[{number}]": part for number, part in enumerate(elements)}
+    elif isinstance(sample, Mapping):
+        items = cast("Mapping[Any, Any]", sample).items()
+        parts = {f'{place}["{key}"]': part for key, part in items}
+    if not parts:
+        return place, type(sample).__name__
+    others = (describe_other(part, where) for where, part in parts.items())
+    return next((other for other in others if other), None)
 
 
 def as_loaded(inputs: Tree, targets: Tree) -> tuple[Tree, Tree]:

@@ -46,6 +46,7 @@ from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.strategies.head_losses import check_head
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division, check_lab_loss
+from ddp_lab.training.divided_model import describe_division
 from ddp_lab.training.hooks import Hook
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
@@ -358,6 +359,10 @@ class Lab:
             complete = (tried.inputs, tried.targets)
 
         if note := check_lab_loss(division, model, task, complete, loss_over_batch):
+            self.print(note)
+        with print_if_slow("trying what the parts of a batch compute", self.is_main):
+            notes = describe_division(division, original, task, lambda: complete)
+        for note in notes:
             self.print(note)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)

@@ -146,7 +146,8 @@ def build(
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
     is_divided = (strategy.dp_size, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
-        from ddp_lab.run.loss_check import check_divided_loss
+        from ddp_lab.run.loss_check import check_divided_loss, describe_divided_model
+        from ddp_lab.tasks.over_batch import is_own
         from ddp_lab.training.divided_loss import Division
 
         group = "task" if task.loss is None else "loss"
@@ -156,6 +157,9 @@ def build(
             built.notes.extend(
                 check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
             )
+        if not (spec.is_own and is_own(task)):
+            with print_if_slow("trying what the parts of a batch compute", runtime.is_main):
+                built.notes.extend(describe_divided_model(division, dataset, built.model, task))
     job = assemble(cfg, strategy, dataset, sizes, built, task)
     job = replace(
         job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg, sizes.global_batch_size)

@@ -1,5 +1,6 @@
-"""The check of a run's loss before the ranks connect: is a loss over the batch divided."""
+"""The checks of a divided batch before the ranks connect: of the loss, and of the model."""
 
+from contextlib import suppress
 from functools import partial
 
 from torch import nn
@@ -11,6 +12,7 @@ from ddp_lab.models.trial import random_like
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.made_up_batches import SAMPLES
 from ddp_lab.training.divided_loss import Division, Samples, check_loss, outputs_for
+from ddp_lab.training.divided_model import describe_division
 
 
 def check_divided_loss(
@@ -37,6 +39,38 @@ def check_divided_loss(
         return [note] if note else []
     check_loss(division, task, key, partial(samples_of, dataset, model))
     return []
+
+
+def describe_divided_model(
+    division: Division, dataset: Dataset, model: nn.Module, task: Task
+) -> list[str]:
+    """Return notes for the log about what the model computes differently of parts of a batch.
+
+    Args:
+        division: of the global batch.
+        dataset: of which two samples are read if the model is tried.
+        model: the complete model.
+        task: with the loss, on the CPU.
+    """
+    return describe_division(division, model, task, partial(two_samples, dataset))
+
+
+def two_samples(dataset: Dataset) -> Samples:
+    """Return inputs and targets of the first two samples, with random numbers for fractions."""
+    from ddp_lab.data.collated import Collated
+
+    train = dataset.train
+    if isinstance(train, Collated):
+        inputs, targets = train.batch(0, range(2))
+        return apply(as_numbers, inputs), apply(as_numbers, targets)
+    inputs, targets = train.example(2)
+    if not train.is_endless:
+        with suppress(Exception):  # a sample that cannot be read is reported by the training
+            samples = [train.sample(0, index) for index in range(2)]
+            targets = apply(as_numbers, stack([target for _, target in samples]))
+            if not train.is_image:
+                inputs = apply(as_numbers, stack([each for each, _ in samples]))
+    return random_like(inputs), targets
 
 
 def samples_of(dataset: Dataset, model: nn.Module) -> Samples | None:

@@ -54,5 +54,5 @@ def require_constant_buffers(model: nn.Module, example: "Tree", num_microbatches
             f"strategy.num_microbatches={num_microbatches}: the buffer {name} of the model changes "
             "in every forward pass in training, as those of spectral_norm do, and so "
             f"{num_microbatches} times in a step instead of once. Use strategy.num_microbatches=1, "
-            "or another strategy, for example ddp"
+            "in a pipeline with strategy.schedule=gpipe, or another strategy, for example ddp"
         )

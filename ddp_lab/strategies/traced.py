@@ -24,7 +24,7 @@ from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.trial import copy_in
 from ddp_lab.strategies.stage_weights import names_in
-from ddp_lab.strategies.traced_values import TracedStage, stages_of
+from ddp_lab.strategies.traced_values import TracedStage, constants_of, stages_of
 
 INNER = "inner"  # the attribute of Flat that is the model
 OF_TRACES = "the model is no Chain, and its stages are traces, with which it was never tested"
@@ -163,6 +163,7 @@ class Blueprint:
             raise self._cannot_trace(error) from None
         outputs_form, after = calls[-1]
         self._require_same_state(before, after)
+        self._require_samples(constants_of(pipe), len(tensors[0]))
         stages = stages_of(pipe)
         if len(stages) != len(starts) + 1:
             raise ConfigError(

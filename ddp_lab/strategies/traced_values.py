@@ -110,6 +110,18 @@ class TracedStage(nn.Module):
         return tuple(returned)
 
 
+def constants_of(pipe: Any) -> list[Any]:
+    """Return the outputs of a trace that are no tensors, such as numbers and None.
+
+    Args:
+        pipe: of torch.distributed.pipelining.
+    """
+    (node,) = pipe.split_gm.graph.find_nodes(op="output")
+    returned = node.args[0]
+    values = returned if isinstance(returned, (tuple, list)) else [returned]
+    return [value for value in values if not isinstance(value, torch.fx.Node)]
+
+
 class Values:
     """The values between the stages of torch's Pipe, by name: the inputs, and what stages return.
 

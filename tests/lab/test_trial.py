@@ -270,6 +270,10 @@ REFUSED = [
         {"example": ([1.0], 2)},
         "example: must be a sample of tensors, for example dataset[0], got list",
     ),
+    (
+        {"example": ({"x": torch.rand(4), "path": "a.png"}, 2)},
+        'for example dataset[0], got dict, in which ["path"] is str',
+    ),
 ]
 
 

@@ -361,6 +361,12 @@ class Scalar(Language):
         return outputs | {"mean": outputs["tokens"].mean()}
 
 
+class Numbered(Language):
+    def forward(self, input_ids, attention_mask):
+        outputs = super().forward(input_ids, attention_mask)
+        return outputs | {"samples": len(input_ids)}
+
+
 def with_hook() -> nn.Module:
     model = Language()
     model.layers[1].register_forward_hook(lambda *_: None)
@@ -372,6 +378,7 @@ MISTAKES = {
     "branch": (Branching, {}, "torch.export cannot trace the model: "),
     "Python state": (Counting, {}, "runs Python only once, but a forward pass changes steps. Keep"),
     "scalar": (Scalar, {}, "all outputs of the model must be [b, ...], with a row for each sample"),
+    "number": (Numbered, {}, "with a row for each sample; got int for 2 samples. Let forward"),
     "hook": (with_hook, {}, "and the module layers.1 has one (register_forward_hook). Compute it"),
     "path": (Language, {"cut": ["layer.1"]}, "the model has no module layer.1. Use the path of"),
     "order": (

@@ -1,0 +1,169 @@
+"""A model or a loss that computes something else of the parts of a batch is named in the log."""
+
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from launches import SMALL, launch
+from own_losses import Centred
+from torch import nn
+
+from ddp_lab.tasks.classification import Classification
+from ddp_lab.training.divided_loss import Division
+from ddp_lab.training.divided_model import describe_division
+
+AS_BATCH_NORM = (
+    "the outputs of a sample depend on the others of its batch, as with BatchNorm. With "
+)
+
+
+class Centring(nn.Linear):
+    def forward(self, inputs):
+        features = super().forward(inputs)
+        return features - features.mean(0) if self.training else features
+
+
+class Mixing(nn.Linear):
+    """Manifold mixup (Verma et al. 2019, arXiv:1806.05236) with a fixed factor."""
+
+    def forward(self, inputs):
+        features = super().forward(inputs)
+        return 0.7 * features + 0.3 * features.flip(0)
+
+
+class Balancing(nn.Linear):
+    """Two experts, with a loss of their balance as an output that is no row for each sample."""
+
+    def forward(self, inputs):
+        logits = super().forward(inputs)
+        fractions = logits.softmax(1).mean(0)
+        return {"logits": logits, "balance": fractions.square().sum()}
+
+
+class Summing(nn.Linear):
+    def forward(self, inputs):
+        logits = super().forward(inputs)
+        return {"logits": logits, "penalty": logits.square().mean(), "weight": self.weight.sum()}
+
+
+class Queue(nn.Linear):
+    """Keeps the last features, as MoCo does (He et al. 2019, arXiv:1911.05722)."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("queue", torch.zeros(4, sizes[1]))
+
+    def forward(self, inputs):
+        features = super().forward(inputs)
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([features, self.queue])[:4])
+        return features
+
+
+class Counting(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes += 1
+        return super().forward(inputs)
+
+
+class Noisy(nn.Linear):
+    """Random numbers of three generators, always the same ones in a trial."""
+
+    def forward(self, inputs):
+        noise = torch.from_numpy(np.random.rand(*inputs.shape)).float()
+        return super().forward(inputs + torch.rand_like(inputs) + noise)
+
+
+class Sequence(nn.Module):
+    """Attention over the samples, because its layer has the batch in the second dimension."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embedding(tokens)).mean(1))
+
+
+def of(kind):
+    return lambda: kind(6, 10)
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Dropout(0.5))
+
+
+CASES = {
+    "plain": (of(nn.Linear), ""),
+    "centring": (of(Centring), AS_BATCH_NORM),
+    "mixing": (of(Mixing), AS_BATCH_NORM),
+    "balancing": (of(Balancing), AS_BATCH_NORM),
+    "a mean over samples": (of(Summing), ""),
+    "queue": (of(Queue), "the buffer queue of the model is computed from the batch. With "),
+    "counter": (of(Counting), ""),
+    "random numbers": (of(Noisy), ""),
+    "BatchNorm, dropout": (normalised, ""),
+    "attention over samples": (lambda: Sequence(batch_first=False), AS_BATCH_NORM),
+    "attention": (lambda: Sequence(batch_first=True), ""),
+}
+
+
+def divide(model, task, inputs, **parts) -> list[str]:
+    strategy = MagicMock(**{"replicas": 1, "num_microbatches": 1} | parts)
+    strategy.name = "some"
+    targets = torch.tensor([1, 2])
+    return describe_division(Division(strategy, 8, 1), model, task, lambda: (inputs, targets))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_names_what_depends_on_other_samples(case):
+    make, expected = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    tokens = torch.arange(7).repeat(2, 1)  # of an example twice: two equal samples
+    inputs = tokens if isinstance(model, Sequence) else torch.rand(2, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    lines = divide(model, Classification(), inputs, replicas=2)
+    assert [line.startswith(expected) for line in lines] == [True] * bool(expected), lines
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({}, None),
+        ({"replicas": 3}, "With strategy=some on 3 replicas the losses differ"),
+        ({"num_microbatches": 4}, "With strategy.num_microbatches=4 the losses differ"),
+    ],
+)
+def test_line_names_what_divides_the_batch(parts, named):
+    lines = divide(Centring(6, 10), Classification(), torch.rand(2, 6), **parts)
+    assert bool(lines) == (named is not None)
+    assert all(named in line for line in lines)
+
+
+def test_log_names_a_loss_that_changes_with_each_call():
+    task = Classification(Centred())
+    lines = divide(nn.Linear(6, 10), task, torch.rand(2, 6), replicas=2)
+    expected = "the buffer loss.centre of the loss changes with each of its calls. With strategy"
+    assert [line.startswith(expected) for line in lines] == [True]
+    assert not task.loss.centre.any(), "the trial changes the loss"
+
+
+@pytest.mark.slow
+def test_command_line_names_a_loss_with_a_state(tmp_path):
+    line = "ddp-lab train strategy=single accumulate=2"
+    loss = ["loss=own", "loss._target_=own_losses.Centred"]
+    code, output = launch(line, *SMALL, *loss, "epochs=1", f"runs_dir={tmp_path}")
+    assert code == 0, output
+    assert output.count("the buffer loss.centre of the loss changes with each of its calls") == 1
+    assert "With accumulate=2 the losses differ from those of one device" in output
