@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 # With it rank 0 opens a store of its own at each start of the ranks. Without it, torch (2.15) gives
 # the address of the agents' store only to those agents that take part in the first round: one that
-# is started again later does not find the others.
+# is started again later does not find the others. On one machine there is no other agent, and the
+# agent's store is better: it has its port from the beginning. That of rank 0 would be looked for
+# seconds before rank 0 opens it, and in between another program may take it. Of two H200s on which
+# ten launches started at once, a rank of one met the store of another.
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # which reach the ranks; each rank saves and exits
 SIGNALS = "SIGINT,SIGTERM,SIGUSR1,SIGHUP,SIGQUIT"
@@ -307,7 +310,8 @@ def start_ranks(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
-    os.environ.setdefault(OWN_STORE, "1")
+    if is_large(options):
+        os.environ.setdefault(OWN_STORE, "1")
     if "LOGLEVEL" not in os.environ:  # torch's variable
         logging.disable()  # torch logs what is reported below, with a time and the source file
     try:

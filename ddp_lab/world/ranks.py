@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_lab.config.errors import ConfigError
-from ddp_lab.world.process import RankInfo, env_int, launch_id
+from ddp_lab.world.process import RankInfo, env_int, launch_id, run_id
 
 # the longest wait is for a slow dataset download on another rank
 DECISION_TIMEOUT = timedelta(minutes=30)
@@ -125,7 +125,8 @@ class Ranks:
             return agree_on_attempt(
                 store, self.rank, self.world_size, max(self.timeout, START_TIMEOUT)
             )
-        return "0"  # the store is rank 0's, and new at each start
+        # The store is rank 0's, and new at each start. That of another launch may have its port.
+        return run_id() or "0"
 
     def broadcast_from_rank0(
         self, key: str, decide: Callable[[], Answer], per_node: bool = False

@@ -1,5 +1,6 @@
 """`ddp-lab train` as users start it: its options, and how a launch of several ranks ends."""
 
+import os
 import re
 import shlex
 import signal
@@ -232,6 +233,27 @@ def test_port_of_another_rendezvous_is_left_to_torch(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"--rdzv-endpoint=127.0.0.1:{server.getsockname()[1]}"
         read_options(["--nproc=2", place, "--rdzv-backend=etcd", "strategy=ddp", "device=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [([], None), (["--nnodes=2", "--rdzv-endpoint=localhost:29999"], "1")],
+)
+def test_ranks_of_one_machine_use_the_store_of_its_launcher(machines, expected, monkeypatch):
+    """Its port is taken before they start, so that no other program can take it."""
+    seen: list[str | None] = []
+
+    def run(options):
+        seen.append(os.environ.get(OWN_STORE))
+        raise SignalException("ended", signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("logging.disable", lambda: None)
+    monkeypatch.setenv(OWN_STORE, "")  # restored at the end
+    monkeypatch.delenv(OWN_STORE)
+    options, overrides = read_options(["--nproc", "2", "strategy=ddp", *machines])
+    assert start_ranks(options, overrides) == 75
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize("mine", [False, True])

@@ -185,6 +185,17 @@ def test_find_launch_returns_the_directory_of_a_launch_also_if_some_nodes_were_r
     assert find_launch(tmp_path / "none-yet", "host-2-20") is None
 
 
+def test_rank_shares_no_keys_with_another_launch_whose_store_has_its_port(monkeypatch):
+    """Another program may take the port before rank 0 opens its store there."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    names = set()
+    for launch_of_rank in ("one", "another"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch_of_rank)
+        ranks = Ranks(RankInfo(1, 2, 1, 2), timedelta(seconds=5))
+        names.add(ranks._attempt(HashStore()))
+    assert len(names) == 2
+
+
 def fail_to_agree(port: int | None) -> str:
     def decide():
         raise NodeError("no such thing")
