@@ -6,9 +6,10 @@ that is computed from the inputs, such as a queue of features, and a loss that h
 None is refused, because BatchNorm is such a layer, and many train with it.
 
 The trial computes two samples a and b. A layer that mixes none has the same output for `a` beside
-`b` and beside a copy of itself:
+`b` and beside copies of itself, and a sum or a mean over the samples is linear in them:
 
-    outputs(a, b)[0] == outputs(a, a)[0]
+    outputs(a, b, b)[0] == outputs(a, a, a)[0]
+    mean(a, b, b) == (mean(a, a, a) + 2 mean(b, b, b)) / 3
 """
 
 import copy
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 
-from ddp_lab.data.trees import Tree, apply, leaves, rows, size, to
+from ddp_lab.data.trees import Tree, apply, leaves, rows, to
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.models.outputs import tensors_of
@@ -126,25 +127,39 @@ def mixed_samples(model: nn.Module, pair: Tree) -> str:
         model: complete.
         pair: two samples, on its device.
     """
-    twice = [apply(lambda tensor, row=row: tensor[[row, row]], pair) for row in (0, 1)]
     different = any(not torch.equal(tensor[0], tensor[1]) for _, tensor in leaves(pair))
     if not different:
         return ""
-    both = pass_of(model, pair)
-    first, second = (pass_of(model, inputs) for inputs in twice)
-    for together, one, other in zip(both.outputs, first.outputs, second.outputs, strict=True):
-        if together.shape[:1] == (size(pair),):
-            expected = one[0]
-            actual = together[0]
-        else:  # a sum or a mean over the samples
-            expected = (one + other) / 2
+    fewer = pass_of(model, pair)
+    both, first, second = (
+        pass_of(model, apply(lambda tensor, chosen=chosen: tensor[chosen], pair))
+        for chosen in ([0, 1, 1], [0, 0, 0], [1, 1, 1])
+    )
+    outputs = zip(both.outputs, first.outputs, second.outputs, fewer.outputs, strict=True)
+    for together, one, other, shorter in outputs:
+        dimension = dimension_of_samples(shorter, together)
+        if dimension is None:  # a sum or a mean over the samples
+            expected = (one + 2 * other) / 3
             actual = together
+        else:
+            expected = one.select(dimension, 0)
+            actual = together.select(dimension, 0)
         if differ(expected, actual):
             return "the outputs of a sample depend on the others of its batch, as with BatchNorm"
     for name, buffer in both.buffers.items():
         if differ(first.buffers[name], buffer):
             return f"the buffer {name} of the model is computed from the batch"
     return ""
+
+
+def dimension_of_samples(shorter: torch.Tensor, longer: torch.Tensor) -> int | None:
+    """Return the dimension in which an output has its samples; None if it has no row for each.
+
+    Args:
+        shorter, longer: the same output for different numbers of samples.
+    """
+    sizes = zip(shorter.shape, longer.shape, strict=True)
+    return next((place for place, (few, more) in enumerate(sizes) if few != more), None)
 
 
 def pass_of(model: nn.Module, inputs: Tree) -> Pass:

@@ -92,6 +92,18 @@ class Sequence(nn.Module):
         return self.head(self.layer(self.embedding(tokens)).mean(1))
 
 
+class Recurrent(nn.LSTM):
+    """Returns states of its two layers, [2, b, 4], with the samples in the second dimension."""
+
+    def __init__(self):
+        super().__init__(6, 4, num_layers=2, batch_first=True)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, inputs):
+        outputs, (hidden, _) = super().forward(inputs[:, None])
+        return {"logits": self.head(outputs[:, 0]), "hidden": hidden}
+
+
 def of(kind):
     return lambda: kind(6, 10)
 
@@ -110,6 +122,7 @@ CASES = {
     "counter": (of(Counting), ""),
     "random numbers": (of(Noisy), ""),
     "BatchNorm, dropout": (normalised, ""),
+    "states of layers": (Recurrent, ""),
     "attention over samples": (lambda: Sequence(batch_first=False), AS_BATCH_NORM),
     "attention": (lambda: Sequence(batch_first=True), ""),
 }
