@@ -167,12 +167,9 @@ class SavedCheckpoint(ABC):
         """Load model, optimizer, averages, and the state and the scale of the loss.
 
         This rank's part of them. Averages start from the weights if there are none.
-
-        Raises:
-            ConfigError: the state is that of another loss.
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
-        state.load_task(self.read, {key: tuple(each.shape) for key, each in self.tensors.items()})
+        state.load_task(self.read, self.tensors)
         if state.ema and not self.has_averages:
             state.ema.reset_to_weights()
         scale = state.strategy.loss_scale

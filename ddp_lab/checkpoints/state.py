@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.checkpoints.files import write_file
-from ddp_lab.config.errors import ConfigError
+from ddp_lab.observe.log import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
@@ -84,34 +84,45 @@ class State:
     def task_state(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the loss that the steps have changed by key. Nothing is copied.
 
-        The others are constants, such as weights of classes, which the config of a launch has.
+        Of a pipeline only the ranks that compute the loss have some. The other buffers are
+        constants, such as weights of classes, which the config of a launch has.
         """
-        return {
-            f"{TASK}{name}": buffer
-            for name, buffer in self._task_buffers()
-            if not torch.equal(buffer, self._first_buffers[name])
-        }
+        if not self.strategy.is_metric_rank:
+            return {}
+        changed = dict[str, torch.Tensor]()
+        for name, buffer in self._task_buffers():
+            first = self._first_buffers.get(name)
+            if first is None or not torch.equal(buffer, first):
+                changed[f"{TASK}{name}"] = buffer
+        return changed
 
-    def load_task(self, read: Callable[[dict[str, torch.Tensor]], None], shapes: Shapes) -> None:
+    def load_task(
+        self,
+        read: Callable[[dict[str, torch.Tensor]], None],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
         """Read the buffers of the loss that are in a checkpoint.
+
+        A buffer may have had no value or another shape when the loss was constructed.
 
         Args:
             read: reads tensors by key, in place.
-            shapes: of the tensors in the checkpoint by key.
-
-        Raises:
-            ConfigError: a buffer has another shape.
+            tensors: of the checkpoint by key, perhaps without data.
         """
-        buffers = {f"{TASK}{name}": buffer for name, buffer in self._task_buffers()}
-        saved = {key: buffer for key, buffer in buffers.items() if key in shapes}
-        for key, buffer in saved.items():
-            if shapes[key] != tuple(buffer.shape):
-                raise ConfigError(
-                    f"the buffer {key.removeprefix(TASK)} of the loss is {shapes[key]} in the "
-                    f"checkpoint, and {tuple(buffer.shape)} in this launch. Use the loss that it "
-                    "was trained with, or another name"
-                )
-        read(saved)
+        modules = dict(self.strategy.task.named_modules())
+        for key, tensor in tensors.items():
+            path, _, name = key.removeprefix(TASK).rpartition(".")
+            if not key.startswith(TASK):
+                continue
+            module = modules.get(path)
+            if module is None or not hasattr(module, name):
+                log.info(f"the loss has no buffer {key.removeprefix(TASK)}, as the checkpoint has")
+                continue
+            buffer: torch.Tensor | None = getattr(module, name)
+            if buffer is None or buffer.shape != tensor.shape:
+                buffer = torch.empty_like(tensor, device=self.strategy.device)
+                module.register_buffer(name, buffer)
+            read({key: buffer})
 
     def _task_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers of the loss that its own `state_dict` has, with their names."""

@@ -144,7 +144,7 @@ def build(
 
         trial = make_trial(dataset, task, freezes=not strategy.may_leave_unused)
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
-    is_divided = (strategy.dp_size, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
+    is_divided = (strategy.replicas, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
         from ddp_lab.run.loss_check import check_divided_loss, describe_divided_model
         from ddp_lab.tasks.over_batch import is_own

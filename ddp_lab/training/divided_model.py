@@ -13,7 +13,8 @@ The trial computes two samples a and b. A layer that mixes none has the same out
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -23,9 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from ddp_lab.data.trees import Tree, apply, leaves, rows, to
 from ddp_lab.models.calls import call
-from ddp_lab.models.kept_state import state_kept
-from ddp_lab.models.outputs import tensors_of
-from ddp_lab.models.trial import count_flops, is_large
+from ddp_lab.models.kept_state import random_state_kept, state_kept
+from ddp_lab.models.outputs import map_outputs, tensors_of
+from ddp_lab.models.trial import count_flops
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.loss_trial import trial_of_loss
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
@@ -33,8 +34,13 @@ from ddp_lab.training.divided_loss import Division
 
 EXACT = 1e-4  # relative tolerance: the same kernels compute the same row of both batches
 ROUNDED = 0.05  # the same of outputs in half precision
-# of forward and backward pass of a sample: a forward pass of ResNet-50 takes a second on two cores
-MOST_FLOPS = 5e10
+# What is tried takes a few seconds on a processor at most, and a copy of the weights.
+MOST_FLOPS = 3e10  # of forward and backward pass of a sample; ResNet-50 has 2.5e10
+MOST_BYTES = 2**30  # of the weights
+LONGEST = 2.0  # seconds of the first forward pass, after which no other one is made
+
+MIXED = "the outputs of a sample depend on the others of its batch, as with BatchNorm"
+NO_SUM = "an output that has no row for each sample is neither a sum nor a mean over the samples"
 
 Samples = tuple[Tree, Tree]  # inputs and targets of two samples
 
@@ -69,20 +75,25 @@ def describe_division(
     causes = causes_of(division)
     if not causes or any(parameter.is_meta for parameter in model.parameters()):
         return []
-    lines: list[str] = []
-    with suppress(Exception):
+    changed: list[str] = []
+    with suppress(Exception), random_state_kept():
         inputs, targets = samples() or (None, None)
         if inputs is None or not is_cheap(model, inputs):
             return []
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        pair = to(varied(inputs), device)
-        changed = [mixed_samples(model, pair), changed_in_loss(model, task, pair, targets)]
-        consequence = (
-            f"With {' and '.join(causes)} the losses differ from those of one device; "
-            "`ddp-lab verify` shows by how much"
-        )
-        lines = [f"{text}. {consequence}" for text in changed if text]
-    return lines
+        pair = to(varied(inputs, reverses=device.type == "cpu"), device)
+        if all(torch.equal(tensor[0], tensor[1]) for _, tensor in leaves(pair)):
+            return []
+        counts = division.accumulate > 1 or division.strategy.num_microbatches > 1
+        with suppress(Exception):
+            changed.append(mixed_samples(model, pair))
+        with suppress(Exception):
+            changed.append(changed_in_loss(model, task, pair, targets, counts))
+    consequence = (
+        f"With {' and '.join(causes)} the losses differ from those of one device; "
+        "`ddp-lab verify` shows by how much"
+    )
+    return [f"{text}. {consequence}" for text in changed if text]
 
 
 def causes_of(division: Division) -> list[str]:
@@ -97,23 +108,24 @@ def causes_of(division: Division) -> list[str]:
 
 
 def is_cheap(model: nn.Module, inputs: Tree) -> bool:
-    """Return whether the trial takes a few seconds on a processor at most."""
-    if not is_large(model):
-        return True
+    """Return whether the weights are few enough to be copied, and the FLOPs if they are known."""
+    if sum(parameter.nbytes for parameter in model.parameters()) > MOST_BYTES:
+        return False
     flops = count_flops(model, rows(inputs, slice(0, 1)))
-    return flops is not None and flops <= MOST_FLOPS
+    return flops is None or flops <= MOST_FLOPS
 
 
-def varied(inputs: Tree) -> Tree:
-    """Return two samples that differ: where they are equal, the second one is reversed.
+def varied(inputs: Tree, reverses: bool) -> Tree:
+    """Return two samples that differ: where they are equal, the second one may be reversed.
 
-    The numbers of a reversed sample, such as tokens, are again numbers that the model knows.
+    Most numbers of a reversed sample, such as tokens, are numbers that the model knows. An index
+    that it does not know ends the trial on a CPU, but would be the end of a GPU's context.
     """
 
     def reverse_second(tensor: torch.Tensor) -> torch.Tensor:
         first = tensor[:1]
         second = tensor[1:2]
-        if torch.equal(first, second):
+        if reverses and torch.equal(first, second):
             second = second.flip([*range(1, tensor.dim())])
         return torch.cat([first, second])
 
@@ -127,25 +139,26 @@ def mixed_samples(model: nn.Module, pair: Tree) -> str:
         model: complete.
         pair: two samples, on its device.
     """
-    different = any(not torch.equal(tensor[0], tensor[1]) for _, tensor in leaves(pair))
-    if not different:
-        return ""
+    begin = time.monotonic()
     fewer = pass_of(model, pair)
+    if time.monotonic() - begin > LONGEST:
+        return ""
     both, first, second = (
         pass_of(model, apply(lambda tensor, chosen=chosen: tensor[chosen], pair))
         for chosen in ([0, 1, 1], [0, 0, 0], [1, 1, 1])
     )
-    outputs = zip(both.outputs, first.outputs, second.outputs, fewer.outputs, strict=True)
-    for together, one, other, shorter in outputs:
+    again = pass_of(model, apply(lambda tensor: tensor[[0, 1, 1]], pair), other_numbers=True)
+    outputs = zip(
+        both.outputs, first.outputs, second.outputs, fewer.outputs, again.outputs, strict=True
+    )
+    for together, one, other, shorter, redrawn in outputs:
         dimension = dimension_of_samples(shorter, together)
-        if dimension is None:  # a sum or a mean over the samples
-            expected = (one + 2 * other) / 3
-            actual = together
-        else:
-            expected = one.select(dimension, 0)
-            actual = together.select(dimension, 0)
-        if differ(expected, actual):
-            return "the outputs of a sample depend on the others of its batch, as with BatchNorm"
+        if dimension is not None:
+            if differ(one.select(dimension, 0), together.select(dimension, 0)):
+                return MIXED
+        # each sample of a sum or a mean has random numbers of its own, which depend on its place
+        elif not differ(together, redrawn) and differ((one + 2 * other) / 3, together):
+            return NO_SUM
     for name, buffer in both.buffers.items():
         if differ(first.buffers[name], buffer):
             return f"the buffer {name} of the model is computed from the batch"
@@ -162,24 +175,29 @@ def dimension_of_samples(shorter: torch.Tensor, longer: torch.Tensor) -> int | N
     return next((place for place, (few, more) in enumerate(sizes) if few != more), None)
 
 
-def pass_of(model: nn.Module, inputs: Tree) -> Pass:
+def pass_of(model: nn.Module, inputs: Tree, other_numbers: bool = False) -> Pass:
     """Return what a forward pass in training mode computes, always from the same state.
 
     BatchNorm normalises by its running statistics in it.
+
+    Args:
+        model: complete.
+        inputs: some samples.
+        other_numbers: whether it draws other random numbers than without this argument.
     """
     with state_kept(model), torch.no_grad():
-        torch.manual_seed(0)
+        if other_numbers:
+            for device in {torch.device("cpu"), *(tensor.device for _, tensor in leaves(inputs))}:
+                torch.rand(1, device=device)
         model.train()
-        own_buffers = set[str]()
+        of_norms = set[str]()
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
-                own_buffers |= {f"{name}.{buffer}" for buffer, _ in module.named_buffers()}
+                of_norms |= {buffer for buffer, _ in module.named_buffers(prefix=name)}
         outputs = tensors_of(call(model, inputs))
         buffers = {
-            name: buffer.clone()
-            for name, buffer in model.named_buffers()
-            if name not in own_buffers
+            name: buffer.clone() for name, buffer in model.named_buffers() if name not in of_norms
         }
         return Pass([tensor.clone() for tensor in outputs], buffers)
 
@@ -196,26 +214,35 @@ def differ(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     return float((one - other).abs().max()) > scale * (EXACT if is_exact else ROUNDED)
 
 
-def changed_in_loss(model: nn.Module, task: Task, pair: Tree, targets: Tree) -> str:
-    """Return which buffer of the loss a training step changes; "" if it changes none.
+def changed_in_loss(
+    model: nn.Module, task: Task, pair: Tree, targets: Tree, counts_calls: bool
+) -> str:
+    """Return which buffer of the loss the parts of a batch change differently; "" if none.
 
     Args:
         model: complete.
         task: with the loss.
         pair: two samples, on the model's device.
         targets: of two samples.
+        counts_calls: whether a step calls the loss several times, which a counter would count.
     """
     if not any(True for _ in task.buffers()):
         return ""
     with state_kept(model), state_kept(task), trial_of_loss():
         outputs = outputs_for(task, call(model.train(), pair))
-        copied = copy.deepcopy(task).to(device_of(outputs)).train()
-        before = {name: buffer.clone() for name, buffer in copied.named_buffers()}
-        with torch.enable_grad():
-            copied.loss_sum(outputs, targets_for(task, targets, device_of(outputs)))
-        names: Sequence[str] = [
-            name for name, buffer in copied.named_buffers() if not torch.equal(buffer, before[name])
-        ]
-    if not names:
-        return ""
-    return f"the buffer {names[0]} of the loss changes with each of its calls"
+        device = device_of(outputs)
+        before = dict(copy.deepcopy(task).to(device).named_buffers())
+        after: list[dict[str, torch.Tensor]] = []
+        for chosen in ([0, 1], [0, 0]):
+            copied = copy.deepcopy(task).to(device).train()
+            some_outputs = map_outputs(lambda tensor, chosen=chosen: tensor[chosen], outputs)
+            some_targets = apply(lambda tensor, chosen=chosen: tensor[chosen], targets)
+            with torch.enable_grad():
+                copied.loss_sum(some_outputs, targets_for(task, some_targets, device))
+            after.append(dict(copied.named_buffers()))
+    for name, buffer in after[0].items():
+        if differ(after[1][name], buffer):
+            return f"the buffer {name} of the loss is computed from the batch"
+        if counts_calls and (name not in before or differ(before[name], buffer)):
+            return f"the buffer {name} of the loss changes with each of its calls"
+    return ""

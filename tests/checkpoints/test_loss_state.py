@@ -9,10 +9,10 @@ import pytest
 import torch
 from checkpoints import newest, start, train
 from own_losses import Centred
+from torch import nn
 
 from ddp_lab.checkpoints.find import open_checkpoint
 from ddp_lab.checkpoints.state import State
-from ddp_lab.config.errors import ConfigError
 from ddp_lab.tasks.base import Task
 
 CENTRED = ["loss=own", "loss._target_=own_losses.Centred"]
@@ -48,10 +48,41 @@ def test_constants_of_a_loss_are_in_no_checkpoint(tmp_path):
     assert "task" not in newest(tmp_path / "focal")
 
 
-def test_state_of_another_loss_is_refused():
-    strategy = MagicMock(task=Task(Centred(classes=11)))
-    state = State(strategy, MagicMock(), MagicMock(), {})
-    with pytest.raises(ConfigError) as raised:
-        state.load_task(lambda tensors: None, {"task.loss.centre": (10,)})
-    expected = "the buffer loss.centre of the loss is (10,) in the checkpoint, and (11,)"
-    assert expected in str(raised.value)
+def test_buffer_without_a_value_or_of_another_shape_is_saved_and_loaded():
+    class Growing(Centred):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(0, dtype=torch.int64))
+            self.register_buffer("late", None)
+
+    before = state_of(Growing())
+    task = before.strategy.task
+    task.loss.queue = torch.arange(3)
+    task.loss.late = torch.ones(2)
+    saved = before.task_state()
+    assert sorted(saved) == ["task.loss.late", "task.loss.queue"]
+    after = state_of(Growing())
+    after.load_task(lambda tensors: [tensors[key].copy_(saved[key]) for key in tensors], saved)
+    loaded = after.strategy.task.loss
+    assert torch.equal(loaded.queue, torch.arange(3))
+    assert torch.equal(loaded.late, torch.ones(2))
+    assert sorted(after.task_state()) == sorted(saved)
+
+
+def test_state_of_another_loss_is_left_out():
+    state = state_of(nn.CrossEntropyLoss())
+    state.load_task(lambda tensors: pytest.fail("it is read"), {"task.loss.centre": torch.zeros(1)})
+    assert state.task_state() == {}
+
+
+def test_ranks_without_the_loss_save_no_state_of_it():
+    """Each stage of a pipeline loads it, but only the last one changes it."""
+    state = state_of(Centred(), is_metric_rank=False)
+    state.strategy.task.loss.centre += 1
+    assert state.task_state() == {}
+
+
+def state_of(loss: nn.Module, is_metric_rank: bool = True) -> State:
+    device = torch.device("cpu")
+    strategy = MagicMock(task=Task(loss), device=device, is_metric_rank=is_metric_rank)
+    return State(strategy, MagicMock(), MagicMock(), {})

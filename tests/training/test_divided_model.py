@@ -5,11 +5,13 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from launches import SMALL, launch
 from own_losses import Centred
 from torch import nn
 
 from ddp_lab.tasks.classification import Classification
+from ddp_lab.training import divided_model
 from ddp_lab.training.divided_loss import Division
 from ddp_lab.training.divided_model import describe_division
 
@@ -45,6 +47,14 @@ class Summing(nn.Linear):
     def forward(self, inputs):
         logits = super().forward(inputs)
         return {"logits": logits, "penalty": logits.square().mean(), "weight": self.weight.sum()}
+
+
+class Random(nn.Linear):
+    """A mean of what dropout leaves, as models return that compute their loss themselves."""
+
+    def forward(self, inputs):
+        logits = torch.dropout(super().forward(inputs), 0.5, self.training)
+        return {"logits": logits, "loss": logits.square().mean()}
 
 
 class Queue(nn.Linear):
@@ -116,7 +126,8 @@ CASES = {
     "plain": (of(nn.Linear), ""),
     "centring": (of(Centring), AS_BATCH_NORM),
     "mixing": (of(Mixing), AS_BATCH_NORM),
-    "balancing": (of(Balancing), AS_BATCH_NORM),
+    "balancing": (of(Balancing), "an output that has no row for each sample is neither a sum nor"),
+    "a mean of random numbers": (of(Random), ""),
     "a mean over samples": (of(Summing), ""),
     "queue": (of(Queue), "the buffer queue of the model is computed from the batch. With "),
     "counter": (of(Counting), ""),
@@ -164,12 +175,56 @@ def test_line_names_what_divides_the_batch(parts, named):
     assert all(named in line for line in lines)
 
 
-def test_log_names_a_loss_that_changes_with_each_call():
-    task = Classification(Centred())
-    lines = divide(nn.Linear(6, 10), task, torch.rand(2, 6), replicas=2)
-    expected = "the buffer loss.centre of the loss changes with each of its calls. With strategy"
-    assert [line.startswith(expected) for line in lines] == [True]
-    assert not task.loss.centre.any(), "the trial changes the loss"
+class Counted(nn.Module):
+    """A loss that counts its calls, which are as many on each of several ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, logits, targets):
+        self.calls += 1
+        return F.cross_entropy(logits, targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("make", "parts", "expected"),
+    [
+        (Centred, {"replicas": 2}, "the buffer loss.centre of the loss is computed from the batch"),
+        (Counted, {"replicas": 2}, None),
+        (
+            Counted,
+            {"num_microbatches": 2},
+            "the buffer loss.calls of the loss changes with each of its calls",
+        ),
+    ],
+)
+def test_log_names_a_loss_with_a_state_of_the_batch(make, parts, expected):
+    task = Classification(make())
+    before = {name: buffer.clone() for name, buffer in task.named_buffers()}
+    lines = divide(nn.Linear(6, 10), task, torch.rand(2, 6), **parts)
+    expected_lines = [] if expected is None else [f"{expected}. With strategy"]
+    assert [line[: len(each)] for line, each in zip(lines, expected_lines, strict=True)] == (
+        expected_lines
+    )
+    for name, buffer in task.named_buffers():
+        assert torch.equal(before[name], buffer), "the trial changes the loss"
+
+
+def test_failing_loss_hides_nothing_of_the_model():
+    task = Classification(lambda logits, targets: 1 / 0)
+    task.register_buffer("other", torch.zeros(()))
+    lines = divide(Centring(6, 10), task, torch.rand(2, 6), replicas=2)
+    assert [line.startswith(AS_BATCH_NORM) for line in lines] == [True]
+
+
+@pytest.mark.parametrize(("flops", "bytes_of_weights"), [(100, 2**30), (3e10, 100)])
+def test_expensive_models_are_not_tried(flops, bytes_of_weights, monkeypatch):
+    monkeypatch.setattr(divided_model, "MOST_FLOPS", flops)
+    monkeypatch.setattr(divided_model, "MOST_BYTES", bytes_of_weights)
+    monkeypatch.setattr(divided_model, "pass_of", None)
+    assert divide(Centring(6, 10), Classification(), torch.rand(2, 6), replicas=2) == []
+    assert not divided_model.is_cheap(Centring(6, 10), torch.rand(2, 6))
 
 
 @pytest.mark.slow
@@ -178,5 +233,5 @@ def test_command_line_names_a_loss_with_a_state(tmp_path):
     loss = ["loss=own", "loss._target_=own_losses.Centred"]
     code, output = launch(line, *SMALL, *loss, "epochs=1", f"runs_dir={tmp_path}")
     assert code == 0, output
-    assert output.count("the buffer loss.centre of the loss changes with each of its calls") == 1
+    assert output.count("the buffer loss.centre of the loss is computed from the batch") == 1
     assert "With accumulate=2 the losses differ from those of one device" in output
