@@ -26,7 +26,7 @@ from ddp_lab.data.trees import Tree, apply, leaves, rows, to
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import random_state_kept, state_kept
 from ddp_lab.models.outputs import map_outputs, tensors_of
-from ddp_lab.models.trial import count_flops
+from ddp_lab.models.trial import count_flops, is_large
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.loss_trial import trial_of_loss
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
@@ -37,6 +37,8 @@ ROUNDED = 0.05  # the same of outputs in half precision
 # What is tried takes a few seconds on a processor at most, and a copy of the weights.
 MOST_FLOPS = 3e10  # of forward and backward pass of a sample; ResNet-50 has 2.5e10
 MOST_BYTES = 2**30  # of the weights
+# elements of a sample up to which the FLOPs of a small model are few, and not counted
+SMALL = 2**16
 LONGEST = 2.0  # seconds of the first forward pass, after which no other one is made
 
 MIXED = "the outputs of a sample depend on the others of its batch, as with BatchNorm"
@@ -108,10 +110,17 @@ def causes_of(division: Division) -> list[str]:
 
 
 def is_cheap(model: nn.Module, inputs: Tree) -> bool:
-    """Return whether the weights are few enough to be copied, and the FLOPs if they are known."""
+    """Return whether the weights are few enough to be copied, and the FLOPs if they are known.
+
+    Counting them takes as long as some passes of a small model.
+    """
     if sum(parameter.nbytes for parameter in model.parameters()) > MOST_BYTES:
         return False
-    flops = count_flops(model, rows(inputs, slice(0, 1)))
+    sample = rows(inputs, slice(0, 1))
+    elements = sum(tensor.numel() for _, tensor in leaves(sample))
+    if not is_large(model) and elements <= SMALL:
+        return True
+    flops = count_flops(model, sample)
     return flops is None or flops <= MOST_FLOPS
 
 

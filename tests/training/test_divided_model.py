@@ -220,6 +220,7 @@ def test_failing_loss_hides_nothing_of_the_model():
 
 @pytest.mark.parametrize(("flops", "bytes_of_weights"), [(100, 2**30), (3e10, 100)])
 def test_expensive_models_are_not_tried(flops, bytes_of_weights, monkeypatch):
+    monkeypatch.setattr(divided_model, "SMALL", 5)  # elements of a sample
     monkeypatch.setattr(divided_model, "MOST_FLOPS", flops)
     monkeypatch.setattr(divided_model, "MOST_BYTES", bytes_of_weights)
     monkeypatch.setattr(divided_model, "pass_of", None)
