@@ -378,7 +378,7 @@ MISTAKES = {
     "branch": (Branching, {}, "torch.export cannot trace the model: "),
     "Python state": (Counting, {}, "runs Python only once, but a forward pass changes steps. Keep"),
     "scalar": (Scalar, {}, "all outputs of the model must be [b, ...], with a row for each sample"),
-    "number": (Numbered, {}, "with a row for each sample; got int for 2 samples. Let forward"),
+    "number": (Numbered, {}, "with a row for each sample; got int for "),
     "hook": (with_hook, {}, "and the module layers.1 has one (register_forward_hook). Compute it"),
     "path": (Language, {"cut": ["layer.1"]}, "the model has no module layer.1. Use the path of"),
     "order": (
