@@ -34,10 +34,18 @@ class Division(NamedTuple):
 
     @property
     def causes(self) -> list[str]:
-        """What divides the batch; empty if nothing does."""
+        """What divides the batch for the loss; empty if nothing does."""
+        return self._causes(self.strategy.dp_size)
+
+    @property
+    def causes_for_model(self) -> list[str]:
+        """What divides the batch for the model, as nn.DataParallel does, too."""
+        return self._causes(self.strategy.replicas)
+
+    def _causes(self, replicas: int) -> list[str]:
         strategy = self.strategy
         counts = {
-            f"strategy={strategy.name} on {strategy.dp_size} replicas": strategy.dp_size,
+            f"strategy={strategy.name} on {replicas} replicas": replicas,
             f"accumulate={self.accumulate}": self.accumulate,
             f"strategy.num_microbatches={strategy.num_microbatches}": strategy.num_microbatches,
         }

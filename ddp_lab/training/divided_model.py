@@ -74,7 +74,7 @@ def describe_division(
         samples: returns two samples, which need not differ; None if there are none. It is called if
             the model is tried.
     """
-    causes = causes_of(division)
+    causes = division.causes_for_model
     if not causes or any(parameter.is_meta for parameter in model.parameters()):
         return []
     changed: list[str] = []
@@ -96,17 +96,6 @@ def describe_division(
         "`ddp-lab verify` shows by how much"
     )
     return [f"{text}. {consequence}" for text in changed if text]
-
-
-def causes_of(division: Division) -> list[str]:
-    """Return what makes the model compute parts of a batch; empty if nothing does."""
-    strategy = division.strategy
-    counts = {
-        f"strategy={strategy.name} on {strategy.replicas} replicas": strategy.replicas,
-        f"accumulate={division.accumulate}": division.accumulate,
-        f"strategy.num_microbatches={strategy.num_microbatches}": strategy.num_microbatches,
-    }
-    return [name for name, count in counts.items() if count > 1]
 
 
 def is_cheap(model: nn.Module, inputs: Tree) -> bool:
