@@ -132,7 +132,15 @@ class Advisor:
         free = int(devices.memory - CONTEXT) if devices.memory < float("inf") else 0
         trial = make_trial(dataset, make_task(cfg, dataset))
         model = model_to_plan(cfg.model, dataset.model_shape(), cfg.precision, cfg.seed, trial)
-        return cls(cfg, dataset, model, devices, free, common, own_overrides)
+        return cls(
+            cfg=cfg,
+            dataset=dataset,
+            model=model,
+            devices=devices,
+            free=free,
+            common=common,
+            chosen=own_overrides,
+        )
 
     @property
     def batch_size(self) -> int:
@@ -190,7 +198,10 @@ class Advisor:
         devices = self.devices
         cfg = self.cfg.copy()
         if overrides != self.chosen:
-            cfg.strategy = compose_config(overrides, None).strategy
+            composed = compose_config(overrides, None)
+            for override in overrides:
+                key = override.partition("=")[0].partition(".")[0]
+                cfg[key] = composed[key]
         alone = find_target("strategy._target_", cfg.strategy["_target_"]).one_process
         ranks = 1 if alone else devices.number
         gpus = devices.per_node if alone and devices.kind == "cuda" else 1

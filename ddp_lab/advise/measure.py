@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ddp_lab.advise.advisor import Advisor, Row
+from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.short_run import ShortRun, train
 from ddp_lab.resilience.run_directory import read_json, write_json
 
@@ -66,6 +67,19 @@ def measure(advisor: Advisor, minutes: float) -> None:
         path,
         (read_json(path) or {}) | {row.name: row.measured for row in advisor.rows if row.measured},
     )
+
+
+def require_images(advisor: Advisor) -> None:
+    """Check that the runs can be measured, which have made-up images.
+
+    Raises:
+        ConfigError: the samples are no images.
+    """
+    if len(advisor.dataset.train.shape) != 3:
+        raise ConfigError(
+            "--measure: makes up images, but the samples of the data are none. Leave --measure "
+            "out, and measure with the data themselves: python scripts/compare.py"
+        )
 
 
 def short_run(advisor: Advisor, row: Row) -> list[str]:

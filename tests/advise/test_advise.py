@@ -248,6 +248,16 @@ def test_model_that_fails_is_refused_with_the_message_of_train():
     assert text.strip() == f"error: {error.value}"
 
 
+def test_recomputed_activations_are_those_of_the_candidate():
+    planner = advisor(*VIT)
+    kept, recomputed = (
+        planner.plan(["strategy=fsdp", *options]).fullest.peak["activations"]
+        for options in ([], ["checkpoint_activations=block"])
+    )
+    assert ["strategy=fsdp", "checkpoint_activations=block"] in planner.candidates()
+    assert recomputed < 0.8 * kept
+
+
 def test_nothing_that_does_not_fit_is_recommended():
     advice = advised(("single",), *VIT)
     small = replace(

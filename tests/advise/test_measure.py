@@ -73,6 +73,14 @@ def test_command_measures_and_later_offers_the_results(monkeypatch, tmp_path, ca
         assert "Recommended: fsdp, the fastest that was measured" in shown
 
 
+def test_data_that_are_no_images_are_not_measured(tmp_path, command):
+    (tmp_path / "words.txt").write_text("a few words " * 200)
+    line = f"task=tokens model=gpt data=text data.root={tmp_path / 'words.txt'} data.context=8"
+    code, _, errors = command(advise.main, "--gpus", "2xcpu", "--measure", *line.split())
+    assert code == 2
+    assert "error: --measure: makes up images, but the samples of the data are none." in errors
+
+
 def test_strategies_alternate_until_their_rates_are_stable(advisor, monkeypatch):
     rates = {"single": iter([100.0, 120.0, 104.0, 105.0, 104.0]), "ddp": iter([50.0, 50.0])}
     order = []
