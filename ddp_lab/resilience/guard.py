@@ -70,7 +70,7 @@ class Guard(Hook):
     All ranks make the same decision to stop. The methods then raise Preempted on all ranks if a
     rank received a signal to stop, while a checkpoint of this step is being written, or
     TrainingError if a loss or a weight is not finite, the replicas differ, or a checkpoint could
-    not be written..
+    not be written.
 
     Attributes:
         checkpoints: where and how checkpoints are written.
@@ -168,8 +168,12 @@ class Guard(Hook):
     def on_evaluated(
         self, position: Progress, results: Mapping[str, Evaluation], seconds: float
     ) -> None:
-        """Save a checkpoint of the weights if they are the best so far."""
-        if position.is_best(self.checkpoints.best):
+        """Save a checkpoint if one is due, or the weights are the best so far. Collective.
+
+        The exchanges that follow are counted from here, and not from the batches of the evaluation.
+        """
+        is_best = position.is_best(self.checkpoints.best)
+        if is_best or self._decide(position.step, position):
             self.save(self.run.current())
         self.heartbeat.at("loading", position.epoch, position.step + 1)
 

@@ -68,6 +68,55 @@ class RankWork(Protocol):
         """Take the values of all ranks, `Exchanged.work`."""
 
 
+class Added(NamedTuple):
+    """The values of all ranks, added, in the order of the tensor in which they are sent.
+
+    Attributes:
+        waited: seconds in which the ranks have waited for batches.
+        ahead: number of steps before the next exchange, of rank 0; 0 if the ranks do not wait.
+        is_row: whether the steps are a row, by the clock of rank 0.
+        flags: how many ranks have set each flag.
+        work: as in `Exchanged`.
+        number_of_bad: how many ranks have a loss that is not finite.
+        bad_weights: how many ranks have a weight that is not finite.
+        sums: of the steps since the beginning of the epoch, or of this launch in it.
+        gradient_norm: of the step; None if it does not compute one.
+    """
+
+    waited: float
+    ahead: int
+    is_row: bool
+    flags: list[float]
+    work: list[float]
+    number_of_bad: float
+    bad_weights: float
+    sums: list[float]
+    gradient_norm: float | None
+
+    @classmethod
+    def of(cls, values: list[float], flags: int, work: int, sums: int) -> "Added":
+        """Return the values of a tensor.
+
+        Args:
+            values: of the tensor.
+            flags, work, sums: how many of them are flags, work and sums.
+        """
+        waited, ahead, is_row, *rest = values
+        after_flags = rest[flags:]
+        number_of_bad, bad_weights, *on_device = after_flags[work:]
+        return cls(
+            waited=waited,
+            ahead=int(ahead),
+            is_row=bool(is_row),
+            flags=rest[:flags],
+            work=after_flags[:work],
+            number_of_bad=number_of_bad,
+            bad_weights=bad_weights,
+            sums=on_device[:sums],
+            gradient_norm=on_device[sums] if len(on_device) > sums else None,
+        )
+
+
 class PendingReduce(NamedTuple):
     """The values of an exchange, and what this rank remembers for it.
 
@@ -182,7 +231,7 @@ class Sync:
         Args:
             step: number of the last step, which in an evaluation counts batches, too. `is_due`
                 takes the same number.
-            position: as in `Exchanged`.
+            position: as in `Exchanged`, whose step is the last one of training.
             weights: the tensors of this rank to check for values that are not finite.
         """
         exchanged = self._receive(
@@ -229,7 +278,7 @@ class Sync:
         waits: bool,
         weights: Iterable[torch.Tensor] = (),
     ) -> PendingReduce:
-        """Add the values of all ranks: in the order in which `_receive` reads them."""
+        """Add the values of all ranks: in the order of `Added`."""
         runtime = self.strategy.runtime
         device = self.strategy.device
         totals = self.running_sums.totals
@@ -239,35 +288,32 @@ class Sync:
         if is_row:
             self._recorded_at = now
 
-        ahead = 0
-        if waits:  # without a wait, steps seem to take no time until the device's queue is full
-            elapsed = max(now - self._last_time, 1e-6)
-            ahead = min(LONGEST, max(1, round((step - self._last_step) * self.period / elapsed)))
-            self._last_step = step
-            self._last_time = now
-
+        # without a wait, steps seem to take no time until the device's queue is full
+        ahead = self._steps_ahead(step, now) if waits else 0
         work = self.work.own_work() if self.work is not None and waits else []
-        host = [
+        of_host = [
             waited,
             float(is_main * ahead),
             float(is_main and is_row),
             *map(float, self.flags()),
             *work,
         ]
+        on_host = torch.tensor(of_host, dtype=totals.dtype, pin_memory=cuda)
 
-        own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
-        first_bad = self.running_sums.first_bad(step) if waits else None
+        first_bad = self.running_sums.first_bad(position.step) if waits else None
         is_bad = totals.new_zeros(()) if first_bad is None else first_bad.isfinite().to(totals)
         bad_weights = [1.0 - tensor.isfinite().all().to(totals) for tensor in weights]
         worst_weight = torch.stack(bad_weights).max() if bad_weights else torch.zeros_like(is_bad)
-        on_host = torch.tensor(host, dtype=totals.dtype, pin_memory=cuda).to(
-            device, non_blocking=cuda
-        )
-        on_device = [on_host, torch.stack([is_bad, worst_weight]), own_totals]
+        own_totals = totals if self.strategy.is_metric_rank else torch.zeros_like(totals)
+        parts = [
+            on_host.to(device, non_blocking=cuda),
+            torch.stack([is_bad, worst_weight]),
+            own_totals,
+        ]
         if self.running_sums.norm is not None:  # the same on every rank
-            on_device.append(self.running_sums.norm * is_main)
+            parts.append(self.running_sums.norm * is_main)
 
-        values = runtime.all_reduce(torch.cat(on_device))
+        values = runtime.all_reduce(torch.cat(parts))
         arrived = None
         if waits and cuda:
             # in a file of torch, by which the watchdog recognises a rank that waits
@@ -276,7 +322,25 @@ class Sync:
             arrived = torch.cuda.Event()
             values = values.to("cpu", non_blocking=True)
             arrived.record()
-        return PendingReduce(values, arrived, first_bad, len(work), replace(position), now)
+        return PendingReduce(
+            values=values,
+            arrived=arrived,
+            first_bad=first_bad,
+            number_of_work=len(work),
+            position=replace(position),
+            time=now,
+        )
+
+    def _steps_ahead(self, step: int, now: float) -> int:
+        """Return how many steps after this one the ranks exchange again, by this rank's clock.
+
+        After an evaluation, whose batches were counted as steps, it is the next one.
+        """
+        elapsed = max(now - self._last_time, 1e-6)
+        steps = (step - self._last_step) * self.period / elapsed
+        self._last_step = step
+        self._last_time = now
+        return min(LONGEST, max(1, round(steps)))
 
     def _receive(self, sent: PendingReduce) -> Exchanged:
         """Return what the ranks have sent.
@@ -285,32 +349,31 @@ class Sync:
         """
         if sent.arrived is not None:
             sent.arrived.synchronize()
-        waited, ahead, is_row, *rest = sent.values.tolist()
-        number_of_flags = len(self.flags())
-        flags = tuple(bool(count) for count in rest[:number_of_flags])
-        rest = rest[number_of_flags:]
-        work = rest[: sent.number_of_work]
-        is_bad, bad_weights, *rest = rest[sent.number_of_work :]
-        if ahead:
-            self._exchange_at = self._last_step + int(ahead)
+        added = Added.of(
+            sent.values.tolist(),
+            flags=len(self.flags()),
+            work=sent.number_of_work,
+            sums=len(self._sums_before),
+        )
+        if added.ahead:
+            self._exchange_at = self._last_step + added.ahead
 
-        sums = [before + now for before, now in zip(self._sums_before, rest, strict=False)]
         not_finite = None
-        if is_bad and sent.first_bad is not None:
+        if added.number_of_bad and sent.first_bad is not None:
             not_finite = self._find_first(sent.first_bad)
         exchanged = Exchanged(
             position=sent.position,
             time=sent.time,
-            sums=sums,
-            gradient_norm=rest[-1] if len(rest) > len(sums) else None,
-            waited=waited / self.strategy.runtime.world_size,
-            is_row=bool(is_row),
-            flags=flags,
+            sums=[before + now for before, now in zip(self._sums_before, added.sums, strict=True)],
+            gradient_norm=added.gradient_norm,
+            waited=added.waited / self.strategy.runtime.world_size,
+            is_row=added.is_row,
+            flags=tuple(bool(count) for count in added.flags),
             not_finite=not_finite,
-            weights_not_finite=bool(bad_weights),
-            work=work,
+            weights_not_finite=bool(added.bad_weights),
+            work=added.work,
         )
-        if self.work is not None and work:
+        if self.work is not None and added.work:
             self.work.read(exchanged)
         return exchanged
 

@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -58,7 +59,42 @@ def test_first_of_the_most_steps_between_two_exchanges_is_found():
     sync, sums = begun(7)
     for step in range(LONGEST):
         sums.add(torch.tensor([float("nan") if step == 0 else 1.0, 1.0], dtype=torch.float64))
-    assert sync.exchange(7 + LONGEST, Progress()).not_finite == (8, 0)
+    step = 7 + LONGEST
+    assert sync.exchange(step, Progress(step=step)).not_finite == (8, 0)
+
+
+def test_loss_that_is_not_finite_has_its_step_in_an_evaluation_too():
+    sync, sums = begun(7)
+    for loss in (1.0, float("nan"), 1.0):
+        sums.add(torch.tensor([loss, 1.0], dtype=torch.float64))
+    batches = 500
+    assert sync.exchange(10 + batches, Progress(step=10)).not_finite == (9, 0)
+
+
+@pytest.mark.parametrize("best", ["val_loss", None])
+def test_exchanges_after_an_evaluation_count_from_the_last_step(best):
+    """Whether the evaluation is the best one, of which a checkpoint is written, or not."""
+    sync, _ = begun(20, flags=lambda: (False,) * 5)
+    checkpoints = MagicMock(best=best, problem=None)
+    checkpoints.state.strategy.module.state_dict = dict
+    guard = Guard(
+        *cast("Any", (checkpoints, None, MagicMock())),
+        *cast("Any", (1, None, None, "stop", "stop", None, ())),
+    )
+    loader = SimpleNamespace(data=SimpleNamespace(size=8))
+    position = Progress(step=20, best={"val_loss": 0.5}, best_steps={"val_loss": 20})
+    run = SimpleNamespace(
+        sync=sync,
+        position=position,
+        loaders={"train": loader},
+        current=lambda: position,
+        written=[],
+    )
+    guard.on_start(cast("Any", run))
+    for number in range(1, 500):
+        guard.on_evaluation_batch(position, number)
+    guard.on_evaluated(position, {}, 1.0)
+    assert sync.is_due(21)
 
 
 def test_training_without_rows_and_flags_exchanges_nothing():
