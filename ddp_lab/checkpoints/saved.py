@@ -17,6 +17,7 @@ from ddp_lab.checkpoints.same_optimizer import (
 from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
+from ddp_lab.strategies.base import Strategy
 
 
 class SavedCheckpoint(ABC):
@@ -163,13 +164,21 @@ class SavedCheckpoint(ABC):
             }
         )
 
+    def load_loss(self, strategy: Strategy) -> None:
+        """Read the buffers of the loss that training had changed. Called after `Strategy.place`."""
+        if strategy.task.has_buffers:
+            from ddp_lab.checkpoints.loss_state import load_loss
+
+            task = strategy.task_of_steps
+            load_loss(task, strategy.device_of_loss, self.read, self.tensors)
+
     def load(self, state: State) -> None:
         """Load model, optimizer, averages, and the state and the scale of the loss.
 
         This rank's part of them. Averages start from the weights if there are none.
         """
         self.read({key: tensor for key, tensor in state.weights().items() if key in self.tensors})
-        state.load_task(self.read, self.tensors)
+        self.load_loss(state.strategy)
         if state.ema and not self.has_averages:
             state.ema.reset_to_weights()
         scale = state.strategy.loss_scale

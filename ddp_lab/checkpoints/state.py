@@ -1,8 +1,8 @@
 """What a checkpoint holds: tensors by key, the rest as JSON, and both of all ranks together.
 
 Keys are model.NAME, ema.NAME and optimizer.NAME.STATE, with the names of the model, and task.NAME
-of buffers that a loss changes. One file holds the full tensors, which rank 0 collects; to a sharded
-checkpoint each rank writes its own.
+of buffers of the loss (loss_state.py). One file holds the full tensors, which rank 0 collects; to a
+sharded checkpoint each rank writes its own.
 """
 
 import json
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lab.checkpoints.files import write_file
-from ddp_lab.observe.log import log
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor
 from ddp_lab.training.optimizer import MakeOptimizer, state_copies
@@ -24,6 +23,7 @@ from ddp_lab.training.progress import Progress
 from ddp_lab.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from ddp_lab.checkpoints.loss_state import LossState
     from ddp_lab.training.ema import EMA
     from ddp_lab.training.two_modes import EvaluationWeights
 
@@ -31,7 +31,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 # writes a copy to a path, after a call of the second argument
 Write = Callable[[Path, Callable[[], None]], None]
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
-TASK = "task."  # before the names of buffers of the loss
 LOSS_SCALE = "loss_scale"  # in those of runs with precision=fp16
 
 
@@ -55,18 +54,18 @@ class State:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._first_buffers = {name: buffer.clone() for name, buffer in self._task_buffers()}
+        self._loss = first_state(self.strategy)
 
     @classmethod
     def of(cls, trainer: Trainer, shapes: Shapes) -> "State":
         """Return what is saved of a trainer. `shapes` is that of the attributes."""
         return cls(
-            trainer.strategy,
-            trainer.optimizer,
-            trainer.scheduler,
-            shapes,
-            trainer.ema,
-            trainer.seed,
+            strategy=trainer.strategy,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.scheduler,
+            shapes=shapes,
+            ema=trainer.ema,
+            seed=trainer.seed,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -81,55 +80,14 @@ class State:
             f"ema.{name}": tensor for name, tensor in averages.items() if name in model
         }
 
-    def task_state(self) -> dict[str, torch.Tensor]:
+    def loss_state(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the loss that the steps have changed by key. Nothing is copied.
 
-        Of a pipeline only the ranks that compute the loss have some. The other buffers are
-        constants, such as weights of classes, which the config of a launch has.
+        Of a pipeline only the ranks that compute the loss have some.
         """
-        if not self.strategy.is_metric_rank:
+        if self._loss is None or not self.strategy.is_metric_rank:
             return {}
-        changed = dict[str, torch.Tensor]()
-        for name, buffer in self._task_buffers():
-            first = self._first_buffers.get(name)
-            if first is None or not torch.equal(buffer, first):
-                changed[f"{TASK}{name}"] = buffer
-        return changed
-
-    def load_task(
-        self,
-        read: Callable[[dict[str, torch.Tensor]], None],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Read the buffers of the loss that are in a checkpoint.
-
-        A buffer may have had no value or another shape when the loss was constructed.
-
-        Args:
-            read: reads tensors by key, in place.
-            tensors: of the checkpoint by key, perhaps without data.
-        """
-        modules = dict(self.strategy.task.named_modules())
-        for key, tensor in tensors.items():
-            path, _, name = key.removeprefix(TASK).rpartition(".")
-            if not key.startswith(TASK):
-                continue
-            module = modules.get(path)
-            if module is None or not hasattr(module, name):
-                log.info(f"the loss has no buffer {key.removeprefix(TASK)}, as the checkpoint has")
-                continue
-            buffer: torch.Tensor | None = getattr(module, name)
-            if buffer is None or buffer.shape != tensor.shape:
-                buffer = torch.empty_like(tensor, device=self.strategy.device)
-                module.register_buffer(name, buffer)
-            read({key: buffer})
-
-    def _task_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers of the loss that its own `state_dict` has, with their names."""
-        state = self.strategy.task.state_dict()
-        return [
-            (name, state[name]) for name, _ in self.strategy.task.named_buffers() if name in state
-        ]
+        return self._loss.changed()
 
     def part(self, progress: Progress) -> tuple[dict[str, torch.Tensor], str]:
         """Return this rank's part of a checkpoint: its tensors and the rest.
@@ -195,7 +153,16 @@ class State:
         plain = json.dumps(
             rest, default=lambda value: value.item() if torch.is_tensor(value) else str(value)
         )
-        return weights | self.task_state() | tensors, plain
+        return weights | self.loss_state() | tensors, plain
+
+
+def first_state(strategy: Strategy) -> "LossState | None":
+    """Return the state of the loss before training; None if it has no buffers."""
+    if not strategy.task.has_buffers:
+        return None
+    from ddp_lab.checkpoints.loss_state import LossState
+
+    return LossState(strategy.task_of_steps)
 
 
 def gather_full_state(

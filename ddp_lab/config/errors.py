@@ -13,15 +13,15 @@ FailureKind = Literal[
 ]
 # What to do about errors of torch that the user's choices cause, by a part of their texts.
 ADVICE = {
-    "Expected more than 1 value per channel when training": "BatchNorm cannot compute the variance "
-    "of one value. Choose a batch_size "
-    "with which each rank, and each "
-    "micro-batch, has two samples or more, "
-    "in the last batch of an epoch, too; "
-    "or strategy.batch_norm=sync, with "
-    "which the ranks together need two",
-    "out of memory": "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab "
-    "advise, with the same overrides, predicts which ones fit",
+    "Expected more than 1 value per channel when training": (
+        "BatchNorm cannot compute the variance of one value. Choose a batch_size with which each "
+        "rank, and each micro-batch, has two samples or more, in the last batch of an epoch, too; "
+        "or strategy.batch_norm=sync, with which the ranks together need two"
+    ),
+    "out of memory": (
+        "Lower batch_size, raise accumulate, or choose another strategy: ddp-lab advise, with the "
+        "same overrides, predicts which ones fit"
+    ),
 }
 
 

@@ -116,12 +116,12 @@ class Trainer(OwnLoop, training.Trainer):
             "the dataset", self.seed, targets=parts.targets, collate_fn=parts.collate_fn
         )
         self._batches = LocalBatches(
-            strategy,
-            recipe.batch_size,
-            reading,
-            options.num_workers,
-            options.readers,
-            recipe.step.accumulate,
+            strategy=strategy,
+            batch_size=recipe.batch_size,
+            reading=reading,
+            num_workers=options.num_workers,
+            readers=options.readers,
+            accumulate=recipe.step.accumulate,
         )
         self._files = TrainerFiles(self.state, options.pretrained)
         self._metrics = options.metrics
@@ -505,10 +505,11 @@ class Trainer(OwnLoop, training.Trainer):
 
 
 def communicates(strategy: Strategy) -> bool:
-    """Return whether the ranks need each other to predict, for parts of the model or its buffers.
+    """Return whether the ranks need each other to predict: for parts of the model, or buffers.
 
     Args:
         strategy: after `setup`.
     """
     is_divided = strategy.sharded or strategy.dp_size < strategy.runtime.world_size
-    return is_divided or any(True for _ in strategy.module.buffers())
+    has_buffers = any(True for _ in strategy.module.buffers()) or strategy.task.has_buffers
+    return is_divided or has_buffers

@@ -135,6 +135,7 @@ def evaluate_job(job: Job, folder: Path, path: Path, split: str | None = None) -
     saved.check(job.shapes)
     job.strategy.place(job.model, job.task, job.options.channels_last)
     saved.load_weights(job.strategy.module.state_dict())
+    saved.load_loss(job.strategy)
     if runtime.is_main:
         slow = log_if_slow("evaluating", partial(print, file=sys.stderr))
     else:

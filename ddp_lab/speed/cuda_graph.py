@@ -15,7 +15,11 @@ import torch
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.trees import chunk, size
-from ddp_lab.speed.waits import first_wait, waits_for_gpu
+from ddp_lab.models.buffers import replace_buffer
+from ddp_lab.models.python_state import restore_attributes
+from ddp_lab.observe.log import log
+from ddp_lab.speed.host_state import HostState, attributes_of, difference_of
+from ddp_lab.speed.waits import waits_for_gpu
 from ddp_lab.strategies.work_time import EventTimer
 from ddp_lab.training.optimizer import state_tensors
 from ddp_lab.training.step import Step
@@ -37,6 +41,7 @@ class GraphStep:
         graphs: the captured graph of each batch size, by the number of samples in the GLOBAL batch.
         timer: of the work of `timed`; None: it is not timed.
         timed: the graph of the largest batch size again, with the events of the timer.
+        attributes: numbers and texts of model and loss at the capture.
     """
 
     def __init__(self, step: Step, loader: DeviceLoader):
@@ -52,6 +57,7 @@ class GraphStep:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.timer: EventTimer | None = None
         self.timed: dict[int, torch.cuda.CUDAGraph] = {}
+        self.attributes = attributes_of(step.strategy)
 
     def capture(self, first_steps: AbstractContextManager[object]) -> None:
         """Warm up, then capture a graph for each batch size. Collective.
@@ -71,7 +77,8 @@ class GraphStep:
                 warm_up(self.step, partial(self._first_batch, largest), WARM_UP)
             for global_size in others:
                 warm_up(self.step, partial(self._first_batch, global_size), WARM_UP)
-            self._require_no_wait(self._first_batch(largest))
+            self._require_capturable(self._first_batch(largest))
+            self.attributes = attributes_of(self.step.strategy)
             pool = torch.cuda.graph_pool_handle()
             for global_size in (largest, *others):
                 self.graphs[global_size] = self._captured(global_size, pool)
@@ -85,23 +92,25 @@ class GraphStep:
         """Return the graph of a step. Collective."""
         return captured(lambda: self.step.compute(self.gather(global_size)), pool)
 
-    def _require_no_wait(self, batch: Batch) -> None:
-        """Compute a step, undo it, and check that the host does not wait for the GPU in it.
+    def _require_capturable(self, batch: Batch) -> None:
+        """Compute a step, undo it, and check that a graph can repeat it. Collective.
 
-        Collective.
-
-        Such a step would fail in the capture, too, but with a message about the capture, and it
-        would leave torch's generators in it.
+        A step in which the host waits for the GPU would fail in the capture, too, but with a
+        message about the capture, and it would leave torch's generators in it. One that changes
+        something on the host would compute something else than its replays.
 
         Raises:
-            RuntimeError: a rank waits; on all ranks, because none may capture what the others do
-                not.
+            RuntimeError: a rank cannot capture it; on all ranks, because none may capture what the
+                others do not.
         """
+        strategy = self.step.strategy
         with unchanged(self.step), waits_for_gpu() as places:
+            before = HostState.of(strategy)
             self.step.compute(batch)
-        first = "".join(places[:1])
-        runtime = self.step.strategy.runtime
-        problem = runtime.gather_and_decide("waits for the GPU", first, first_wait)
+            changed = before.difference(HostState.of(strategy))
+        problems = [f"waits for the GPU at {place}" for place in places[:1]]
+        problems += [f"{changed}, which a CUDA graph would not repeat"] if changed else []
+        problem = strategy.runtime.gather_and_decide("capture", problems, first_problem)
         if problem:
             raise RuntimeError(problem)
 
@@ -119,7 +128,19 @@ class GraphStep:
                 group["lr"] = rate
 
     def batches(self, loader: Loader) -> Iterator[int]:
-        """Yield the sizes of the epoch's remaining batches, then draw the next sample order."""
+        """Yield the sizes of the epoch's remaining batches, then draw the next sample order.
+
+        A callback of the user may have changed a number of the model since the capture. From then
+        on the steps run in eager mode.
+        """
+        changed = difference_of(self.attributes, attributes_of(self.step.strategy))
+        if changed and self.graphs:
+            log.warning(
+                f"{changed} has changed since the step was captured as a CUDA graph: steps run in "
+                "eager mode from now on"
+            )
+            self.graphs.clear()
+            self.timed.clear()
         loader.start_epoch()
         yield from loader.counts()
         loader.prefetch_epoch()
@@ -163,6 +184,18 @@ class GraphStep:
     def _first_batch(self, global_size: int) -> Batch:
         self.loader.start_epoch()
         return self.gather(global_size)
+
+
+def first_problem(problems: list[list[str]]) -> str:
+    """Return why the first rank that has a problem cannot capture the step; "" if none has.
+
+    Args:
+        problems: of each rank, in order of rank.
+    """
+    for rank, texts in enumerate(problems):
+        for text in texts:
+            return f"the step {text} on rank {rank}"
+    return ""
 
 
 def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
@@ -211,17 +244,21 @@ def warm_up(step: Step, batch: Callable[[], Batch], times: int) -> None:
 def unchanged(step: Step) -> Generator[None]:
     """Restore the state of the training, in place, when the body ends.
 
-    That is weights, buffers, their averages, the optimizer's state and the running sums.
+    That is weights, their averages, the buffers of model and loss and the numbers that they keep as
+    attributes, the optimizer's state and the running sums.
 
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
-    module = step.strategy.module
+    strategy = step.strategy
+    roots = {"model": strategy.module, "loss": strategy.task_of_steps}
+    attributes = attributes_of(strategy)
+    buffers = strategy.buffers()
     optimizer = step.optimizer
     averages = step.ema.state if step.ema else ()
-    scale = step.strategy.loss_scale
+    scale = strategy.loss_scale
     scales = scale.state if scale else ()
     sums = step.running_sums.state
-    tensors = [*module.parameters(), *module.buffers(), *averages, *sums, *scales]
+    tensors = [*strategy.module.parameters(), *buffers.values(), *averages, *sums, *scales]
     before = [tensor.detach().clone() for tensor in tensors]
     moments = {
         (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)
@@ -230,6 +267,12 @@ def unchanged(step: Step) -> Generator[None]:
     try:
         yield
     finally:  # an option that speed=auto has chosen may fail in the body
+        for name, root in roots.items():
+            restore_attributes(root, attributes[name])
+        after = strategy.buffers()
+        for name in [name for name, buffer in buffers.items() if after[name] is not buffer]:
+            root, _, name_in_root = name.partition(".")
+            replace_buffer(roots[root], name_in_root, buffers[name])
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)

@@ -33,15 +33,3 @@ def waits_for_gpu() -> Generator[list[str]]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-
-
-def first_wait(places: list[str]) -> str:
-    """Return an error about the first rank that has waited for its GPU; empty if none has.
-
-    Args:
-        places: where each rank has waited first, in order of rank; empty where it has not.
-    """
-    for rank, place in enumerate(places):
-        if place:
-            return f"the step waits for the GPU at {place} on rank {rank}"
-    return ""

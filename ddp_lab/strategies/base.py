@@ -432,9 +432,9 @@ class Strategy(ABC):
     def train(self, mode: bool = True) -> None:
         """Switch between training and evaluation mode. Collective.
 
-        In training mode every replica keeps its own running statistics of BatchNorm. When training
-        mode ends, all replicas receive those of replica 0, so that every replica evaluates and
-        saves the same model.
+        In training mode every replica keeps its own buffers: BatchNorm's running statistics, and
+        the state of a loss. When training mode ends, all replicas receive those of replica 0, so
+        that every replica evaluates and saves the same model.
         """
         self.module.train(mode)
         self.task.train(mode)
@@ -443,6 +443,29 @@ class Strategy(ABC):
 
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
+            if self.task.has_buffers:
+                from ddp_lab.strategies.loss_buffers import broadcast_loss
+
+                broadcast_loss(self.task, self.device, self.dp_group)
+
+    @property
+    def task_of_steps(self) -> Task:
+        """The task that training steps call, whose buffers they may change."""
+        return self.task
+
+    @property
+    def device_of_loss(self) -> torch.device:
+        """The device on which training steps compute the loss."""
+        return self.device
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that a training step may change, by name.
+
+        They are those of this rank's part of the model, and those of the loss.
+        """
+        of_model = {f"model.{name}": buffer for name, buffer in self.module.named_buffers()}
+        of_loss = {f"loss.{name}": buffer for name, buffer in self.task_of_steps.named_buffers()}
+        return of_model | of_loss
 
     def valid_samples(self, global_size: int) -> int:
         """Return how many samples of this rank's local batch are no padding.

@@ -27,9 +27,11 @@ from torch.func import functional_call
 from ddp_lab.config.errors import count
 from ddp_lab.config.types import Count, DeviceName
 from ddp_lab.data.trees import Tree, chunk, to
+from ddp_lab.models.buffers import copy_buffers
 from ddp_lab.models.chain import Chain, tie, tied_parameters, untie
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.base import Strategy
+from ddp_lab.tasks.base import Task
 from ddp_lab.world.device import find_device
 from ddp_lab.world.runtime import Runtime
 
@@ -101,8 +103,10 @@ class Split(Strategy):
 
     def setup(self, model: nn.Module) -> None:
         self.module = model
-        # in training the outputs are there
-        self.task_on_last = deepcopy(self.task).to(self.devices[-1])
+        # in training the outputs are on the last device, in an evaluation on the first one
+        self._task_on_last = self.task
+        if self.device_of_loss != self.device:
+            self._task_on_last = deepcopy(self.task).to(self.device_of_loss)
         if self.traced is not None:
             if self.initial_weights is not None:
                 self.to_device(model, torch.device("cpu"))
@@ -125,6 +129,22 @@ class Split(Strategy):
             }
             for stage, device in zip(self.stages, self.devices, strict=True)
         ]
+
+    @property
+    def task_of_steps(self) -> Task:
+        return self._task_on_last
+
+    @property
+    def device_of_loss(self) -> torch.device:
+        return self.devices[-1]
+
+    def train(self, mode: bool = True) -> None:
+        super().train(mode)
+        if self._task_on_last is self.task:
+            return
+        self._task_on_last.train(mode)
+        if not mode:
+            copy_buffers(self._task_on_last, self.task, self.device)
 
     @property
     def modules_by_device(self) -> list[nn.Module]:
@@ -170,7 +190,7 @@ class Split(Strategy):
     ) -> torch.Tensor:
         self.require_inputs(inputs)
         if self.traced is not None:
-            measure = partial(self.measure, self.task_on_last)
+            measure = partial(self.measure, self._task_on_last)
             sums = self.traced.add_gradient(inputs, targets, num_valid, divisor, measure)
             return sums.to(self.device, non_blocking=True)
         losses: list[torch.Tensor] = []
@@ -182,7 +202,11 @@ class Split(Strategy):
             num_samples = min(num_valid, len(micro_batch))
             num_valid -= num_samples
             loss, sums = self.measure(
-                self.task_on_last, self._through_stages(micro_batch), expected, num_samples, divisor
+                self._task_on_last,
+                self._through_stages(micro_batch),
+                expected,
+                num_samples,
+                divisor,
             )
             losses.append(loss)
             results.append(sums)

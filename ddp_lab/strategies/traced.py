@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ddp_lab.config.errors import ConfigError, count
+from ddp_lab.config.errors import ConfigError, advice, count, place_of
 from ddp_lab.data.trees import Tree, apply, size
 from ddp_lab.models.calls import arguments_of
 from ddp_lab.models.cut_points import CutPoints
+from ddp_lab.models.python_state import describe, plain_attributes
 from ddp_lab.models.trial import copy_in
 from ddp_lab.strategies.stage_weights import names_in
 from ddp_lab.strategies.traced_values import TracedStage, constants_of, stages_of
@@ -187,11 +188,17 @@ class Blueprint:
             raise self._cannot_trace(error) from None
 
     def _cannot_trace(self, error: Exception) -> ConfigError:
+        cause = error.__cause__ or error
+        todo = advice(str(cause)).strip()
+        if not todo:
+            todo = (
+                "A model that is no Chain is cut by a trace, which has no values. Return a Chain "
+                "of blocks (docs/your-own.md), or use a strategy that does not cut the model, for "
+                "example ddp or fsdp"
+            )
         return ConfigError(
-            f"strategy={self.strategy}: torch.export cannot trace the model: {reason_of(error)}. "
-            "A model that is no Chain is cut by a trace, which has no values. Return a Chain of "
-            "blocks (docs/your-own.md), or use a strategy that does not cut the model, for "
-            "example ddp or fsdp"
+            f"strategy={self.strategy}: torch.export cannot trace the model: {first_line(cause)}"
+            f"{place_of(cause)}. {todo}"
         )
 
     def _require_same_state(self, before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -223,20 +230,14 @@ class Blueprint:
 
 def python_state(model: nn.Module) -> dict[str, Any]:
     """Return what a forward pass may change outside of tensors: numbers, texts, random states."""
-    state: dict[str, Any] = {"the random state of Python": random.getstate()}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, (int, float, str, type(None))) and name != "training":
-                place = f"the attribute {name} of the module {path}" if path else name
-                state[place] = value
-    return state
+    attributes = {describe(place): value for place, value in plain_attributes(model).items()}
+    return {"the random state of Python": random.getstate(), **attributes}
 
 
-def reason_of(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the line of an error of torch.export that says what it does not support."""
-    cause = error.__cause__ or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    text = lines[0] if lines else type(cause).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
     return re.sub(r"\s+", " ", text).rstrip(".")
 
 

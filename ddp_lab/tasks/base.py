@@ -101,6 +101,11 @@ class Task(nn.Module):
             self.weighted = getattr(loss, "weighted", True)
         self.check_first: Callable[[Any, Any], object] | None = None
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether it or its loss has buffers, or names of some that have no value yet."""
+        return any(module._buffers for module in self.modules())  # pyright: ignore[reportPrivateUsage]
+
     def _require_new_names(self) -> None:
         """Raise a ConfigError if the class defines an attribute under a name that has changed."""
         defined = {name for kind in type(self).__mro__ for name in vars(kind)}

@@ -1,6 +1,6 @@
 """One training step as a callable."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -210,9 +210,10 @@ class Step:
         skip = self.options.skip_not_finite
         scale = self.strategy.loss_scale
         largest = self.options.max_grad_norm
-        buffers: list[torch.Tensor] = []
+        buffers: dict[str, torch.Tensor] = {}
         if skip or scale is not None:
-            buffers = [buffer.clone() for buffer in self.strategy.module.buffers()]
+            before = self.strategy.buffers()
+            buffers = {name: buffer.clone() for name, buffer in before.items()}
         if batch is not None:
             self.sums = self.backward(batch)
         if self.running_sums.norm is not None:
@@ -254,7 +255,7 @@ class Step:
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
 
-    def _drop_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
+    def _drop_unless(self, finite: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
         """Set gradients to zero and restore buffers, unless `finite`.
 
         `finite` is the same on all ranks, because it comes from the gradient norm of the complete
@@ -262,13 +263,22 @@ class Step:
 
         Args:
             finite: bool, [].
-            buffers: copies from before the batch.
+            buffers: copies from before the batch, as of `Strategy.buffers`.
         """
         for gradient in map(local, gradients_of(self.strategy.module.parameters())):
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         self._restore_buffers_unless(finite, buffers)
 
-    def _restore_buffers_unless(self, finite: torch.Tensor, buffers: list[torch.Tensor]) -> None:
-        """Restore buffers (BatchNorm's statistics), unless `finite`. Arguments as above."""
-        for buffer, before in zip(self.strategy.module.buffers(), buffers, strict=True):
-            buffer.copy_(torch.where(finite.to(buffer.device, non_blocking=True), buffer, before))
+    def _restore_buffers_unless(
+        self, finite: torch.Tensor, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Restore buffers, such as BatchNorm's statistics, unless `finite`. Arguments as above.
+
+        One that has grown in the step, such as a queue of a loss, stays as it is.
+        """
+        after = self.strategy.buffers()
+        for name, before in buffers.items():
+            buffer = after[name]
+            if buffer.shape == before.shape:
+                is_kept = finite.to(buffer.device, non_blocking=True)
+                buffer.copy_(torch.where(is_kept, buffer, before))

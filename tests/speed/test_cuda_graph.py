@@ -3,9 +3,12 @@
 Here a graph is a function that is called again; on GPUs: test_gpu.py.
 """
 
+import random
+import re
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from stand_in_events import Event, replace_events
@@ -13,6 +16,7 @@ from stand_in_graphs import replace_graphs
 from training import make_step
 
 from ddp_lab.speed.cuda_graph import GraphStep
+from ddp_lab.speed.host_state import HostState
 from ddp_lab.strategies.work_time import EventTimer
 from ddp_lab.training.step import Step
 
@@ -69,6 +73,104 @@ def test_captured_step_trains_like_an_eager_one(options, events):
     )
     if step.ema:
         torch.testing.assert_close(step.ema.averages, eager.ema.averages, rtol=0, atol=1e-6)
+
+
+class Counting(torch.nn.Module):
+    """Keeps something on the host, in a way that its name says."""
+
+    def __init__(self, model: torch.nn.Module, how: str):
+        super().__init__()
+        self.model = model
+        self.how = how
+        self.steps = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs):
+        if self.how == "attribute":
+            self.steps += 1
+        elif self.how == "buffer":
+            self.seen = self.seen + 1
+        elif self.how == "in place":
+            self.seen += 1
+        elif self.how == "random":
+            random.random()
+        elif self.how == "numpy":
+            np.random.rand()
+        return self.model(inputs)
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ("attribute", "the step changes steps of the model, which a CUDA graph would not repeat"),
+        ("buffer", "the step replaces the buffer model.seen by another tensor, which a CUDA"),
+        ("random", "the step draws random numbers from Python's generator of the host, which a"),
+        ("numpy", "the step draws random numbers from NumPy's generator of the host, which a"),
+        ("in place", None),
+    ],
+)
+def test_step_that_changes_something_on_the_host_is_not_captured(how, problem, events):
+    step, loader = make_step()
+    model = Counting(step.strategy.module, how)
+    step.strategy.module = model
+    step.strategy.forward = model
+    graph = GraphStep(step, loader)
+    if problem is None:
+        graph.capture(nullcontext())
+        assert graph.graphs
+        return
+    with pytest.raises(RuntimeError, match=re.escape(problem)):
+        graph.capture(nullcontext())
+    assert "capture" not in events
+    assert (model.steps, float(model.seen)) == (0, 0.0), "the trial must be undone"
+
+
+def test_loss_that_changes_something_on_the_host_is_not_captured(events):
+    step, loader = make_step("loss=own", "loss._target_=own_losses.Replacing")
+    problem = "changes the attribute calls of the module loss of the loss, which a CUDA graph"
+    with pytest.raises(RuntimeError, match=problem):
+        GraphStep(step, loader).capture(nullcontext())
+    assert "capture" not in events
+
+
+def test_steps_run_in_eager_mode_after_an_attribute_has_changed(events, caplog):
+    """As a callback may do between epochs: the graph would go on with the number of the capture."""
+    step, loader = make_step()
+    model = Counting(step.strategy.module, "")
+    step.strategy.module = model
+    step.strategy.forward = model
+    graph = GraphStep(step, loader)
+    graph.capture(nullcontext())
+    step.running_sums.begin(0)
+    loader.set_epoch(1)
+    assert [*graph.batches(loader)]
+    assert graph.graphs, "nothing has changed"
+    model.steps = 3
+    loader.set_epoch(2)
+    for batch in graph.batches(loader):
+        graph(batch)
+    assert not graph.graphs
+    assert "steps of the model has changed since the step was captured" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "model=resnet18",
+        "model=book_resnet18",
+        "model=vit model.drop_path=0.5",
+        "model=vit checkpoint_activations=block",
+        "model=lenet mixup=0.5 max_grad_norm=0.1 ema=0.9",
+    ],
+)
+def test_models_of_ddp_lab_keep_nothing_on_the_host(model):
+    step, loader = make_step(*model.split())
+    loader.set_epoch(1)
+    batch, *_ = loader
+    step.compute(batch)
+    before = HostState.of(step.strategy)
+    step.compute(batch)
+    assert before.difference(HostState.of(step.strategy)) == ""
 
 
 def test_work_is_timed_in_a_graph_of_its_own(events, monkeypatch):

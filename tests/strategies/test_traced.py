@@ -367,15 +367,31 @@ class Numbered(Language):
         return outputs | {"samples": len(input_ids)}
 
 
+class Normalising(Language):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WORDS)
+
+    def forward(self, input_ids, attention_mask):
+        outputs = super().forward(input_ids, attention_mask)
+        return {"logits": self.batch_norm(outputs["logits"])}
+
+
 def with_hook() -> nn.Module:
     model = Language()
     model.layers[1].register_forward_hook(lambda *_: None)
     return model
 
 
+BRANCH = Branching.forward.__code__.co_firstlineno + 1  # the line of its condition
 MISTAKES = {
     "no example": (Language, {}, "cuts the model by a trace, and needs a sample for it: lab.tr"),
-    "branch": (Branching, {}, "torch.export cannot trace the model: "),
+    "branch": (Branching, {}, f" (test_traced.py, line {BRANCH}). A model that is no Chain is cut"),
+    "one sample": (
+        Normalising,
+        {"num_microbatches": 8},
+        ". BatchNorm cannot compute the variance of one value. Choose a batch_size",
+    ),
     "Python state": (Counting, {}, "runs Python only once, but a forward pass changes steps. Keep"),
     "scalar": (Scalar, {}, "all outputs of the model must be [b, ...], with a row for each sample"),
     "number": (Numbered, {}, "with a row for each sample; got int for "),

@@ -1,0 +1,42 @@
+"""The buffers of a model or a loss, by name."""
+
+import torch
+from torch import nn
+
+
+def replace_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Let a module have a tensor as its buffer in place of the present one.
+
+    Args:
+        root: model or loss.
+        name: of the buffer, which may have no value yet.
+        tensor: of any shape.
+    """
+    path, _, attribute = name.rpartition(".")
+    setattr(root.get_submodule(path), attribute, tensor)
+
+
+def set_buffer(root: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a buffer a value: in place if the shapes are equal, else it becomes another tensor.
+
+    Args:
+        root: model or loss.
+        name: of the buffer, which may have no value yet.
+        value: of it; a new tensor is on the same device.
+    """
+    buffer = dict(root.named_buffers()).get(name)
+    if buffer is None or buffer.shape != value.shape:
+        replace_buffer(root, name, value.clone())
+    else:
+        buffer.copy_(value)
+
+
+def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> None:
+    """Give a copy of a module the values of the buffers of the original.
+
+    Args:
+        source, target: equal modules.
+        device: of `target`.
+    """
+    for name, buffer in source.named_buffers():
+        set_buffer(target, name, buffer.to(device))

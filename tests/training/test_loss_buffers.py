@@ -1,0 +1,128 @@
+"""The buffers of a loss that training changes are part of the state of a training, as BatchNorm's.
+
+They are restored after a skipped step and after a warm-up, and are those of replica 0 in an
+evaluation.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_losses import Centred
+from torch import nn
+from torch.utils.data import TensorDataset
+from training import make_step
+from worlds import run_world
+
+from ddp_lab import Lab
+from ddp_lab.data.batch import Batch
+from ddp_lab.models.buffers import set_buffer
+from ddp_lab.speed.cuda_graph import warm_up
+from ddp_lab.strategies.split import Split
+
+CLASSES = 4
+
+
+def own_loss(name: str) -> list[str]:
+    return ["loss=own", f"loss._target_=own_losses.{name}"]
+
+
+def test_skipped_step_leaves_the_state_of_the_loss():
+    step, loader = make_step(*own_loss("Centred"), "on_nan=skip")
+    loader.set_epoch(1)
+    batch, *_ = loader
+    step.compute(batch)
+    centre = step.strategy.task.loss.centre
+    before = centre.clone()
+    assert before.abs().max() > 0
+    step.compute(Batch(batch.inputs * float("nan"), batch.targets, batch.global_size))
+    assert torch.equal(centre, before)
+    step.compute(batch)
+    assert centre.isfinite().all()
+    assert not torch.equal(centre, before)
+
+
+@pytest.mark.parametrize("loss", ["Centred", "Replacing"])
+def test_warm_up_leaves_the_state_of_the_loss(loss):
+    step, loader = make_step(*own_loss(loss))
+    loader.set_epoch(1)
+    batch, *_ = loader
+    step.compute(batch)
+    trained = step.strategy.task.loss
+    buffer = trained.centre
+    before = buffer.clone()
+    calls = getattr(trained, "calls", None)
+    warm_up(step, lambda: batch, 3)
+    assert trained.centre is buffer, "a graph reads it where it was"
+    assert torch.equal(buffer, before)
+    assert getattr(trained, "calls", None) == calls
+
+
+def train(strategy: str, **options) -> tuple[float, float, list[float]]:
+    """Return the loss of an evaluation, the same by hand, and the state of the loss."""
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(
+        torch.rand(20, 6, generator=generator),
+        torch.randint(CLASSES, (20,), generator=generator),
+    )
+    with Lab(strategy, device="cpu", timeout=30, **options) as lab:
+        loss = Centred(CLASSES)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+        make = partial(torch.optim.SGD, lr=0.1)
+        trainer = lab.trainer(
+            model, loss, make, batch_size=8, example=data[0], loss_over_batch=True
+        )
+        for batch in trainer.batches(data, 0):
+            trainer.step(*batch)
+        evaluated = trainer.evaluate(data)["loss"]
+        inputs, targets = data.tensors
+        state = trainer.strategy.task_of_steps.get_buffer("loss.centre")
+        logits = trainer.predict(inputs)
+        by_hand = F.cross_entropy(logits - state, targets).item()
+        return evaluated, by_hand, state.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_replicas_evaluate_with_the_state_of_replica_0(strategy):
+    (evaluated, by_hand, state), (_, _, other) = run_world(2, train, strategy, timeout=60)
+    assert state == other
+    assert evaluated == pytest.approx(by_hand, abs=1e-6)
+
+
+@pytest.mark.parametrize("last", ["cpu", "cpu:0"])
+def test_split_evaluates_and_saves_the_state_that_its_steps_have_changed(last, monkeypatch):
+    """Another name of the device stands for another device, which has a copy of the loss."""
+    monkeypatch.setattr(Split, "device_of_loss", property(lambda self: torch.device(last)))
+    evaluated, by_hand, state = train("split", devices=["cpu", "cpu"], num_microbatches=1)
+    assert max(map(abs, state)) > 0.01
+    assert evaluated == pytest.approx(by_hand, abs=1e-6)
+    _, _, alone = train("single")
+    assert state == pytest.approx(alone, abs=1e-6)
+
+
+def grow(rank: int) -> tuple[list[float], list[float]]:
+    """Return the buffers after an evaluation has begun, of which each rank has more than before."""
+    with Lab("ddp", device="cpu", timeout=30) as lab:
+        loss = Centred(CLASSES)
+        loss.register_buffer("queue", None)
+        loss.register_buffer("kept", torch.ones(2))
+        data = TensorDataset(torch.rand(8, 6), torch.randint(CLASSES, (8,)))
+        trainer = lab.trainer(
+            nn.Linear(6, CLASSES),
+            loss,
+            partial(torch.optim.SGD, lr=0.1),
+            batch_size=8,
+            loss_over_batch=True,
+        )
+        task = trainer.strategy.task
+        set_buffer(task, "loss.queue", torch.arange(3.0 + lab.rank))
+        set_buffer(task, "loss.kept", torch.full((2,), 5.0 + lab.rank))
+        trainer.evaluate(data)
+        return task.loss.queue.tolist(), task.loss.kept.tolist()
+
+
+@pytest.mark.slow
+def test_buffers_of_other_shapes_on_other_ranks_become_those_of_rank_0():
+    assert run_world(2, grow, 0, timeout=60) == [([0.0, 1.0, 2.0], [5.0, 5.0])] * 2
