@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ddp_lab.config.errors import ConfigError
@@ -24,8 +25,10 @@ def check_model(strategy: "Strategy", model: nn.Module) -> Writes:
 
     Raises:
         ConfigError: a buffer or a parameter changes in a forward pass in a way that the ranks or
-            micro-batches would see differently, or BatchNorm cannot have its statistics.
+            micro-batches would see differently, or BatchNorm cannot have its statistics, or a
+            module is compiled by TorchScript.
     """
+    require_python(model, strategy.name)
     world_size = strategy.runtime.world_size
     example = strategy.example
     if strategy.num_microbatches > 1 and example is not None:
@@ -42,6 +45,21 @@ def check_model(strategy: "Strategy", model: nn.Module) -> Writes:
     if strategy.batch_norm == "sync" and example is not None:
         require_no_others(model, example)
     return writes
+
+
+def require_python(model: nn.Module, strategy: str) -> None:
+    """Check that no module is compiled by TorchScript, which can neither be hooked nor divided.
+
+    Raises:
+        ConfigError: one is; the message has its name.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"the module {name} of the model" if name else "the model"
+            raise ConfigError(
+                f"strategy={strategy}: does not support {part}, which is compiled by "
+                "torch.jit.script. Use the module that it was compiled from, or strategy=single"
+            )
 
 
 def require_constant_buffers(model: nn.Module, example: "Tree", num_microbatches: int) -> None:

@@ -249,3 +249,21 @@ def test_error_of_the_users_code_keeps_its_type_and_its_traceback(code):
 def test_one_value_per_channel_keeps_torchs_error():
     error = fail("single", {}, partial(Net, nn.BatchNorm1d, 8), torch.rand(1, 8))
     assert type(error) is ValueError
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.parametrize(
+    ("compiles", "named"), [("all", "the model"), ("last", "the module last of the model")]
+)
+def test_torchscript_is_refused_where_a_model_is_divided(compiles, named):
+    model = Net(nn.Linear, 8, 8)
+    if compiles == "all":
+        model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, CLASSES)))
+    else:
+        model.last = torch.jit.script(model.last)
+    message = f"^strategy=split: does not support {named}, which is compiled by torch.jit.script."
+    with (
+        Lab("split", device="cpu", devices=["cpu", "cpu"]) as lab,
+        pytest.raises(ConfigError, match=message),
+    ):
+        lab.trainer(model, tasks.Classification(), SGD, BATCH, example=torch.rand(8))
