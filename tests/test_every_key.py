@@ -34,7 +34,7 @@ from worlds import run_world
 
 from ddp_lab.__main__ import COMMANDS
 from ddp_lab.commands import advise, evaluate, export, predict, train
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import TrainingError
 from ddp_lab.config.schema import (
     CheckpointConfig,
@@ -618,7 +618,7 @@ def test_constructor_gets_every_option_of_its_group(group, path):
         f"{group.partition('.')[0]}={path.stem}",
         *(f"{group}.{name}='{value}'" for name, value in values.items()),
     )
-    made = build(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
+    made = call_target(OmegaConf.merge(OmegaConf.select(cfg, group), {"_target_": "builtins.dict"}))
     assert values.items() <= (made.keywords if isinstance(made, partial) else made).items()
 
 

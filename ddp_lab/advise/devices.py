@@ -76,7 +76,14 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
             )
         name = torch.cuda.get_device_name()
         memory = torch.cuda.mem_get_info()[1]
-        return Devices(name, torch.cuda.device_count(), nodes, memory, card_of(name), link * GB)
+        return Devices(
+            name=name,
+            per_node=torch.cuda.device_count(),
+            nodes=nodes,
+            memory=memory,
+            card=card_of(name),
+            between=link * GB,
+        )
 
     match = re.fullmatch(rf"([1-9]\d{{0,3}})x({'|'.join(CARDS)}|CPU)", text, re.IGNORECASE)
     if match is None:
@@ -90,4 +97,11 @@ def find_devices(text: str, nodes: int = 1, link: float = 50) -> Devices:
     name = match[2].upper()
     if name == "CPU":
         return Devices("CPU ranks", number, nodes, float("inf"), kind="cpu")
-    return Devices(name, number, nodes, CARDS[name][0] * GiB, name, link * GB)
+    return Devices(
+        name=name,
+        per_node=number,
+        nodes=nodes,
+        memory=CARDS[name][0] * GiB,
+        card=name,
+        between=link * GB,
+    )

@@ -85,12 +85,12 @@ def advisor_of(
         kind=runtime.device.type,
     )
     return Advisor(
-        cfg,
-        dataset,
-        model,
-        devices,
-        runtime.free_memory() if devices.kind == "cuda" else 0,
-        ["..."],
+        cfg=cfg,
+        dataset=dataset,
+        model=model,
+        devices=devices,
+        free=runtime.free_memory() if devices.kind == "cuda" else 0,
+        common=["..."],
     )
 
 

@@ -255,15 +255,15 @@ def estimate_device(job: Job, runtime: PlannedRuntime, live: Live, place: int) -
     executor = getattr(job.strategy, "executor", None)
     slots = time_slots(executor.order) if executor else {}
     return DeviceEstimate(
-        runtime.rank,
-        place,
-        state_bytes,
-        peak,
-        outside,
-        live.calls,
-        live.sent,
-        live.flops[place],
-        slots,
+        rank=runtime.rank,
+        place=place,
+        state_bytes=state_bytes,
+        peak=peak,
+        outside=outside,
+        calls=live.calls,
+        sent=live.sent,
+        flops=live.flops[place],
+        order=slots,
     )
 
 

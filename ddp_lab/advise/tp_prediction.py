@@ -131,7 +131,13 @@ def predict(
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     link = SENT * CARDS[card][3] * 1e9
     return Prediction(
-        tp, 3 * samples * sum(parts.flops), divided, sums, gradients, COMPUTED * peak, link
+        tp=tp,
+        flops=3 * samples * sum(parts.flops),
+        divided=divided,
+        sums=sums,
+        gradients=gradients,
+        rate=COMPUTED * peak,
+        link=link,
     )
 
 

@@ -46,7 +46,7 @@ GROUPS: dict[str, list[str]] = {
 OF_FUNCTIONS = {"loss": 2, "data.collate_fn": 1}
 
 
-def build(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def call_target(node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call what `_target_` names with hydra.utils.instantiate; return the result.
 
     `fused: null` is not passed to a constructor without this option: some optimizers do not have
@@ -74,7 +74,7 @@ def build_optimizer(node: DictConfig | dict[str, Any]) -> Any:
 
     Its keys `groups` and `layer_decay` concern the parameters, which are not known here.
     """
-    return build({str(key): value for key, value in node.items() if key not in OF_GROUPS})
+    return call_target({str(key): value for key, value in node.items() if key not in OF_GROUPS})
 
 
 def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def plain(node: DictConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what `build` returns for a group of the config, which its messages name.
+    """Return what `call_target` returns for a group of the config, which its messages name.
 
     Args:
         group: The key of the group.
@@ -97,7 +97,7 @@ def construct(group: str, node: DictConfig | dict[str, Any], *args: Any, **kwarg
             the line.
     """
     try:
-        return build(node, *args, **kwargs)
+        return call_target(node, *args, **kwargs)
     except (ConfigError, MemoryError):
         raise
     except Exception as error:

@@ -99,12 +99,12 @@ class Own:
             parts = getattr(loaded["train"], "classes", ())
         classes = [str(name) for name in parts] if isinstance(parts, Sequence) else []
         reading = Reading(
-            self.name,
-            self.seed,
-            self.images,
-            len(classes),
-            self.targets,
-            self.collate_fn,
+            name=self.name,
+            seed=self.seed,
+            images=self.images,
+            classes=len(classes),
+            targets=self.targets,
+            collate_fn=self.collate_fn,
             key="data.targets",
         )
         sets = {
@@ -220,13 +220,13 @@ def samples_of(dataset: Any, reading: Reading, augment: bool = False) -> Samples
                 "augment in the dataset"
             )
         collated = Collated(
-            dataset,
-            reading.collate_fn,
-            reading.targets,
-            torch.arange(len(dataset)),
-            seed,
-            name,
-            reading.key,
+            dataset=dataset,
+            collate_fn=reading.collate_fn,
+            targets=reading.targets,
+            numbers=torch.arange(len(dataset)),
+            seed=seed,
+            name=name,
+            key=reading.key,
         )
         _ = collated.first
         return collated

@@ -265,12 +265,12 @@ class StreamLoader(Loader):
         rank = self.options.dp_rank
         ranks = self.options.dp_size
         return Chunks(
-            self._stream,
-            rank + ranks * first,
-            ranks * step,
-            size,
-            positions,
-            self.options.labels,
+            stream=self._stream,
+            first=rank + ranks * first,
+            step=ranks * step,
+            size=size,
+            positions=positions,
+            labels=self.options.labels,
         )
 
     def _start(self, order: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,29 +23,22 @@ from ddp_lab.lab.arguments import (
     TrainerKeys,
     as_task,
     find_strategy,
-    form_of,
-    in_blocks,
     make_further_hooks,
     make_further_metrics,
     name_of_target,
     require_module,
-    require_same,
 )
 from ddp_lab.lab.calls import Calls
 from ddp_lab.lab.example import Parts, find_example
 from ddp_lab.lab.log import LabLogger
-from ddp_lab.lab.pretrained import Pretrained
+from ddp_lab.lab.prepared_model import prepare_model
 from ddp_lab.lab.report import leave, wait_for_reporter
 from ddp_lab.lab.trainer import LoopOptions, Trainer
-from ddp_lab.lab.trial import try_model
 from ddp_lab.observe.log import print_if_slow
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
-from ddp_lab.strategies.head_losses import check_head
 from ddp_lab.tasks.base import LossFunction, Task
-from ddp_lab.training.divided_loss import Division, check_lab_loss
-from ddp_lab.training.divided_model import describe_division
+from ddp_lab.training.divided_loss import Division
 from ddp_lab.training.hooks import Hook
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
@@ -327,63 +319,41 @@ class Lab:
                 f"collate_fn={given_collate_fn}: must be a function of a list of samples, or None"
             )
         parts = Parts(targets, collate_fn)
-        tried = find_example(example, parts)
-        original = model
-        form = form_of(model, tried)
-        model = in_blocks(model, strategy, tried, form)
         task = as_task(loss)
-        with print_if_slow("trying the model: a step of the example", self.is_main):
-            idle, notes = try_model(model, task, tried, strategy)
-        for note in notes:
-            self.print(note)
-
-        pretrained = Pretrained.of(original)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        strategy.expect(
-            example=form,
-            sample=None if tried is None else tried.get_inputs,
-            idle=idle,
-            checkpoint_activations=checkpoint_activations,
+        prepared = prepare_model(
+            Division(strategy, batch_size, accumulate),
+            model,
+            task,
+            find_example(example, parts),
+            checkpoint_activations,
+            over_batch=loss_over_batch,
         )
-        if task.head_chunks > 1:
-            check_head(strategy, model, task)
-        with print_if_slow(f"strategy={strategy.name}: dividing the model", self.is_main):
-            strategy.partition(model, math.ceil(batch_size / strategy.replicas / accumulate))
-        if strategy.num_microbatches > 1 and any(map(is_batch_norm, model.modules())):
-            self.print(OF_MICRO_BATCHES)
-        with print_if_slow("comparing the initial weights of the ranks", self.is_main):
-            require_same(model, runtime)
-        division = Division(strategy, batch_size, accumulate)
-        complete = None
-        if tried is not None and tried.is_complete:
-            complete = (tried.inputs, tried.targets)
-
-        if note := check_lab_loss(division, model, task, complete, loss_over_batch):
-            self.print(note)
-        with print_if_slow("trying what the parts of a batch compute", self.is_main):
-            notes = describe_division(division, original, task, lambda: complete)
-        for note in notes:
-            self.print(note)
         factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
         scheduler = partial(LambdaLR, lr_lambda=factor)
-        recipe = Recipe(batch_size, optimizer, scheduler, step, ema, ema_warmup)
-        number = next(self._numbers)
+        recipe = Recipe(
+            batch_size=batch_size,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            step=step,
+            ema=ema,
+            ema_warmup=ema_warmup,
+        )
         options = LoopOptions(
-            original,
-            shapes,
-            self._log,
-            self._calls,
-            num_workers,
-            readers,
-            parts,
-            number,
-            pretrained,
-            further_metrics,
-            further_hooks,
+            model=model,
+            shapes=prepared.shapes,
+            logger=self._log,
+            calls=self._calls,
+            num_workers=num_workers,
+            readers=readers,
+            parts=parts,
+            number=next(self._numbers),
+            pretrained=prepared.pretrained,
+            metrics=further_metrics,
+            callbacks=further_hooks,
         )
         with print_if_slow("placing the model on its devices", self.is_main):
-            trainer = Trainer(strategy, model, task, recipe, options)
+            trainer = Trainer(strategy, prepared.module, task, recipe, options)
         self._trainers.add(trainer)
         return trainer
 
@@ -429,14 +399,14 @@ class Lab:
         # by name, because the library is below the subpackage of proofs
         proof: Any = importlib.import_module("ddp_lab.proof.verify_lab")
         run = proof.LabRun(
-            model,
-            loss,
-            proof.few_samples(dataset, accumulate),
-            optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-            accumulate,
-            targets,
-            collate_fn,
-            self.seed,
+            model=model,
+            loss=loss,
+            dataset=proof.few_samples(dataset, accumulate),
+            optimizer=optimizer or partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+            accumulate=accumulate,
+            targets=targets,
+            collate_fn=collate_fn,
+            seed=self.seed,
         )
         return proof.verify_lab(self, run, max_grad_norm, nproc, tuple(only))
 

@@ -217,12 +217,12 @@ class LocalBatches:
                 samples += global_size
                 num_valid = self.strategy.valid_samples(global_size)
                 self.current = CurrentBatch(
-                    order,
-                    samples,
-                    num_valid,
-                    size(inputs),
-                    global_size,
-                    rows((inputs, targets), slice(1)),
+                    order=order,
+                    samples=samples,
+                    num_valid=num_valid,
+                    size=size(inputs),
+                    global_size=global_size,
+                    spare=rows((inputs, targets), slice(1)),
                 )
                 yield rows(inputs, slice(num_valid)), rows(targets, slice(num_valid))
         finally:

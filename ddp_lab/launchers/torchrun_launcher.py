@@ -173,7 +173,17 @@ class TorchrunLauncher(Launcher):
             run_dir = self.sweep_dir / name
             arguments = self._config_dir() + overrides
             limits = {key: cfg.get(key) for key in ("epochs", *LIMITS)}
-            jobs.append(Job(name, arguments, run_dir, limits, cfg.optimize, one_process, lower))
+            jobs.append(
+                Job(
+                    name=name,
+                    overrides=arguments,
+                    run_dir=run_dir,
+                    limits=limits,
+                    optimize=cfg.optimize,
+                    one_process=one_process,
+                    lower_is_better=lower,
+                )
+            )
         return jobs
 
     def _chosen_keys(self) -> set[str]:

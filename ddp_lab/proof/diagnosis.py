@@ -62,7 +62,15 @@ def diagnose(
     if not wrong:
         return None
     name = wrong[0]
-    case = Case(name, wrong, expected, known, world_size, tolerance, floor)
+    case = Case(
+        name=name,
+        wrong=wrong,
+        expected=expected,
+        evidence=known,
+        world_size=world_size,
+        tolerance=tolerance,
+        floor=floor,
+    )
     cause = by_form(case) or by_hypotheses(case)
     return Difference(name, cause.factor, cause.text, farthest(case), where(case))
 

@@ -145,7 +145,14 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
         names = sorted({name for _, name in unstable})
         notes.append(f"not compared, because rounding alone decides them: {few(names)}")
     return Reference(
-        recording, dtype, compared, max_grad_norm, tolerance, unstable, tuple(notes), facts
+        recording=recording,
+        dtype=dtype,
+        compared=compared,
+        max_grad_norm=max_grad_norm,
+        tolerance=tolerance,
+        unstable=unstable,
+        notes=tuple(notes),
+        run=facts,
     )
 
 

@@ -22,7 +22,7 @@ from ddp_lab.run.build import prepare
 from ddp_lab.run.build_data import load_dataset
 from ddp_lab.run.build_model import model_spec
 from ddp_lab.strategies.base import Strategy
-from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.batch_norm import has_batch_norm
 from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.world.runtime import Runtime
 
@@ -138,7 +138,7 @@ class ConfigRun:
         spec = model_spec(self.cfg.model, self.dataset.model_shape())
         with Runtime("cpu") as runtime:
             built = make_model(spec, runtime, self.cfg.seed, None, with_weights=False)
-        return any(map(is_batch_norm, built.model.modules()))
+        return has_batch_norm(built.model)
 
 
 def in_group(work: Callable[[Runtime], Recording], dtype: torch.dtype) -> Recording:

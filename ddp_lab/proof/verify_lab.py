@@ -31,7 +31,7 @@ from ddp_lab.proof.reference import RunFacts
 from ddp_lab.proof.subject import TIMEOUT, leave_group
 from ddp_lab.proof.verify_run import preload
 from ddp_lab.proof.workers import Workers
-from ddp_lab.strategies.batch_norm import is_batch_norm
+from ddp_lab.strategies.batch_norm import has_batch_norm
 from ddp_lab.tasks.base import LossFunction, Task
 
 
@@ -134,9 +134,9 @@ def verify_lab(
         ranks = 1 if target.one_process else nproc
         name = f"{target.__name__} of the Lab" + (f" on {ranks}" if ranks > 1 else "")
         own_plan = Plan(name, ranks, node)
-    has_batch_norm = any(map(is_batch_norm, run.model.modules()))
-    facts = RunFacts(max_grad_norm, run.accumulate, has_batch_norm)
-    plans = make_plans(own_plan, options, nproc, run.accumulate, has_batch_norm)
+    synchronises = has_batch_norm(run.model)
+    facts = RunFacts(max_grad_norm, run.accumulate, synchronises)
+    plans = make_plans(own_plan, options, nproc, run.accumulate, synchronises)
     plans = [plan for plan in plans if is_chosen(plan, only)]
     preload(plans)
     with Workers(run, nproc) as workers:

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from ddp_lab.data.augment import Mix
     from ddp_lab.launchers.preflight import Finding
     from ddp_lab.training.callbacks import Callback
+    from ddp_lab.training.divided_loss import Division
     from ddp_lab.training.gathered_metrics import GatheredMetrics
     from ddp_lab.training.groups import ParameterGroups
 
@@ -146,26 +147,55 @@ def build(
     built = models.make_model(spec, runtime, cfg.seed, trial, with_weights)
     is_divided = (strategy.replicas, cfg.accumulate, strategy.num_microbatches) != (1, 1, 1)
     if is_divided or cfg.loss_over_batch:
-        from ddp_lab.run.loss_check import check_divided_loss, describe_divided_model
         from ddp_lab.tasks.over_batch import is_own
         from ddp_lab.training.divided_loss import Division
 
-        group = "task" if task.loss is None else "loss"
-        key = f"{group}._target_={cfg[group]['_target_']}"
         division = Division(strategy, sizes.global_batch_size, cfg.accumulate)
-        with print_if_slow("checking whether the loss can be divided", runtime.is_main):
-            built.notes.extend(
-                check_divided_loss(cfg.loss_over_batch, division, dataset, built.model, task, key)
-            )
-        if not (spec.is_own and is_own(task)):
-            with print_if_slow("trying what the parts of a batch compute", runtime.is_main):
-                built.notes.extend(describe_divided_model(division, dataset, built.model, task))
+        is_known = spec.is_own and is_own(task)
+        built.notes.extend(check_division(cfg, division, dataset, built.model, task, is_known))
     job = assemble(cfg, strategy, dataset, sizes, built, task)
     job = replace(
         job, loaders=make_loaders(cfg, job), metrics=make_metrics(cfg, sizes.global_batch_size)
     )
     job.notes.extend(job.loaders["train"].notes())
     return job
+
+
+def check_division(
+    cfg: DictConfig,
+    division: "Division",
+    dataset: Dataset,
+    model: nn.Module,
+    task: Task,
+    is_known: bool,
+) -> list[str]:
+    """Check that the loss may be divided; return notes on what the parts of a batch change.
+
+    Args:
+        cfg: the config.
+        division: of the global batch.
+        dataset: of which some samples are read if the loss or the model is tried.
+        model: the complete model.
+        task: with the loss, on the CPU.
+        is_known: whether model and loss are those of ddp_lab, of which only BatchNorm mixes the
+            samples of a batch.
+
+    Raises:
+        ConfigError: the loss is over the batch.
+    """
+    from ddp_lab.run.loss_check import check_divided_loss, describe_divided_model
+    from ddp_lab.training.divided_model import describe_batch_norm
+
+    is_main = division.strategy.runtime.is_main
+    group = "task" if task.loss is None else "loss"
+    key = f"{group}._target_={cfg[group]['_target_']}"
+    with print_if_slow("checking whether the loss can be divided", is_main):
+        notes = check_divided_loss(cfg.loss_over_batch, division, dataset, model, task, key)
+    notes += describe_batch_norm(division, model)
+    if not is_known:
+        with print_if_slow("trying what the parts of a batch compute", is_main):
+            notes += describe_divided_model(division, dataset, model, task)
+    return notes
 
 
 def make_metrics(cfg: DictConfig, batch_size: int) -> "GatheredMetrics | None":
@@ -258,15 +288,15 @@ def assemble(
     mix = make_mix(cfg, strategy, dataset, sizes)
     step = StepOptions(cfg.accumulate, cfg.max_grad_norm, cfg.on_nan == "skip", mix, seed=cfg.seed)
     recipe = Recipe(
-        sizes.global_batch_size,
-        optimizer,
-        schedule.make,
-        step,
-        cfg.ema,
-        cfg.ema_warmup,
-        cfg.decay_norms_and_biases,
-        options,
-        groups,
+        batch_size=sizes.global_batch_size,
+        optimizer=optimizer,
+        scheduler=schedule.make,
+        step=step,
+        ema=cfg.ema,
+        ema_warmup=cfg.ema_warmup,
+        decay_norms_and_biases=cfg.decay_norms_and_biases,
+        performance=options,
+        groups=groups,
     )
     return Job(
         strategy=strategy,
@@ -382,12 +412,12 @@ def make_mix(
 
     shape = dataset.model_shape()
     return Mix(
-        cfg.mixup,
-        cfg.cutmix,
-        sizes.global_batch_size,
-        strategy.dp_size,
-        shape["image_size"],
-        shape["num_classes"],
+        mixup=cfg.mixup,
+        cutmix=cfg.cutmix,
+        batch_size=sizes.global_batch_size,
+        dp_size=strategy.dp_size,
+        image_size=shape["image_size"],
+        num_classes=shape["num_classes"],
         seed=cfg.seed,
     )
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from ddp_lab.config.build import build as instantiate
-from ddp_lab.config.build import construct, plain
+from ddp_lab.config.build import call_target, construct, plain
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.data.batch import LoaderOptions, size_of_evaluated
 from ddp_lab.data.dataset import Dataset, hold_out, require_same_data
@@ -92,18 +91,18 @@ def make_source(data: Mapping[str, Any], seed: int) -> "Source":
     splits = {"train": "train", "val": data["val_split"], "test": data["test_split"]}
     # names alone, because a stream is pickled for its processes
     parameters = [*inspect.signature(target).parameters]
-    make = partial(instantiate, node)
+    make = partial(call_target, node)
     return Own(
-        make,
-        node["_target_"],
-        parameters,
-        splits,
-        images,
-        data["num_classes"],
-        seed,
-        targets,
-        collate_fn,
-        data.get("readers", 1),
+        make=make,
+        target=node["_target_"],
+        parameters=parameters,
+        splits=splits,
+        images=images,
+        num_classes=data["num_classes"],
+        seed=seed,
+        targets=targets,
+        collate_fn=collate_fn,
+        readers=data.get("readers", 1),
     )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from ddp_lab.config.build import build as instantiate
-from ddp_lab.config.build import construct, plain
+from ddp_lab.config.build import call_target, construct, plain
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.data.dataset import Dataset
 from ddp_lab.models.make import ModelSpec
@@ -53,7 +52,7 @@ def model_spec(node: DictConfig | dict[str, Any], shape: Mapping[str, Any]) -> M
         )
 
     return ModelSpec(
-        make=partial(instantiate, options, **passed),
+        make=partial(call_target, options, **passed),
         target=target,
         name=str(node["name"]) if target in BY_NAME else None,
         input_shape=input_shape_of(shape),
@@ -150,7 +149,7 @@ def build_loss(
     target = get_object(node["_target_"])
     arguments = {"reduction": "none"} if "reduction" in inspect.signature(target).parameters else {}
     try:
-        built = instantiate(node, **arguments, _partial_=not inspect.isclass(target))
+        built = call_target(node, **arguments, _partial_=not inspect.isclass(target))
     except Exception as error:
         raise ConfigError(f"{key}: cannot be constructed: {describe_error(error)}") from None
     if not isinstance(built, CrossEntropy):

@@ -43,7 +43,15 @@ def open_run(folder: Path, choice: str) -> "TrainedRun":
         list(cfg.data.mean), list(cfg.data.std), image_options(cfg.data), is_fixed=not collates
     )
     task = get_object(cfg.task["_target_"])
-    return TrainedRun(data, path, model, task, inputs, cfg.precision, cfg.float32_matmul)
+    return TrainedRun(
+        data=data,
+        checkpoint=path,
+        model=model,
+        task=task,
+        inputs=inputs,
+        precision=cfg.precision,
+        float32_matmul=cfg.float32_matmul,
+    )
 
 
 def evaluate_run(

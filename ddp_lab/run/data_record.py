@@ -78,14 +78,14 @@ def record_data(folder: Path, dataset: Dataset, criterion: Criterion | None, see
     if not dataset.train.is_endless:  # a stream yields its samples in an order of its own
         order = hash_of(local_order(dataset.train.size, 0, 1, seed, 1))
     record = DataRecord(
-        dataset.model_shape(),
-        dataset.classes,
-        dataset.digest,
-        dataset.held_out,
-        criterion,
-        {**dataset.files},
-        {name: describe_samples(samples) for name, samples in dataset.sets.items()},
-        order,
+        shape=dataset.model_shape(),
+        classes=dataset.classes,
+        digest=dataset.digest,
+        held_out=dataset.held_out,
+        criterion=criterion,
+        files={**dataset.files},
+        samples={name: describe_samples(samples) for name, samples in dataset.sets.items()},
+        order=order,
     )
     write_json(folder / DATA, asdict(record))
 

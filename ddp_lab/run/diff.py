@@ -60,7 +60,14 @@ def compare_runs(one: Path, other: Path) -> Comparison:
         for file in files
         if not (folder / file).exists()
     ]
-    return Comparison(loss, compared, causes, excluded, names, missing)
+    return Comparison(
+        loss=loss,
+        compared=compared,
+        causes=causes,
+        excluded=excluded,
+        without_effect=names,
+        missing=missing,
+    )
 
 
 def is_possible(difference: Difference, loss: FirstLoss) -> bool:

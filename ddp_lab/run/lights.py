@@ -173,7 +173,15 @@ def light_of(beat: Heartbeat, now: float, silent: dict[int, str], culprit: int |
         colour = "amber"
         text = f"no progress: {text}"
     return Light(
-        rank, colour, text, beat["step"], phase, age, beat["host"], beat["pid"], memory_of(beat)
+        rank=rank,
+        colour=colour,
+        text=text,
+        step=beat["step"],
+        phase=phase,
+        age=age,
+        host=beat["host"],
+        pid=beat["pid"],
+        memory_MiB=memory_of(beat),
     )
 
 

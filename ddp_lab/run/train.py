@@ -216,12 +216,12 @@ def train_guarded(
             logger=logger,
             hooks=[*hooks, *callbacks_of(job, run_dir.path)],
             sync=Sync(
-                job.strategy,
-                trainer.eager_step.running_sums,
-                fit_settings.log_every,
-                guard.flags,
-                None if meter is None else meter.read,
-                stragglers,
+                strategy=job.strategy,
+                running_sums=trainer.eager_step.running_sums,
+                every=fit_settings.log_every,
+                flags=guard.flags,
+                read=None if meter is None else meter.read,
+                work=stragglers,
             ),
             position=progress,
             metrics=job.metrics,
@@ -253,12 +253,12 @@ def make_checkpoints(
     """Return what writes and reads the checkpoints of a run."""
     chosen = settings.checkpoint
     return Checkpoints(
-        run_dir / "checkpoints",
-        State.of(trainer, job.shapes),
-        chosen.keep,
-        chosen.best,
-        is_sharded_format(chosen.format, job.runtime.world_size, job.checkpoint_bytes),
-        ignore if fault is None else fault.before_write,
+        folder=run_dir / "checkpoints",
+        state=State.of(trainer, job.shapes),
+        keep=chosen.keep,
+        best=chosen.best,
+        sharded=is_sharded_format(chosen.format, job.runtime.world_size, job.checkpoint_bytes),
+        before_write=ignore if fault is None else fault.before_write,
     )
 
 

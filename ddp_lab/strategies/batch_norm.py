@@ -26,12 +26,6 @@ from ddp_lab.data.trees import Tree
 from ddp_lab.strategies.batch_statistics import ALLOWED, why_unsupported
 from ddp_lab.strategies.batch_trial import other_statistics
 
-# Said at the beginning, because the model is another function than that of strategy=single.
-OF_MICRO_BATCHES = (
-    "BatchNorm normalises each micro-batch separately: losses differ from single's, most with "
-    "small micro-batches"
-)
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -156,6 +150,11 @@ class SyncBatchNorm(_BatchNorm):
 def synchronised(kind: type[_BatchNorm]) -> type[SyncBatchNorm]:
     """Return the subclass of a BatchNorm layer's class that synchronises the statistics."""
     return type(f"Synchronised{kind.__name__}", (SyncBatchNorm, kind), {})
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether a module has BatchNorm."""
+    return any(map(is_batch_norm, model.modules()))
 
 
 def set_batch_norm(model: Model, mode: BatchNorm, group: dist.ProcessGroup | None = None) -> Model:

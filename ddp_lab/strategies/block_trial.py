@@ -106,12 +106,12 @@ def try_block(
     whole = AllTokens(name, copy.deepcopy(block))
     to_device(whole)
     trial = PlanTrial(
-        whole,
-        inputs,
-        runtime,
-        key_of_blocks([block]),
-        BLOCK_REMEDY,
-        {f"{name}.{path}": word for path, word in plan.items()},
+        model=whole,
+        inputs=inputs,
+        runtime=runtime,
+        key=key_of_blocks([block]),
+        remedy=BLOCK_REMEDY,
+        layers={f"{name}.{path}": word for path, word in plan.items()},
     )
     tokens = OWN if group.share_tokens else Replicate()
     parallelize(whole.get_submodule(name), mesh, group, tokens, tokens)

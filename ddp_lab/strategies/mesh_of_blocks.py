@@ -24,7 +24,7 @@ from ddp_lab.models.chain import Chain, tie, tied_parameters
 from ddp_lab.models.partition import Partition
 from ddp_lab.strategies.activation_sums import make_group
 from ddp_lab.strategies.all_reduce import flat
-from ddp_lab.strategies.batch_norm import is_batch_norm, set_batch_norm
+from ddp_lab.strategies.batch_norm import set_batch_norm
 from ddp_lab.strategies.block_gradients import BlockGradients, need_gradient
 from ddp_lab.strategies.block_plans import check_plans, is_of_user, plan_of
 from ddp_lab.strategies.divided_blocks import divide, own_tokens, parallelize, token_layouts
@@ -79,9 +79,7 @@ class MeshOfBlocks(MeshModel):
                 "strategy.cut: is only used if strategy.pp is above 1, got strategy.pp=1"
             )
         else:
-            self.plan = PipelinePlan(
-                "gpipe", 1, 1, Partition(model, 1), any(map(is_batch_norm, model.modules()))
-            )
+            self.plan = PipelinePlan("gpipe", 1, 1, Partition(model, 1))
         assert isinstance(self.plan.parts, Partition)  # of a Chain
         self.weights = StageWeights.of_chain(model, self.plan, mesh.name)
         self.weights.require_one_stage_a_rank(self.plan, mesh.name)
@@ -113,7 +111,12 @@ class MeshOfBlocks(MeshModel):
         if mesh.axes["pp"] > 1:
             assert self.forms is not None
             self.executor = PipelineExecutor(
-                self.plan, stages, self.forms, mesh.pp_group, mesh.task, mesh.device
+                plan=self.plan,
+                stages=stages,
+                forms=self.forms,
+                group=mesh.pp_group,
+                task=mesh.task,
+                device=mesh.device,
             )
         has_loss = self.plan.num_stages - 1 in stages
         is_metric_rank = has_loss and mesh.mesh["tp"].get_local_rank() == 0

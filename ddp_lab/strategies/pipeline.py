@@ -106,7 +106,12 @@ class Pipeline(Strategy):
                 self.to_device(stage)
             self.module = self.weights.with_first_names(blocks_of(stages))
             self.executor = PipelineExecutor(
-                self.plan, stages, self.forms, self.pp_group, self.task, self.device
+                plan=self.plan,
+                stages=stages,
+                forms=self.forms,
+                group=self.pp_group,
+                task=self.task,
+                device=self.device,
             )
         self.is_metric_rank = self.executor.has_loss
 

@@ -265,7 +265,9 @@ def begin_trial(
     if strategy.sample is None or strategy.runtime.is_planned:
         return None
     inputs = random_like(strategy.sample())
-    return PlanTrial(model, inputs, strategy.runtime, key, remedy, layers)
+    return PlanTrial(
+        model=model, inputs=inputs, runtime=strategy.runtime, key=key, remedy=remedy, layers=layers
+    )
 
 
 def key_of_blocks(blocks: Iterable[nn.Module]) -> str:

@@ -25,7 +25,6 @@ from ddp_lab.config.worlds import has_one_stage, require_microbatches
 from ddp_lab.models.chain import Chain
 from ddp_lab.models.cut_points import CutPoints
 from ddp_lab.models.partition import Partition
-from ddp_lab.strategies.batch_norm import OF_MICRO_BATCHES, is_batch_norm
 
 # torch's own names, in lower case. zbvzerobubble and dualpipev are left out, because torch (2.11 to
 # 2.15) cannot evaluate with them: "can't steal_bwd_input if this stage doesn't have backward".
@@ -49,14 +48,12 @@ class PipelinePlan:
         ranks: number of ranks of the pipeline, p. Stage s is on rank s % p.
         num_microbatches: number of micro-batches that a batch is divided into, m.
         parts: the blocks of each stage.
-        has_batch_norm: whether the model has BatchNorm.
     """
 
     schedule: Schedule
     ranks: int
     num_microbatches: int
     parts: Partition | CutPoints
-    has_batch_norm: bool
 
     @classmethod
     def make(
@@ -100,7 +97,7 @@ class PipelinePlan:
         else:
             assert isinstance(model, Chain)
             parts = Partition(model, cut_at)
-        return cls(schedule, ranks, number, parts, any(map(is_batch_norm, model.modules())))
+        return cls(schedule, ranks, number, parts)
 
     @property
     def num_stages(self) -> int:
@@ -118,7 +115,7 @@ class PipelinePlan:
         )
 
     def describe(self) -> str:
-        """Return lines about the balance of the ranks, the schedule and BatchNorm, for the log."""
+        """Return lines about the balance of the ranks and the schedule, for the log."""
         p = self.ranks
         m = self.num_microbatches
         v = self.num_stages // self.ranks
@@ -133,6 +130,4 @@ class PipelinePlan:
             f"{self.schedule}, {micro_batches}, expected bubble of equally busy ranks {below}"
             f"(p-1)/({factor}m+p-1) = {self.bubble:.0%} of the time, p={p}{stages}",
         ]
-        if self.has_batch_norm and m > 1:
-            lines.append(OF_MICRO_BATCHES)
         return "\n".join(lines)

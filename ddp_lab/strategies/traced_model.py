@@ -89,7 +89,14 @@ class TracedModel:
             group: the ranks of the pipeline.
             task: with the training loss.
         """
-        return TracedExecutor(self.plan, self.blueprint, model, self.rank, group, task)
+        return TracedExecutor(
+            plan=self.plan,
+            blueprint=self.blueprint,
+            model=model,
+            rank=self.rank,
+            group=group,
+            task=task,
+        )
 
 
 def cut_by_trace(strategy: "Pipeline | Mesh", model: nn.Module, samples: int) -> TracedModel:

@@ -191,12 +191,14 @@ def stages_of(pipe: Any) -> list[TracedStage]:
     values = Values(pipe)
     return [
         TracedStage(
-            pipe.get_stage_module(index),
-            values.received_by(index),
-            [value.name for value in call.args],
-            {name: values.places[name] for name, by in values.made_by.items() if by == index},
-            values.before(index + 1),
-            values.examples,
+            graph=pipe.get_stage_module(index),
+            received=values.received_by(index),
+            arguments=[value.name for value in call.args],
+            computed={
+                name: values.places[name] for name, by in values.made_by.items() if by == index
+            },
+            returned=values.before(index + 1),
+            examples=values.examples,
         )
         for index, call in enumerate(values.calls)
     ]

@@ -125,13 +125,13 @@ class Callback(Hook):
         runtime = run.strategy.runtime
         self._rank = runtime.rank
         info = RunInfo(
-            runtime.rank,
-            runtime.world_size,
-            run.strategy.device,
-            self.folder,
-            run.settings.epochs,
-            replace(run.position),
-            run,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+            device=run.strategy.device,
+            folder=self.folder,
+            epochs=run.settings.epochs,
+            position=replace(run.position),
+            _run=run,
         )
         self._call("on_start", info)
 

@@ -42,6 +42,25 @@ class Division(NamedTuple):
         """What divides the batch for the model, as nn.DataParallel does, too."""
         return self._causes(self.strategy.replicas)
 
+    @property
+    def causes_for_batch_norm(self) -> list[str]:
+        """What divides the batch for BatchNorm."""
+        return self._causes(self._replicas_for_batch_norm)
+
+    @property
+    def samples(self) -> int:
+        """How many samples of a full global batch a call of the loss gets at most."""
+        return self._samples(self.strategy.dp_size)
+
+    @property
+    def samples_for_batch_norm(self) -> int:
+        """How many samples of a full global batch BatchNorm normalises together at most."""
+        return self._samples(self._replicas_for_batch_norm)
+
+    @property
+    def _replicas_for_batch_norm(self) -> int:
+        return self.strategy.replicas if self.strategy.batch_norm == "local" else 1
+
     def _causes(self, replicas: int) -> list[str]:
         strategy = self.strategy
         counts = {
@@ -51,10 +70,8 @@ class Division(NamedTuple):
         }
         return [name for name, count in counts.items() if count > 1]
 
-    @property
-    def samples(self) -> int:
-        """How many samples of a full global batch a call of the loss gets at most."""
-        local_batch = self.batch_size / self.strategy.dp_size
+    def _samples(self, replicas: int) -> int:
+        local_batch = self.batch_size / replicas
         return math.ceil(math.ceil(local_batch / self.accumulate) / self.strategy.num_microbatches)
 
     def describe(self) -> str | None:

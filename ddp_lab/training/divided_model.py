@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage], the only base of all BatchNorms
 
+from ddp_lab.config.errors import count
 from ddp_lab.data.trees import Tree, apply, leaves, rows, to
 from ddp_lab.models.calls import call
 from ddp_lab.models.kept_state import random_state_kept, state_kept
 from ddp_lab.models.outputs import map_outputs, tensors_of
 from ddp_lab.models.trial import count_flops, is_large
+from ddp_lab.strategies.batch_norm import has_batch_norm
 from ddp_lab.tasks.base import Task
 from ddp_lab.tasks.loss_trial import trial_of_loss
 from ddp_lab.tasks.nested import device_of, outputs_for, targets_for
@@ -64,8 +66,8 @@ def describe_division(
 ) -> list[str]:
     """Return lines for the log about what the parts of a batch compute differently.
 
-    BatchNorm is left out, of which the strategies speak. Nothing is said of a large model, which
-    would take long, nor of one that fails for the samples.
+    BatchNorm is left out, of which `describe_batch_norm` speaks. Nothing is said of a large model,
+    which would take long, nor of one that fails for the samples.
 
     Args:
         division: of the batch.
@@ -96,6 +98,24 @@ def describe_division(
         "`ddp-lab verify` shows by how much"
     )
     return [f"{text}. {consequence}" for text in changed if text]
+
+
+def describe_batch_norm(division: Division, model: nn.Module) -> list[str]:
+    """Return a line for the log about BatchNorm in parts of a batch; none if there is none.
+
+    Args:
+        division: of the batch.
+        model: the complete model.
+    """
+    causes = division.causes_for_batch_norm
+    if not causes or not has_batch_norm(model):
+        return []
+    return [
+        f"BatchNorm normalises at most {count(division.samples_for_batch_norm, 'sample')} of a "
+        f"global batch of {division.batch_size} together, because of {' and '.join(causes)}: "
+        "losses differ from those of one device, most with few samples. strategy=ddp with "
+        "strategy.batch_norm=sync and accumulate=1 normalises the global batch"
+    ]
 
 
 def is_cheap(model: nn.Module, inputs: Tree) -> bool:

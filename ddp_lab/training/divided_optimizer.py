@@ -5,7 +5,7 @@ complete parameters, and some compute one number from all of them. A few steps w
 parameters show whether the division changes what they compute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,10 +17,9 @@ from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.models.kept_state import state_kept
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import full_tensor, local, shard_of
-from ddp_lab.training.optimizer import construct_optimizer, param_groups, step_of
+from ddp_lab.training.optimizer import MakeOptimizer, construct_optimizer, param_groups, step_of
 from ddp_lab.training.part_optimizer import PartOptimizer
 
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 Tensors = Sequence[torch.Tensor]
 STEPS = 3
 EXACT = 1e-6  # of the largest change of an element, in float64

@@ -1,12 +1,12 @@
 """An optimizer whose parameters are divided into groups by their names in the model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
+from ddp_lab.training.optimizer import MakeOptimizer
 
 
 class GroupedOptimizer(NamedTuple):

@@ -13,8 +13,9 @@ from torch import nn
 from ddp_lab.config.errors import count, is_or_are
 from ddp_lab.training.default_group import DefaultGroup
 from ddp_lab.training.group_entries import Entry, check_entries, decides, match_names
-from ddp_lab.training.grouped_optimizer import GroupedOptimizer, MakeOptimizer
+from ddp_lab.training.grouped_optimizer import GroupedOptimizer
 from ddp_lab.training.layer_decay import layer_scales
+from ddp_lab.training.optimizer import MakeOptimizer
 
 
 class Kind(NamedTuple):

@@ -18,7 +18,8 @@ from ddp_lab.config.build import begin_training, for_cpu, has_modes, require_no_
 from ddp_lab.config.errors import ConfigError, describe_error
 from ddp_lab.strategies.dtensor import local, sharded_as
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# makes the optimizer of a list of parameters, or of groups of them
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
 FEW = 1_000_000  # elements of an optimizer
 # with fused kernels for GPUs; others may compute norms of complete tensors
 ELEMENTWISE = (SGD, Adam, AdamW)

@@ -7,7 +7,7 @@ called with all of them, too. Where that makes a difference, the rank uses this 
 the parameters that it does not update.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +16,8 @@ from torch import nn
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.kept_state import state_kept
-from ddp_lab.training.optimizer import construct_optimizer, param_groups
+from ddp_lab.training.optimizer import MakeOptimizer, construct_optimizer, param_groups
 
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
 # of every optimizer, beside those that its class adds
 KNOWN = {"param_groups", "state", "defaults"}

@@ -193,13 +193,13 @@ class TrainSizes:
         lr *= {"none": 1, "linear": factor, "sqrt": math.sqrt(factor)}[keys["lr_scaling"]]
         at_once = math.ceil(batch_size / replicas / keys["accumulate"])
         return cls(
-            world_size,
-            replicas,
-            batch_size,
-            math.ceil(train_size / batch_size),
-            at_once,
-            lr,
-            train_size,
+            world_size=world_size,
+            replicas=replicas,
+            global_batch_size=batch_size,
+            steps_per_epoch=math.ceil(train_size / batch_size),
+            samples_at_once=at_once,
+            lr=lr,
+            train_size=train_size,
         )
 
     @property

@@ -222,8 +222,9 @@ def make_scheduler(
             return (step + 1) / (warmup_steps + 1)
         if counts_epochs:
             return shape(step / steps_per_epoch)
-        if horizon.steps is None:
+        end = horizon.steps
+        if end is None:
             return shape(0.0)
-        return shape(min(1.0, (step - warmup_steps) / max(1, horizon.steps - warmup_steps)))
+        return shape(min(1.0, (step - warmup_steps) / max(1, end - warmup_steps)))
 
     return LambdaLR(optimizer, factor)

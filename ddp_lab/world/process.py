@@ -64,7 +64,14 @@ class RankInfo:
         # `torchrun --virtual-local-rank` gives all ranks LOCAL_RANK=0
         if local_rank == 0 and "TORCHELASTIC_RUN_ID" in environment:
             local_rank = rank - first_rank(rank, world_size, local_size, node, nodes)
-        return cls(rank, world_size, local_rank, local_size, node, nodes)
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_size,
+            node=node,
+            nodes=nodes,
+        )
 
     @property
     def has_known_place(self) -> bool:

@@ -11,7 +11,7 @@ from worlds import run_world
 
 from ddp_lab.advise import fit
 from ddp_lab.advise.advisor import Advisor
-from ddp_lab.config.build import build as instantiate
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
@@ -90,7 +90,7 @@ def test_train_refuses_before_the_group_opens_and_writes_nothing(tmp_path):
 def test_chosen_batch_can_be_divided_into_the_micro_batches_of_every_replica(strategy, parts):
     chosen = ["strategy.num_microbatches=16", *f"strategy={strategy}".split()]
     cfg = compose_config([*LENET, "model=vit", *chosen], None)
-    made = instantiate(cfg.strategy, PlannedRuntime(4, 4, "float32", kind="cpu"))
+    made = call_target(cfg.strategy, PlannedRuntime(4, 4, "float32", kind="cpu"))
     cfg.batch_size = "auto"
     sizes = fit.values_of(cfg, made, 1437, 1)
     assert (min(sizes), {size % parts for size in sizes}) == (parts, {0})

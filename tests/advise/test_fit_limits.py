@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_lab.advise import fit
-from ddp_lab.config.build import build as instantiate
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.launchers.command_line import compose_config
 from ddp_lab.run.build import build
@@ -59,7 +59,7 @@ def test_state_that_fits_exactly_is_accepted_and_a_byte_less_is_refused(
 )
 def test_chosen_global_batch_is_at_most_the_training_set(scaling, ranks, largest):
     cfg = compose_config([*LENET[:2], "strategy=ddp", f"scaling={scaling}"], None)
-    strategy = instantiate(cfg.strategy, planned(ranks))
+    strategy = call_target(cfg.strategy, planned(ranks))
     cfg.batch_size = "auto"
     sizes = fit.values_of(cfg, strategy, DIGITS, 1)
     assert max(sizes) == largest

@@ -209,7 +209,7 @@ def test_trial_changes_nothing_but_what_it_freezes(large, monkeypatch):
         ] == TRAINED
         return idle, notes
 
-    monkeypatch.setattr("ddp_lab.lab.lab.try_model", keep)
+    monkeypatch.setattr("ddp_lab.lab.prepared_model.try_model", keep)
     with Lab("ddp", device="cpu") as lab:
         model = Pooled()
         lab.trainer(model, tasks.Regression(), SGD, batch_size=8, example=samples()[0])

@@ -68,8 +68,12 @@ LAYOUTS = {  # ranks, and by overrides besides SMALL excerpts of the log
             "pipeline: stem layer1 on pp rank 0 (60% of the FLOPs), layer2 head on pp rank 1 (40% "
             "of the FLOPs), balance 83% (mean rank / busiest)",
             BUBBLE,
-            "BatchNorm normalises each micro-batch separately: losses differ from single's, most "
-            "with small micro-batches",
+            "BatchNorm normalises at most 3 samples of a global batch of 24 together, because of "
+            "strategy.num_microbatches=8: losses differ from those of one device",
+        ],
+        f"strategy=ddp {' '.join(NARROW)}": [
+            "BatchNorm normalises at most 12 samples of a global batch of 24 together, because of "
+            "strategy=ddp on 2 replicas: losses differ from those of one device",
         ],
     },
     4: {

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import run_world
 
 from ddp_lab.advise.fake import FakeWeights
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.check import check
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models import trial
@@ -38,7 +38,7 @@ SHAPE = {"in_channels": 1, "image_size": 28, "num_classes": 10}
 def test_sequential_becomes_a_chain_that_computes_the_same_unless_it_has_a_layer_twice_or_a_method(
     name, is_chain
 ):
-    model = build(
+    model = call_target(
         {"_target_": f"own_models.{name}"}, **{"num_classes": 10} if name == "sequential" else SHAPE
     )
     built = build_model(model_spec({"_target_": f"own_models.{name}"}, SHAPE))

@@ -16,7 +16,7 @@ from stand_in_graphs import replace_graphs
 from training import Outcome, run_cases
 from worlds import once, run_world
 
-from ddp_lab.config.build import build as construct
+from ddp_lab.config.build import call_target
 from ddp_lab.run.build import build
 from ddp_lab.speed.cuda_graph import WARM_UP, GraphStep
 from ddp_lab.speed.waits import WAITS
@@ -135,7 +135,7 @@ def test_stage_that_waits_for_its_gpu_refuses_the_capture_on_all_ranks(waiting):
 
 def test_norm_of_a_stage_without_gradients_is_computed_on_its_device(monkeypatch):
     """torch's norm of no gradients is on the host; a graph cannot capture its copy to the GPU."""
-    strategy = construct(config_of("single").strategy, Runtime("cpu"))
+    strategy = call_target(config_of("single").strategy, Runtime("cpu"))
     strategy.module = make_model("lenet", seed=1)
     strategy.device = torch.device("meta")
     monkeypatch.setattr("ddp_lab.strategies.base.get_total_norm", None)

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Outcome, make_step, run_cases
 from worlds import once, run_world
 
-from ddp_lab.config.build import build as build_config
+from ddp_lab.config.build import call_target
 from ddp_lab.run.speed import unsupported_options
 from ddp_lab.speed.compile import CHANNELS_LAST, COMBO, compiling, repeats
 from ddp_lab.speed.convolution import PaddedConv2d, pad_convolutions
@@ -247,7 +247,7 @@ def test_sharded_convolutions_are_not_replaced():
 )
 def test_compile_is_not_supported_with_a_reason(options, model, reason, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    made = build_config(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
+    made = call_target(config(*f"strategy={options}".split()).strategy, Runtime("cpu"))
     complete = make_model(model, 0) if model else nn.Linear(3, 3)
     made.partition(complete, 8)
     assert repeats(complete) == bool(model), "only a chain of equal blocks is compiled by block"

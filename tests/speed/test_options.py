@@ -9,7 +9,7 @@ import pytest
 import torch
 from configs import config
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.data.datasets import Synthetic
 from ddp_lab.models.channels_last import to_channels_last
 from ddp_lab.models.lenet import lenet
@@ -118,7 +118,7 @@ def options_on_gpu(monkeypatch, *overrides: str, model=None) -> PerformanceOptio
     """Return the options of a job on a GPU with 10 GiB of free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
     cfg = config("speed=auto", *overrides)
-    strategy = build(cfg.strategy, Runtime("cpu"))
+    strategy = call_target(cfg.strategy, Runtime("cpu"))
     model = model or lenet(1, 28, 10, None)
     strategy.partition(model, 8)
     strategy.device = torch.device("cuda")
@@ -179,7 +179,7 @@ def test_what_a_strategy_does_not_support_is_off_with_the_reason(overrides, reas
 def test_no_fact_is_asked_for_where_nothing_is_chosen(device, overrides, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", None)
     cfg = config("strategy=single", *overrides)
-    strategy = build(cfg.strategy, Runtime("cpu"))
+    strategy = call_target(cfg.strategy, Runtime("cpu"))
     strategy.device = torch.device(device)
     strategy.runtime = None
     assert (
@@ -200,7 +200,7 @@ def test_free_memory_is_the_smallest_of_all_ranks(monkeypatch):
         free_memory=lambda: 7, gather_and_decide=lambda key, local, decide: decide([9, local, 8])
     )
     monkeypatch.setattr("ddp_lab.run.speed.choose", lambda *facts: facts)
-    strategy = build(config("strategy=single").strategy, Runtime("cpu"))
+    strategy = call_target(config("strategy=single").strategy, Runtime("cpu"))
     strategy.device = torch.device("cuda")
     strategy.runtime = runtime
     facts = find_options(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run_cases
 from worlds import once, run_world
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError, TrainingError
 from ddp_lab.run.speed import unsupported_options
 from ddp_lab.strategies.base import Strategy
@@ -122,7 +122,7 @@ def test_block_keeps_the_name_of_its_class_its_parameters_and_no_activations_in_
 
 
 def strategy_of(name: str, model: nn.Module, *inputs: int) -> Strategy:
-    strategy = build(config(f"strategy={name}").strategy, Runtime("cpu"))
+    strategy = call_target(config(f"strategy={name}").strategy, Runtime("cpu"))
     example = torch.empty(2, *inputs, device="meta") if inputs else None
     strategy.expect(example=example, checkpoint_activations="block")
     strategy.partition(model, 4)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import run_world
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.strategies.dtensor import local
 from ddp_lab.training.optimizer import configure_optimizer
@@ -20,7 +20,7 @@ SHARDING = {"fsdp": "strategy=fsdp", "mesh": "strategy=mesh strategy.shard=null"
 
 
 def strategy_of(options: str, runtime: Runtime, model: torch.nn.Module) -> Strategy:
-    strategy = build(config(*options.split()).strategy, runtime)
+    strategy = call_target(config(*options.split()).strategy, runtime)
     strategy.partition(model, 4)
     return strategy
 

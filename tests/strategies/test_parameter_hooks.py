@@ -4,7 +4,7 @@ import pytest
 from configs import config
 from torch import nn
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.models.chain import Chain
 from ddp_lab.world.runtime import Runtime
@@ -18,7 +18,7 @@ def test_hooks_that_shards_would_lose_are_refused_by_name(options, register):
     model = Chain((4,), first=nn.Linear(4, 4), last=nn.Linear(4, 2))
     words = f"strategy={options}".split()
     with Runtime("cpu") as runtime:
-        strategy = build(config(*words).strategy, runtime)
+        strategy = call_target(config(*words).strategy, runtime)
         strategy.partition(model, 4)
         getattr(model.get_parameter("last.weight"), register)(lambda _: None)
         message = (

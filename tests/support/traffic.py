@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.strategies.base import Strategy
 from ddp_lab.world.runtime import Runtime
 
@@ -89,7 +89,7 @@ def step(strategy: Strategy, accumulate: int) -> None:
 
 def set_up(case: str, runtime: Runtime, name: str, accumulate: int) -> Strategy:
     model = make_model(name, 0)
-    strategy: Any = build(config_of(case).strategy, runtime)
+    strategy: Any = call_target(config_of(case).strategy, runtime)
     example = torch.empty(2, *model.input_shape, dtype=model.input_dtype, device="meta")
     strategy.expect(example=example)
     strategy.partition(model, SAMPLES // accumulate)

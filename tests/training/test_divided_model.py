@@ -13,7 +13,7 @@ from torch import nn
 from ddp_lab.tasks.classification import Classification
 from ddp_lab.training import divided_model
 from ddp_lab.training.divided_loss import Division
-from ddp_lab.training.divided_model import describe_division
+from ddp_lab.training.divided_model import describe_batch_norm, describe_division
 
 AS_BATCH_NORM = (
     "the outputs of a sample depend on the others of its batch, as with BatchNorm. With "
@@ -173,6 +173,27 @@ def test_line_names_what_divides_the_batch(parts, named):
     lines = divide(Centring(6, 10), Classification(), torch.rand(2, 6), **parts)
     assert bool(lines) == (named is not None)
     assert all(named in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("parts", "accumulate", "excerpt"),
+    [
+        ({}, 1, None),
+        ({"replicas": 2}, 1, "at most 12 samples of a global batch of 24 together, because of"),
+        ({"replicas": 2, "batch_norm": "sync"}, 1, None),
+        ({"replicas": 2}, 2, "6 samples of a global batch of 24 together, because of strategy="),
+        ({"replicas": 2, "batch_norm": "sync"}, 2, "12 samples of a global batch of 24 together"),
+        ({"num_microbatches": 5}, 1, "5 samples of a global batch of 24 together"),
+    ],
+)
+def test_log_says_which_samples_batch_norm_normalises_together(parts, accumulate, excerpt):
+    defaults = {"replicas": 1, "num_microbatches": 1, "batch_norm": "local"}
+    strategy = MagicMock(**defaults | parts)
+    strategy.name = "some"
+    division = Division(strategy, 24, accumulate)
+    assert describe_batch_norm(division, nn.Linear(6, 10)) == []
+    lines = describe_batch_norm(division, normalised())
+    assert [excerpt in line for line in lines] == [True] * (excerpt is not None), lines
 
 
 class Counted(nn.Module):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.build import build_shape
 
@@ -44,7 +44,7 @@ def test_own_schedule_that_fails_is_refused(name, options, message):
 
 def test_partial_of_a_config_is_functools_partial():
     """Hydra's own partial looks up its policy at every call, which takes 0.1 ms or more."""
-    shape = build(
+    shape = call_target(
         OmegaConf.create({"_target_": "ddp_lab.training.schedule.cosine", "_partial_": True})
     )
     assert type(shape) is partial

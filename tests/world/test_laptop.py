@@ -16,7 +16,7 @@ from configs import config
 from launches import read_metrics
 from namespaces import launch_where_mounted
 
-from ddp_lab.config.build import build
+from ddp_lab.config.build import call_target
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.run.speed import unsupported_options
 from ddp_lab.strategies.single import Single
@@ -108,7 +108,7 @@ def test_device_mps_is_rejected_by_strategies_other_than_single(name, mac):
         ConfigError,
         match=f"device=mps: is not supported by strategy={name}: .* Use strategy=single",
     ):
-        build(cfg.strategy, Runtime("mps"))
+        call_target(cfg.strategy, Runtime("mps"))
 
 
 def test_single_on_mps_disables_unsupported_options(mac):
