@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ddp_lab.config.types import SETS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import (
+    OF_STEP,
     STRAGGLER,
     append_row,
     describe_metrics,
@@ -292,5 +293,5 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, (int, float)) and key not in PLACES:
             name, _, kind = key.partition("_")
             of_epoch = f"{kind}/{name}" if name in SETS and kind else NAMES.get(key, key)
-            values[f"step/{key}" if row.get("kind") == "step" else of_epoch] = value
+            values[f"{OF_STEP}{key}" if row.get("kind") == "step" else of_epoch] = value
     return values

@@ -31,6 +31,7 @@ OTHERS = (
     "eta",
 )
 STRAGGLER = "straggler"  # the kind of row that has no metrics
+OF_STEP = "step/"  # before the names that trackers get of the metrics of a step
 OF_STEPS = ("step", STRAGGLER)  # kinds of rows that are written between steps
 # of the metrics of a set, those that the log and the curves do not have
 HIDDEN = ("top5_accuracy",)

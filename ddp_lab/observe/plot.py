@@ -74,8 +74,7 @@ def house_style() -> Generator[None]:
 
 
 def look_of(name: str) -> dict[str, Any]:
-    """Return colour, marker and line style of a strategy or an algorithm, within the house "
-    "style."""
+    """Return colour, marker and line style of a strategy or an algorithm, in the house style."""
     from matplotlib import rcParams
 
     look = dict(list(rcParams["axes.prop_cycle"])[LOOKS[name]])

@@ -4,6 +4,7 @@ import json
 import logging
 import resource
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -105,6 +106,45 @@ def test_epochs_are_recorded_in_strict_json_and_tensorboard(recorded):
     (image,) = events.Images("confusion")
     assert image.step == 2, "only the last confusion matrix is drawn"
     assert Image.open(recorded / "confusion.png").size == (image.width, image.height)
+
+
+class Rows:
+    """A tracker that keeps its rows, over several launches."""
+
+    kept: ClassVar[list[tuple[str, int]]] = []
+
+    def __init__(self, run: TrackedRun):
+        pass
+
+    def log_metrics(self, metrics, step, epoch):
+        self.kept.append((next(iter(metrics)), step))
+
+    def finish(self, status, summary):
+        pass
+
+
+@drawn()
+def record_in_two_launches(run_dir) -> list[tuple[str, int]]:
+    """The first launch ends between its checkpoint of step 4 and the evaluation of its weights."""
+    setup_logging(run_dir, 0)
+    for start, steps in ((0, (2, 4)), (4, (6,))):
+        chosen = {**chosen_trackers("tensorboard", {}), "rows": Rows}
+        trackers = Trackers(chosen, TrackedRun(run_dir, "", {}, {}, (1, start)))
+        logger = FileLogger(run_dir, (1, start), {}, trackers, ["cat", "dog"], evaluated_at=0)
+        if start:
+            logger.evaluation(1, start, val_loss=4.0)
+        for step in steps:
+            logger.steps({"epoch": 1, "step": step, "loss": float(step)})
+        logger.close("preempted" if start == 0 else "finished", {})
+    return Rows.kept
+
+
+def test_evaluation_that_a_resumed_launch_repeats_reaches_the_trackers(tmp_path):
+    (kept,) = run_world(1, record_in_two_launches, tmp_path)
+    assert kept == [("step/loss", 2), ("step/loss", 4), ("loss/val", 4), ("step/loss", 6)]
+    events = EventAccumulator(str(tmp_path / "steps")).Reload()
+    assert [event.step for event in events.Scalars("loss/val")] == [4]
+    assert [event.step for event in events.Scalars("step/loss")] == [2, 4, 6]
 
 
 def test_line_of_an_epoch_has_its_seconds_and_its_rate(recorded):

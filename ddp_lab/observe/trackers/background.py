@@ -15,6 +15,7 @@ from typing import Any
 from ddp_lab.config.errors import describe_error
 from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
+from ddp_lab.observe.metrics_file import OF_STEP
 from ddp_lab.observe.trackers.base import MakeTracker, Media, Status, TrackedRun, Tracker
 
 QUEUED = 10_000  # the most rows that wait for a tracker: some 10 MB
@@ -91,7 +92,7 @@ class Background(Guarded):
         super().__init__(name, make, replace(run, id=self._state["id"]))
 
     def call(self, method: str, *arguments: Any) -> bool:
-        if method == "log_metrics" and position(*arguments[1:]) <= self._before:
+        if method == "log_metrics" and position(*arguments) <= self._before:
             return True
         try:
             self._queue.put_nowait((method, arguments))
@@ -124,7 +125,7 @@ class Background(Guarded):
         while self._tracker is not None:
             method, arguments = self._queue.get()
             if super().call(method, *arguments) and method != "log_media":
-                row = position(*arguments[1:]) if method == "log_metrics" else passed
+                row = position(*arguments) if method == "log_metrics" else passed
                 if method == "finish" or not getattr(self._tracker, "holds_step", False):
                     recorded = row
                 elif row[0] > passed[0]:
@@ -140,9 +141,13 @@ class Background(Guarded):
         rest.replace(self._file)
 
 
-def position(step: int, epoch: int | None) -> list[int]:
-    """Return the place of a row in the order of rows: an epoch comes after its last step."""
-    return [step, int(epoch is not None)]
+def position(metrics: Mapping[str, float], step: int, epoch: int | None) -> list[int]:
+    """Return the place of a row in the order of rows: an evaluation comes after its step.
+
+    Arguments as of `Tracker.log_metrics`.
+    """
+    is_step = epoch is None and all(name.startswith(OF_STEP) for name in metrics)
+    return [step, int(not is_step)]
 
 
 class Trackers:

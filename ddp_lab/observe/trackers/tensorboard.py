@@ -27,9 +27,10 @@ class TensorBoard:
         # TensorBoard hides what an interrupted launch wrote from here on.
         self.board = SummaryWriter(str(run.path), purge_step=None if is_new else epoch)
         # Those of steps are a run of its own, or resuming from an epoch would hide all steps above
-        # the epoch's number.
+        # the epoch's number. The rows of the last step are passed on again, because an evaluation
+        # of its weights may follow.
         self.step = step
-        self.open_steps = partial(SummaryWriter, str(run.path / "steps"), purge_step=step + 1)
+        self.open_steps = partial(SummaryWriter, str(run.path / "steps"), purge_step=step)
         self.steps: SummaryWriter | None = None
         if is_new:
             self.board.add_text(
@@ -43,7 +44,7 @@ class TensorBoard:
                 writer.add_summary(summary)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int, epoch: int | None) -> None:
-        if epoch is None and step > self.step:
+        if epoch is None and step >= self.step:
             self.steps = self.steps or self.open_steps()
             write(self.steps, metrics, step)
         elif epoch is not None and epoch >= self.first:
