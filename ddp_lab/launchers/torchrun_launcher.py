@@ -248,6 +248,13 @@ class TorchrunLauncher(Launcher):
             print(f"[{job.name}] already finished", flush=True)
             return 0
         gpus = slots.get()
+        try:
+            return self._run_on(gpus, job)
+        finally:
+            slots.put(gpus)  # for the next waiting job
+
+    def _run_on(self, gpus: str | None, job: Job) -> int | None:
+        """Run a job as `_run`, with a value of CUDA_VISIBLE_DEVICES, unless that is None."""
         command, environment = command_of(
             job.overrides, None if job.one_process else self.nproc_per_node
         )
@@ -257,7 +264,6 @@ class TorchrunLauncher(Launcher):
 
         with self._starting:
             if self.ended:
-                slots.put(gpus)  # for the next waiting job
                 return None
             # Each job has its own session, so that a signal from the terminal reaches it only once,
             # through this process.
@@ -268,19 +274,20 @@ class TorchrunLauncher(Launcher):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
+                encoding="utf-8",
+                errors="replace",  # what a job writes may be anything
                 start_new_session=True,
             )
             self.processes.add(process)
 
-        with process:  # until it has ended
-            assert process.stdout  # it is a pipe
-            for line in process.stdout:
-                print(f"[{job.name}] {line}", end="", flush=True)
-            code = process.wait()
-        self.processes.discard(process)
-        slots.put(gpus)
-        return code
+        try:
+            with process:  # until it has ended
+                assert process.stdout  # it is a pipe
+                for line in process.stdout:
+                    print(f"[{job.name}] {line}", end="", flush=True)
+                return process.wait()
+        finally:
+            self.processes.discard(process)
 
     @contextlib.contextmanager
     def _ended_by_signals(self) -> Generator[None, None, None]:

@@ -118,6 +118,29 @@ def test_third_waiting_job_gets_the_gpus_of_one_that_has_ended(
     assert sorted(slots.queue) == [*GPUS]
 
 
+def test_sweep_goes_on_after_output_that_is_no_text(tmp_path, monkeypatch, capfd):
+    run_program(monkeypatch, r"import os; os.write(1, b'broken \xff byte\n')")
+    launcher = launcher_of(tmp_path, slots_of(GPUS[:1]), ["one", "two"], 1)
+    assert len(launcher.launch([[]] * 2, 0)) == 2
+    output = capfd.readouterr().out
+    assert "[one] broken \N{REPLACEMENT CHARACTER} byte\n" in output
+    assert "[two] broken " in output
+
+
+def test_job_that_cannot_be_started_gives_its_slot_back(tmp_path, monkeypatch):
+    """No other job waits for it forever; the error ends the sweep."""
+    missing = tmp_path / "missing"
+    monkeypatch.setattr(torchrun_launcher, "command_of", lambda *_: ([str(missing)], {}))
+    slots = slots_of(GPUS[:1])
+    launcher = launcher_of(tmp_path, slots, ["one", "two", "three"], 2)
+    watch = threading.Timer(PATIENCE, lambda: slots.put("given by the test"))
+    watch.start()
+    with pytest.raises(FileNotFoundError):
+        launcher.launch([[]] * 3, 0)
+    watch.cancel()
+    assert list(slots.queue) == [GPUS[0]]
+
+
 CONFIG = {
     "seed": 1,
     "epochs": 2,
