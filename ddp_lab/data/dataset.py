@@ -1,7 +1,7 @@
 """What a dataset is: a training set, what it is evaluated with, and the names of the classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,12 @@ class Samples(ABC):
     @abstractmethod
     def sample(self, epoch: int, index: int) -> "tuple[Tree, Tree]":
         """Return an input and its target; a function of seed, epoch and index."""
+
+    def batch(self, epoch: int, indices: Sequence[int]) -> "tuple[Tree, Tree]":
+        """Return the inputs and targets of some samples, [b, ...]."""
+        from ddp_lab.data.trees import stack
+
+        return stack([self.sample(epoch, index) for index in indices])
 
     @abstractmethod
     def subset(self, indices: torch.Tensor, augment: bool) -> "Samples":

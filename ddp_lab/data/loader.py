@@ -196,11 +196,9 @@ class Loader(ABC):
         if spread and len(indices) > number:
             indices = [indices[place * len(indices) // number] for place in range(number)]
         indices = indices[:number]
-        from ddp_lab.data.trees import stack, to
+        from ddp_lab.data.trees import to
 
-        inputs, targets = to(
-            stack([self.data.sample(self.epoch, index) for index in indices]), self.device
-        )
+        inputs, targets = to(self.data.batch(self.epoch, indices), self.device)
         return Batch(*self._as_arguments(inputs, targets), len(indices) * self.options.dp_size)
 
     def compile(

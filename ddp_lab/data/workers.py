@@ -134,6 +134,14 @@ def require_equal_shapes(samples: Sequence[Sample], numbers: Sequence[int]) -> N
             )
 
 
+def channels_first(images: torch.Tensor) -> torch.Tensor:
+    """Return images [b, height, width, channels] as [b, channels, height, width], contiguous.
+
+    `contiguous` would leave images of one channel with the strides of channels_last.
+    """
+    return images.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+
+
 def collate(labels: LabelRange | None, is_batch: bool, samples: list[Sample]) -> RawBatch:
     """Return the batch of some samples, with the range of its labels.
 
@@ -259,13 +267,6 @@ class WorkerLoader(Loader):
         if self.options.labels is not None:
             self.options.labels.add(*label_range)
         inputs = to(inputs, self.device)
-        if self._is_image and not isinstance(
-            self.data, Collated
-        ):  # not contiguous(), which leaves images of one channel with the strides of channels_last
-            inputs = apply(
-                lambda images: images.permute(0, 3, 1, 2).clone(
-                    memory_format=torch.contiguous_format
-                ),
-                inputs,
-            )
+        if self._is_image and not isinstance(self.data, Collated):
+            inputs = apply(channels_first, inputs)
         return inputs, to(targets, self.device)

@@ -67,6 +67,15 @@ def test_workers_and_accumulation_do_not_change_the_losses(tmp_path):
     assert losses_of(1, more, tmp_path, "workers") == pytest.approx(alone, abs=1e-6)
 
 
+def test_metrics_get_texts_of_different_lengths(tmp_path):
+    """Before the first step they are tried with a batch of the first samples."""
+    options = "task: multiclass, num_classes: 2, average: micro, name: counted"
+    metrics = f"metrics=[{{_target_: torchmetrics.Accuracy, {options}}}]"
+    losses_of(1, [*PADDED, metrics], tmp_path, "accuracy")
+    row = read_metrics(tmp_path / "accuracy")[-1]
+    assert row["val_counted"] == pytest.approx(row["val_accuracy"])
+
+
 @once
 def trained(folder: Path) -> Path:
     losses_of(1, [*PADDED, "name=mine"], folder, "mine")
