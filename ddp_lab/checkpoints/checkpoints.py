@@ -57,9 +57,9 @@ class Checkpoints:
     They are named `step_NNNNNNNN.pt` or `step_NNNNNNNN.sharded`; a link names the best of them.
 
     A checkpoint has the keys "progress", "seed", "model", "optimizer" and "scheduler", "task" if
-    the loss has changed buffers of its own, and "ema" if
-    the weights are averaged. Tensors have the model's own names, and one file contains them
-    unsharded. Any strategy at any world size can therefore load what any other strategy saved.
+    the loss has changed buffers of its own, and "ema" if the weights are averaged. Tensors have the
+    model's own names, and one file contains them unsharded. Any strategy at any world size can
+    therefore load what any other strategy saved.
 
     Args:
         folder: the directory of the files; the first save creates it.

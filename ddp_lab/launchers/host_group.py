@@ -20,7 +20,7 @@ from ddp_lab.launchers.host_checks import (
     raise_faults,
 )
 from ddp_lab.launchers.host_options import HostLaunch
-from ddp_lab.launchers.short_run import IS_CLONE, ROOT
+from ddp_lab.launchers.short_run import search_path
 from ddp_lab.launchers.ssh import Answer, Connection, address_of, heartbeat
 from ddp_lab.launchers.start_ranks import C10D_PORT
 from ddp_lab.launchers.waiting import AGAIN, FIRST
@@ -36,8 +36,8 @@ POLL = 0.5  # seconds between looks at the clock
 def passed_environment() -> dict[str, str]:
     """Return the environment variables that the hosts get from this machine."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-    search = [*([str(ROOT)] if IS_CLONE else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return passed | ({"PYTHONPATH": os.pathsep.join(search)} if search else {})
+    search = search_path()
+    return passed | ({"PYTHONPATH": search} if search else {})
 
 
 class HostGroup:

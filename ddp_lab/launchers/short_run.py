@@ -25,16 +25,20 @@ IS_CLONE = (ROOT / "pyproject.toml").is_file()  # which may not be installed
 ENTRY = [str(ROOT / "train.py")] if IS_CLONE else ["-m", "ddp_lab"]
 
 
+def search_path() -> str:
+    """Return the PYTHONPATH with which a process imports ddp_lab as this one does; "": none."""
+    folders = [str(ROOT)] if IS_CLONE else []
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join(folders)
+
+
 def command_of(overrides: Sequence[str], ranks: int | None) -> tuple[list[str], dict[str, str]]:
     """Return the command that trains with `overrides` on `ranks` ranks, and its environment.
 
     With None it trains in one process alone.
     """
     train = ENTRY if ranks is None else ["-m", "ddp_lab", "train", "--nproc", str(ranks)]
-    search = [*([str(ROOT)] if IS_CLONE else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return [sys.executable, *train, *overrides], os.environ | {
-        "PYTHONPATH": os.pathsep.join(search)
-    }
+    return [sys.executable, *train, *overrides], os.environ | {"PYTHONPATH": search_path()}
 
 
 class ShortRun(NamedTuple):

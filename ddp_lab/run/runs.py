@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_lab.config.errors import ConfigError
@@ -20,6 +20,18 @@ from ddp_lab.resilience.run_directory import LAUNCH_FILE, LOCK_FILE, read_json
 # seconds that a launch on another machine counts as possibly running: some file systems do not
 # share locks
 DAY = 86_400
+
+
+def last_change(folder: Path) -> float:
+    """Return when a directory or a file in it last changed, in seconds as time.time() counts them.
+
+    A launch that is running may rename a temporary file meanwhile.
+    """
+    times = [folder.lstat().st_mtime]
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):
+            times.append(file.lstat().st_mtime)
+    return max(times)
 
 
 class Run:
@@ -49,7 +61,7 @@ class Run:
 
         # of a hundred runs, YAML's parser would take seconds
         self.epochs = int(match[1]) if match else None
-        self.changed = max(file.lstat().st_mtime for file in (path, *path.iterdir()))
+        self.changed = last_change(path)
         self.state = state_of(path)
 
         here = (

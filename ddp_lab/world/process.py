@@ -127,11 +127,8 @@ def start_time(pid: int) -> str:
     It distinguishes processes with the same id.
     """
     try:
-        if (
-            sys.platform == "linux"
-            # in clock ticks since boot. psutil adds the boot time, which changes when the clock is
-            # set.
-        ):
+        # in clock ticks since boot. psutil adds the boot time, which changes when the clock is set.
+        if sys.platform == "linux":
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
         return str(psutil.Process(pid).create_time())
     except (psutil.Error, OSError):

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from worlds import once, run_world
 
 from ddp_lab import Lab, tasks
 from ddp_lab.config.errors import ConfigError, TrainingError
+from ddp_lab.lab.arguments import require_same
 
 BATCH = 12
 EPOCHS = 2
@@ -408,3 +410,21 @@ def test_first_average_has_the_decay_of_the_warmup_or_the_final_one(warmup, deca
         trainer.step(*next(trainer.batches(pixels(), 0)))
         expected = decay * before + (1 - decay) * weight
         torch.testing.assert_close(trainer.ema.averages["0.weight"], expected)
+
+
+@pytest.mark.parametrize(("other", "same"), [(float("nan"), True), (1.0, False)])
+def test_models_whose_buffers_are_nan_are_compared(other, same):
+    """NaN is no equal number, but a buffer may begin with it, as one of a running minimum."""
+
+    def gather(key, sums, decide):
+        of_other_rank = [torch.tensor(other).item().hex()]
+        decide(json.loads(json.dumps([sums, of_other_rank])))
+
+    model = nn.Module()
+    model.register_buffer("lowest", torch.tensor(float("nan")))
+    runtime = SimpleNamespace(gather_and_decide=gather)
+    if same:
+        require_same(model, runtime)
+        return
+    with pytest.raises(ConfigError, match="the model of rank 1 has other initial weights"):
+        require_same(model, runtime)

@@ -14,6 +14,7 @@ from launches import SMALL, launch
 
 from ddp_lab.commands import runs
 from ddp_lab.resilience.run_directory import write_status
+from ddp_lab.run.runs import last_change
 
 LOCKED = (
     "import sys, pathlib, ddp_lab.resilience.run_directory as r; _ = "
@@ -247,3 +248,11 @@ def test_mistake_is_one_message(line, message, tmp_path, command):
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: {message.format(ROOT=tmp_path)}")
     assert errors.count("\n") == 1
+
+
+def test_file_that_a_running_launch_renames_meanwhile_is_left_out(tmp_path, monkeypatch):
+    run = make(tmp_path / "run", "running", age=50)
+    before = last_change(run)
+    entries = [*run.iterdir(), run / "tracker.mlflow.tmp"]
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(entries))
+    assert last_change(run) == before
