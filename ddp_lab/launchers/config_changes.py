@@ -14,7 +14,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ddp_lab.config.build import leaves
-from ddp_lab.launchers.recorded_config import CONFIG, RANKS, replace_text, text_of, without_secrets
+from ddp_lab.launchers.recorded_config import (
+    CONFIG,
+    RANKS,
+    replace_durably,
+    text_of,
+    without_secrets,
+)
 
 # Keys that say where a run is, or what one launch does, and cannot change what is computed.
 OF_A_LAUNCH = {"name", "runs_dir", "resume", "inject", "profile"}
@@ -43,7 +49,7 @@ def record_config(run_dir: Path, config: str, ranks: int, resumed: Path | None) 
     changed = [] if before is None else list_changes(before, text)
     recorded = read_text(path)
     backup = keep(path) if recorded is not None and list_changes(recorded, text) else None
-    replace_text(path, text)
+    replace_durably(path, text)
     if not changed:
         return []
     where = backup or (resumed or run_dir) / CONFIG
@@ -69,7 +75,7 @@ def keep(path: Path) -> Path:
     if read_text(last) == text:  # a launch was killed before it wrote its own
         return last
     backup = path.with_name(f"config.{newest + 1}.yaml")
-    replace_text(backup, text)
+    replace_durably(backup, text)
     return backup
 
 

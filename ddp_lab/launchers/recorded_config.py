@@ -33,11 +33,11 @@ def text_of(config: str, ranks: int) -> str:
 
 def write_config(run_dir: Path, config: str, ranks: int) -> None:
     """Write the config of a run that begins to its directory. Arguments as in `text_of`."""
-    replace_text(run_dir / CONFIG, text_of(config, ranks))
+    replace_durably(run_dir / CONFIG, text_of(config, ranks))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a text file so that it is never there in part."""
+def replace_durably(path: Path, text: str) -> None:
+    """Write a text file so that it is never there in part, also after a machine has failed."""
     from ddp_lab.checkpoints.files import write_text  # loads torch, which readers do not need
 
     temporary = path.with_name(f".{path.name}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_lab.config.types import SETS
 from ddp_lab.resilience.run_directory import read_json, write_json
-from ddp_lab.world.process import OUTCOME
+from ddp_lab.world.process import OUTCOME, replace_text
 
 # By exit code, whatever the run directory says. 75 is EX_TEMPFAIL, and 130 is 128 + SIGINT.
 STATUSES = {2: "refused", 75: "preempted", 130: "interrupted"}
@@ -42,7 +42,7 @@ def write(code: int) -> None:
         record = noted["of_host"]
         if code:
             record |= {"status": status_of(code, None), "error": noted.get("error")}
-        replace_file(file, record | {"exit_code": code})
+        replace_text(file, in_lines(record | {"exit_code": code}))
         return
     folder = Path(noted["run_dir"]) if "run_dir" in noted else None
     record: dict[str, Any] = {
@@ -60,14 +60,12 @@ def write(code: int) -> None:
             # without the prefix, as that of a run that is refused
             record["error"] = failure["message"].removeprefix("error: ")
     record["result"] = noted.get("result")
-    replace_file(file, record)
+    replace_text(file, in_lines(record))
 
 
-def replace_file(file: Path, record: dict[str, Any]) -> None:
-    """Write a file anew, so that a reader finds the old or the new content."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(f"{json.dumps(record, indent=1)}\n")
-    os.replace(temporary, file)
+def in_lines(record: dict[str, Any]) -> str:
+    """Return a record as JSON, for people, too."""
+    return f"{json.dumps(record, indent=1)}\n"
 
 
 def status_of(code: int, folder: Path | None) -> str:

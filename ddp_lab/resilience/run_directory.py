@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
-from ddp_lab.world.process import run_id
+from ddp_lab.world.process import replace_text, run_id
 
 # the launchers import this module, and --help loads the launchers: importing torch would add 1.5 s
 if TYPE_CHECKING:
@@ -184,9 +184,7 @@ def make_unused(root: Path, label: str) -> str:
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file atomically, as other processes may read it at any time."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record))
-    os.replace(temporary, path)
+    replace_text(path, json.dumps(record))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

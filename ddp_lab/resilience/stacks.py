@@ -8,7 +8,6 @@ while code in C holds the interpreter, or the process is suspended.
 """
 
 import faulthandler
-import os
 import re
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from ddp_lab.resilience.heartbeats import Heartbeat
 from ddp_lab.resilience.run_directory import REQUEST, STACKS
+from ddp_lab.world.process import replace_text
 
 # by the time, so that the newest one is the last by name
 NUMBER = re.compile(r"\d{8}-\d{6}-\d{6}")
@@ -32,7 +32,7 @@ def request(run_dir: Path) -> str:
     number = f"{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder = run_dir / STACKS
     folder.mkdir(exist_ok=True)
-    _replace(folder / REQUEST, number)
+    replace_text(folder / REQUEST, number)
     return number
 
 
@@ -70,7 +70,7 @@ def answer(run_dir: Path, record: Heartbeat, main: int) -> None:
             return
         folder = run_dir / STACKS / number
         folder.mkdir(exist_ok=True)
-        _replace(folder / f"rank_{record['rank']}.txt", describe(record, main))
+        replace_text(folder / f"rank_{record['rank']}.txt", describe(record, main))
 
 
 def describe(record: Heartbeat, main: int) -> str:
@@ -108,10 +108,3 @@ def stacks_of_threads(main: int) -> str:
         file.seek(0)
         threads = file.read().strip().split("\n\n")
     return "\n\n".join(sorted(threads, key=lambda text: f"{main:x} " not in text)) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically, as others may read it at any time."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

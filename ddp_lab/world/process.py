@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -219,8 +220,14 @@ def note(**facts: Any) -> None:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
         record = {}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record | facts))
+    replace_text(path, json.dumps(record | facts))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file anew, so that a reader finds the old or the new content."""
+    # threads of one process may write the same file
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 

@@ -17,6 +17,7 @@ from ddp_lab.config.types import EXTRAS
 from ddp_lab.observe.log import log
 from ddp_lab.observe.metrics_file import OF_STEP
 from ddp_lab.observe.trackers.base import MakeTracker, Media, Status, TrackedRun, Tracker
+from ddp_lab.world.process import replace_text
 
 QUEUED = 10_000  # the most rows that wait for a tracker: some 10 MB
 # seconds that a finished run waits for its trackers: making MLflow's database took 34 on two busy
@@ -136,9 +137,7 @@ class Background(Guarded):
                 return
 
     def _save(self, recorded: list[int]) -> None:
-        rest = self._file.with_suffix(".tmp")
-        rest.write_text(json.dumps(self._state | {"recorded": recorded}))
-        rest.replace(self._file)
+        replace_text(self._file, json.dumps(self._state | {"recorded": recorded}))
 
 
 def position(metrics: Mapping[str, float], step: int, epoch: int | None) -> list[int]:
