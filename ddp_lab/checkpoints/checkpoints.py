@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_lab.checkpoints.files import (
     SHARDED,
@@ -31,6 +32,9 @@ from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
 from ddp_lab.checkpoints.state import State, Write, copy_full
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
+
+if TYPE_CHECKING:
+    from ddp_lab.checkpoints.saved import SavedCheckpoint
 
 # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 SHARDED_FROM = 4 * 2**30
@@ -154,22 +158,24 @@ class Checkpoints:
         scheduler.load_state_dict(
             saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
         )
-
         for group, options, factor, counted in zip(
             state.optimizer.param_groups, groups, scheduler.lr_lambdas, counters, strict=True
         ):
             group.update(options, lr=options["initial_lr"] * factor(step))
             group.update(counted)
-        best = self.best
-        if (
-            not self.runtime.broadcast_from_rank0(
-                "best", lambda: self._abandon_later(path, progress)
-            )
-            and best is not None
-        ):
-            progress = progress.without_best(best)
 
+        keeps_best = self.runtime.broadcast_from_rank0(
+            "best", lambda: self._abandon_later(path, progress)
+        )
+        if self.best is not None and not keeps_best:
+            progress = progress.without_best(self.best)
         self.kept = progress
+        self._log_resumed(path, saved, progress)
+        return progress
+
+    def _log_resumed(self, path: Path, saved: "SavedCheckpoint", progress: Progress) -> None:
+        """Log where the training resumes, and what the checkpoint lacks or has otherwise."""
+        state = self.state
         log.info(f"resumed from {path}: {progress}")
         if state.ema is not None and not saved.has_averages:
             log.info(
@@ -181,7 +187,6 @@ class Checkpoints:
                 f"seed={state.seed}: the checkpoint has seed={saved.state['seed']}, so the order "
                 "of the samples changes from here on"
             )
-        return progress
 
     def _abandon_later(self, path: Path, progress: Progress) -> bool:
         """Remove checkpoints of later steps, from a continuation of the run that is now abandoned.

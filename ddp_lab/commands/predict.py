@@ -13,9 +13,15 @@ and the exit code is 2.
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from ddp_lab.config.errors import ConfigError, count
 from ddp_lab.launchers.arguments import Parser, check_output, refuse_ranks, replacing
+
+if TYPE_CHECKING:
+    from ddp_lab.run.trained import TrainedRun
+    from ddp_lab.tasks.base import Task
+    from ddp_lab.world.runtime import Runtime
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -74,54 +80,105 @@ def main(arguments: list[str]) -> None:
     refuse_ranks("ddp-lab predict")
     if namespace.output:
         check_output(namespace.output, namespace.force)
-    from ddp_lab.data.datasets import BYTES
     from ddp_lab.run.build_trained import open_run
-    from ddp_lab.run.predict import Predictor, find_images, generate, write_table
-    from ddp_lab.tasks.classification import Classification
-    from ddp_lab.tasks.tokens import Tokens
-    from ddp_lab.world.device import float32_matmul
     from ddp_lab.world.runtime import Runtime
 
     run = open_run(namespace.run, namespace.checkpoint)
     runtime = Runtime(namespace.device, run.precision)
-    shape = run.data.shape
-    kind = run.task
-    if not issubclass(kind, Tokens if namespace.prompt else Classification):
-        if issubclass(kind, Tokens):
-            needs = "needs --prompt TEXT"
-        elif issubclass(kind, Classification):
-            needs = "needs images"
-        else:
-            needs = "is not made"
-        raise ConfigError(
-            f"{namespace.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
-            "predict --help"
-        )
-    if namespace.images and "image_size" not in shape:
-        raise ConfigError(
-            f"{namespace.run}: its inputs are no images, so predict cannot read them from files; "
-            "use ddp-lab evaluate, or the weights that ddp-lab export writes"
-        )
-    vocabulary = shape.get("vocabulary", BYTES)
-    if namespace.prompt and vocabulary != BYTES:
+    if namespace.prompt:
+        require_bytes(namespace, run)
+        print_text(namespace, run, runtime)
+    else:
+        require_images(namespace, run)
+        write_classes(namespace, run, runtime)
+
+
+def require_bytes(namespace: argparse.Namespace, run: "TrainedRun") -> None:
+    """Check that a run continues a prompt of bytes.
+
+    Raises:
+        ConfigError: it has another task, or tokens that are no bytes.
+    """
+    from ddp_lab.data.datasets import BYTES
+    from ddp_lab.tasks.tokens import Tokens
+
+    require_task(namespace, run, Tokens)
+    vocabulary = run.data.shape.get("vocabulary", BYTES)
+    if vocabulary != BYTES:
         raise ConfigError(
             f"{namespace.run}: its vocabulary has {vocabulary:,} tokens, but the prompt "
             f"of predict is bytes, of which there are {BYTES}. Write the weights with ddp-lab "
             "export, and generate with the tokenizer of its data"
         )
-    images = find_images(namespace.images) if namespace.images else []
-    print(f"weights: {run.checkpoint}", file=sys.stderr)
-    if namespace.prompt:
-        text = generate(
-            run.model,
-            namespace.prompt.encode(),
-            namespace.tokens,
-            namespace.temperature,
-            runtime,
-            shape["context"],
-        )
-        return print(namespace.prompt + text.decode(errors="replace"))
 
+
+def require_images(namespace: argparse.Namespace, run: "TrainedRun") -> None:
+    """Check that a run classifies images.
+
+    Raises:
+        ConfigError: it has another task, or other inputs.
+    """
+    from ddp_lab.tasks.classification import Classification
+
+    require_task(namespace, run, Classification)
+    if "image_size" not in run.data.shape:
+        raise ConfigError(
+            f"{namespace.run}: its inputs are no images, so predict cannot read them from files; "
+            "use ddp-lab evaluate, or the weights that ddp-lab export writes"
+        )
+
+
+def require_task(namespace: argparse.Namespace, run: "TrainedRun", expected: "type[Task]") -> None:
+    """Check that the task of a run is the expected one.
+
+    Raises:
+        ConfigError: it is another one; the message says what predict needs for it.
+    """
+    from ddp_lab.tasks.classification import Classification
+    from ddp_lab.tasks.tokens import Tokens
+
+    kind = run.task
+    if issubclass(kind, expected):
+        return
+    if issubclass(kind, Tokens):
+        needs = "needs --prompt TEXT"
+    elif issubclass(kind, Classification):
+        needs = "needs images"
+    else:
+        needs = "is not made"
+    raise ConfigError(
+        f"{namespace.run}: its task is {kind.__name__}, for which predict {needs}; see ddp-lab "
+        "predict --help"
+    )
+
+
+def print_text(namespace: argparse.Namespace, run: "TrainedRun", runtime: "Runtime") -> None:
+    """Print the prompt and the text that the model draws after it."""
+    from ddp_lab.run.predict import generate
+
+    print(f"weights: {run.checkpoint}", file=sys.stderr)
+    text = generate(
+        run.model,
+        namespace.prompt.encode(),
+        namespace.tokens,
+        namespace.temperature,
+        runtime,
+        run.data.shape["context"],
+    )
+    print(namespace.prompt + text.decode(errors="replace"))
+
+
+def write_classes(namespace: argparse.Namespace, run: "TrainedRun", runtime: "Runtime") -> None:
+    """Write the most probable classes of the images to the output file, or print them.
+
+    Raises:
+        ConfigError: images cannot be found, or some of them cannot be decoded.
+    """
+    from ddp_lab.run.predict import Predictor, find_images, write_table
+    from ddp_lab.world.device import float32_matmul
+
+    images = find_images(namespace.images)
+    print(f"weights: {run.checkpoint}", file=sys.stderr)
     predictor = Predictor(run, runtime, namespace.top)
     with float32_matmul(run.float32_matmul):
         rows, corrupt = predictor.run(images, namespace.batch_size)

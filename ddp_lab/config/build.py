@@ -183,17 +183,7 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     """
     target = find_target(f"{group}._target_", node.get("_target_", "???"))
     try:
-        hints = get_type_hints(
-            target.__init__ if inspect.isclass(target) else target, include_extras=True
-        )
-    except NameError:  # an annotation that exists only for type checkers
-        hints = {}
-
-    texts = descriptions(target)
-    fields = {}
-    base = Keys
-    try:
-        parameters = list(inspect.signature(target).parameters.items())
+        parameters = list(inspect.signature(target).parameters.values())
     except ValueError:  # of most that are written in C
         raise ConfigError(
             f"{group}._target_={node['_target_']}: Python does not know its arguments, because it "
@@ -204,42 +194,65 @@ def options(group: str, node: dict[str, Any]) -> type[BaseModel]:
     # a function gets the logits and the targets at every step, or the samples of every batch
     if group in OF_FUNCTIONS and not inspect.isclass(target):
         parameters = parameters[OF_FUNCTIONS[group] :]
-    for name, parameter in parameters:
+
+    allows_more = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    keys_are_known = any(get_origin(hint) is Unpack for hint in hints_of(target).values())
+    base = AnyKeys if allows_more and not keys_are_known else Keys
+    fields = fields_of(group, target, parameters) | common_fields(group)
+    return create_model(target.__name__, __base__=base, **fields)
+
+
+def hints_of(target: Any) -> dict[str, Any]:
+    """Return the types of the arguments of a class or function, by name, as far as known."""
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError:  # an annotation that exists only for type checkers
+        return {}
+
+
+def fields_of(group: str, target: Any, parameters: Sequence[inspect.Parameter]) -> dict[str, Any]:
+    """Return type and field of each option that a class or function has.
+
+    Args:
+        group: as in `options`.
+        target: the class or function.
+        parameters: those of its arguments that a config may have, and those that it is passed.
+    """
+    hints = hints_of(target)
+    texts = descriptions(target)
+    passed = GROUPS.get(group, ["run"] if group.startswith("tracker_options.") else [])
+    fields = dict[str, Any]()
+    for parameter in parameters:
+        name = parameter.name
         hint = hints.get(name, Any)
         if get_origin(hint) is Unpack:  # **keys: Unpack[a TypedDict]
             keys = get_type_hints(get_args(hint)[0], include_extras=True)
             fields |= {key: (kind, Field(description=texts.get(key))) for key, kind in keys.items()}
             continue
-
-        if parameter.kind is parameter.VAR_KEYWORD:
-            base = AnyKeys
-        passed = GROUPS.get(group, ["run"] if group.startswith("tracker_options.") else [])
-        if name in passed or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        ):
+        if name in passed or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
 
         default = ... if parameter.default is parameter.empty else parameter.default
         # YAML has no tuples, so a list is accepted in place of a tuple.
-        fields[name] = (
-            list if get_origin(hint) is tuple else hint,
-            Field(default, description=texts.get(name)),
-        )
+        kind = list if get_origin(hint) is tuple else hint
+        fields[name] = (kind, Field(default, description=texts.get(name)))
         if group == "optimizer" and (known := OptimizerConfig.model_fields.get(name)):
             fields[name] = (known.annotation, known)
+    return fields
 
+
+def common_fields(group: str) -> dict[str, Any]:
+    """Return type and field of each key that a group has whatever its class."""
     if group == "optimizer":
-        fields |= {
-            name: (field.annotation, field)
-            for name, field in OptimizerConfig.model_fields.items()
-            if name in OF_GROUPS
+        known = {
+            name: field for name, field in OptimizerConfig.model_fields.items() if name in OF_GROUPS
         }
-    if group == "model":
-        fields |= {
-            name: (field.annotation, field) for name, field in ModelConfig.model_fields.items()
-        }
-    return create_model(target.__name__, __base__=base, **fields)
+    elif group == "model":
+        known = ModelConfig.model_fields
+    else:
+        known = {}
+    return {name: (field.annotation, field) for name, field in known.items()}
 
 
 def leaves(node: Any, key: str = "") -> Generator[tuple[str, Any]]:

@@ -88,22 +88,8 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
     Raises:
         ConfigError: the run is refused, or fails, or is not the same twice.
     """
-    notes: list[str] = []
     max_grad_norm = facts.max_grad_norm
-    dtype = PRECISE
-    answer = train(workers, plan, dtype, False, max_grad_norm)
-    if answer.kind != "returned":
-        dtype = COARSE
-        problem = answer.value
-        answer = train(workers, plan, dtype, False, max_grad_norm)
-        if answer.kind != "returned":
-            raise ConfigError(answer.value)
-        notes.append(f"computed in float32, because float64 is not possible: {problem}")
-    recording: Recording = answer.value
-    if recording.computes_in != dtype:
-        dtype = recording.computes_in
-        notes.append(f"computed in {name_of(dtype)}, the dtype of the model")
-
+    recording, dtype, notes = in_possible_dtype(workers, plan, max_grad_norm)
     if max_grad_norm is not None and max_grad_norm > min(recording.norms) / 2:
         max_grad_norm = min(recording.norms) / 2
         notes.append(
@@ -134,16 +120,7 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
         f"{name_of(dtype)} on the CPU; equal: to {tolerance:.0e} of a tensor's largest "
         f"element{where}",
     )
-    if recording.dropout:
-        notes.append(f"without dropout, which ranks draw by themselves: {few(recording.dropout)}")
-    if facts.has_batch_norm:
-        notes.append(
-            "BatchNorm: with strategy.batch_norm=sync and one micro-batch in a pipeline, because "
-            "local statistics are another computation than that of one device"
-        )
-    if unstable:
-        names = sorted({name for _, name in unstable})
-        notes.append(f"not compared, because rounding alone decides them: {few(names)}")
+    notes += notes_on_comparison(recording, facts, unstable)
     return Reference(
         recording=recording,
         dtype=dtype,
@@ -154,6 +131,49 @@ def make_reference(workers: Workers, plan: Plan, facts: RunFacts) -> Reference:
         notes=tuple(notes),
         run=facts,
     )
+
+
+def in_possible_dtype(
+    workers: Workers, plan: Plan, max_grad_norm: float | None
+) -> tuple[Recording, torch.dtype, list[str]]:
+    """Train on one device in float64 or, if that is not possible, in float32.
+
+    Returns:
+        The recording, the dtype in which the model has computed, and notes about it.
+
+    Raises:
+        ConfigError: the training fails in either.
+    """
+    notes: list[str] = []
+    dtype = PRECISE
+    answer = train(workers, plan, dtype, False, max_grad_norm)
+    if answer.kind != "returned":
+        notes.append(f"computed in float32, because float64 is not possible: {answer.value}")
+        dtype = COARSE
+        answer = train(workers, plan, dtype, False, max_grad_norm)
+    recording = returned(answer)
+    if recording.computes_in != dtype:
+        dtype = recording.computes_in
+        notes.append(f"computed in {name_of(dtype)}, the dtype of the model")
+    return recording, dtype, notes
+
+
+def notes_on_comparison(
+    recording: Recording, facts: RunFacts, unstable: frozenset[tuple[str, str]]
+) -> list[str]:
+    """Return notes on what of the run is not compared, or is computed otherwise for it."""
+    notes: list[str] = []
+    if recording.dropout:
+        notes.append(f"without dropout, which ranks draw by themselves: {few(recording.dropout)}")
+    if facts.has_batch_norm:
+        notes.append(
+            "BatchNorm: with strategy.batch_norm=sync and one micro-batch in a pipeline, because "
+            "local statistics are another computation than that of one device"
+        )
+    if unstable:
+        names = sorted({name for _, name in unstable})
+        notes.append(f"not compared, because rounding alone decides them: {few(names)}")
+    return notes
 
 
 def rounding_of(one: Recording, other: Recording) -> tuple[float, frozenset[tuple[str, str]]]:
