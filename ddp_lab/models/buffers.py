@@ -4,13 +4,13 @@ import torch
 from torch import nn
 
 
-def replace_buffer(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def replace_buffer(root: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     """Let a module have a tensor as its buffer in place of the present one.
 
     Args:
         root: model or loss.
         name: of the buffer, which may have no value yet.
-        tensor: of any shape.
+        tensor: of any shape; None: the buffer has no value any more.
     """
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, tensor)

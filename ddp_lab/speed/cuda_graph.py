@@ -269,10 +269,10 @@ def unchanged(step: Step) -> Generator[None]:
     finally:  # an option that speed=auto has chosen may fail in the body
         for name, root in roots.items():
             restore_attributes(root, attributes[name])
-        after = strategy.buffers()
-        for name in [name for name, buffer in buffers.items() if after[name] is not buffer]:
-            root, _, name_in_root = name.partition(".")
-            replace_buffer(roots[root], name_in_root, buffers[name])
+        for name, buffer in strategy.buffers().items():
+            if buffer is not buffers.get(name):
+                root, _, name_in_root = name.partition(".")
+                replace_buffer(roots[root], name_in_root, buffers.get(name))
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)

@@ -11,14 +11,18 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from case import config_of
 from stand_in_events import Event, replace_events
 from stand_in_graphs import replace_graphs
 from training import make_step
+from worlds import run_world
 
+from ddp_lab.run.build import build
 from ddp_lab.speed.cuda_graph import GraphStep
 from ddp_lab.speed.host_state import HostState
 from ddp_lab.strategies.work_time import EventTimer
 from ddp_lab.training.step import Step
+from ddp_lab.world.runtime import Runtime
 
 
 @pytest.fixture
@@ -171,6 +175,39 @@ def test_models_of_ddp_lab_keep_nothing_on_the_host(model):
     before = HostState.of(step.strategy)
     step.compute(batch)
     assert before.difference(HostState.of(step.strategy)) == ""
+
+
+def difference_on_host(line: str) -> str:
+    """Return what a step of a strategy changes on the host of this rank."""
+    with Runtime("cpu", timeout=30) as runtime:
+        runtime.open_group()
+        job = build(config_of(f"{line} samples=48 epochs=1"), runtime)
+        step = job.trainer().eager_step
+        loader = job.loaders["train"]
+        loader.set_epoch(1)
+        batch, *_ = loader
+        step.compute(batch)
+        before = HostState.of(step.strategy)
+        step.compute(batch)
+        return before.difference(HostState.of(step.strategy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ddp",
+        "scratch algorithm=bucketed",
+        "fsdp vit",
+        "tp vit",
+        "pipeline",
+        "mesh tp=2 vit",
+        "mesh shard=2 vit",
+        "mesh pp=2 vit",
+    ],
+)
+def test_strategies_keep_nothing_on_the_host(line):
+    assert run_world(2, difference_on_host, line, timeout=60) == ["", ""]
 
 
 def test_work_is_timed_in_a_graph_of_its_own(events, monkeypatch):

@@ -20,6 +20,7 @@ from ddp_lab.data.batch import Batch
 from ddp_lab.models.buffers import set_buffer
 from ddp_lab.speed.cuda_graph import warm_up
 from ddp_lab.strategies.split import Split
+from ddp_lab.tasks.classification import Classification
 
 CLASSES = 4
 
@@ -57,6 +58,23 @@ def test_warm_up_leaves_the_state_of_the_loss(loss):
     assert trained.centre is buffer, "a graph reads it where it was"
     assert torch.equal(buffer, before)
     assert getattr(trained, "calls", None) == calls
+
+
+def test_warm_up_leaves_a_buffer_without_a_value():
+    class Late(Centred):
+        def forward(self, logits, targets):
+            losses = super().forward(logits, targets)
+            self.late = logits.detach().mean() if self.late is None else self.late + 1
+            return losses
+
+    step, loader = make_step()
+    loss = Late()
+    loss.register_buffer("late", None)
+    step.strategy.task = Classification(loss)
+    loader.set_epoch(1)
+    batch, *_ = loader
+    warm_up(step, lambda: batch, 2)
+    assert loss.late is None
 
 
 def train(strategy: str, **options) -> tuple[float, float, list[float]]:
