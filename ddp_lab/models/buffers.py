@@ -1,5 +1,7 @@
 """The buffers of a model or a loss, by name."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -14,6 +16,20 @@ def replace_buffer(root: nn.Module, name: str, tensor: torch.Tensor | None) -> N
     """
     path, _, attribute = name.rpartition(".")
     setattr(root.get_submodule(path), attribute, tensor)
+
+
+def replace_buffer_of(
+    roots: Mapping[str, nn.Module], name: str, tensor: torch.Tensor | None
+) -> None:
+    """Replace a buffer of one of several modules, as `replace_buffer`.
+
+    Args:
+        roots: by name.
+        name: of one of them, a dot, and the name of its buffer.
+        tensor: as for `replace_buffer`.
+    """
+    root, _, name_in_root = name.partition(".")
+    replace_buffer(roots[root], name_in_root, tensor)
 
 
 def set_buffer(root: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from ddp_lab.data.batch import Batch
 from ddp_lab.data.loader import DeviceLoader, Loader
 from ddp_lab.data.trees import chunk, size
-from ddp_lab.models.buffers import replace_buffer
+from ddp_lab.models.buffers import replace_buffer_of
 from ddp_lab.models.python_state import restore_attributes
 from ddp_lab.observe.log import log
 from ddp_lab.speed.host_state import HostState, attributes_of, difference_of
@@ -250,7 +250,6 @@ def unchanged(step: Step) -> Generator[None]:
     Optimizer state that the body created is set to zero, the initial state of SGD and Adam.
     """
     strategy = step.strategy
-    roots = {"model": strategy.module, "loss": strategy.task_of_steps}
     attributes = attributes_of(strategy)
     buffers = strategy.buffers()
     optimizer = step.optimizer
@@ -267,12 +266,11 @@ def unchanged(step: Step) -> Generator[None]:
     try:
         yield
     finally:  # an option that speed=auto has chosen may fail in the body
-        for name, root in roots.items():
+        for name, root in strategy.roots.items():
             restore_attributes(root, attributes[name])
         for name, buffer in strategy.buffers().items():
             if buffer is not buffers.get(name):
-                root, _, name_in_root = name.partition(".")
-                replace_buffer(roots[root], name_in_root, buffers.get(name))
+                replace_buffer_of(strategy.roots, name, buffers.get(name))
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)

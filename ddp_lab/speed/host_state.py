@@ -64,8 +64,7 @@ class HostState(NamedTuple):
 
 def attributes_of(strategy: Strategy) -> dict[str, dict[Place, Plain]]:
     """Return the numbers and texts that the modules of model and loss keep."""
-    roots = {"model": strategy.module, "loss": strategy.task_of_steps}
-    return {name: plain_attributes(root) for name, root in roots.items()}
+    return {name: plain_attributes(root) for name, root in strategy.roots.items()}
 
 
 def difference_of(

@@ -458,14 +458,18 @@ class Strategy(ABC):
         """The device on which training steps compute the loss."""
         return self.device
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that a training step may change, by name.
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """What has a state that a training step may change: this rank's model, and the loss."""
+        return {"model": self.module, "loss": self.task_of_steps}
 
-        They are those of this rank's part of the model, and those of the loss.
-        """
-        of_model = {f"model.{name}": buffer for name, buffer in self.module.named_buffers()}
-        of_loss = {f"loss.{name}": buffer for name, buffer in self.task_of_steps.named_buffers()}
-        return of_model | of_loss
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that a training step may change, by name, such as model.bn.weight."""
+        return {
+            f"{root}.{name}": buffer
+            for root, module in self.roots.items()
+            for name, buffer in module.named_buffers()
+        }
 
     def valid_samples(self, global_size: int) -> int:
         """Return how many samples of this rank's local batch are no padding.

@@ -92,6 +92,9 @@ class Task(nn.Module):
     labels: LabelRange | None = None
     head_chunks: int = 1
     gathers: bool = False
+    # the arguments and the result of `losses`, while `loss_and_metrics` runs
+    _keeps: bool = False
+    _kept: tuple[Any, Any, Losses] | None = None
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
@@ -208,6 +211,8 @@ class Task(nn.Module):
                 f"[{samples}], but the loss returned {returned_shapes}. Remove the attribute "
                 "weighted of the loss or the task, or set it to True",
             )
+        if self._keeps:
+            self._kept = (outputs, targets, returned)
         return returned
 
     def loss_sum(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,6 +231,23 @@ class Task(nn.Module):
             losses, weights = returned
             return ((losses * weights).sum(), weights.sum()) if losses.dim() else returned
         return returned.sum(), torch.full((), returned.numel(), device=returned.device)
+
+    def loss_and_metrics(
+        self, outputs: Any, targets: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Return the sums of the losses, of `train_metrics` and of the weights, in training.
+
+        The loss is called once, although the metrics need its weights: it may have a state, such as
+        a running mean, which every call changes.
+
+        Arguments, shapes and errors as of `loss_sum` and `running_sums`.
+        """
+        self._keeps = True
+        loss_sum, weight = self.loss_sum(outputs, targets)
+        sums_of_metrics = self.running_sums(outputs, targets)
+        self._keeps = False
+        self._kept = None
+        return loss_sum, sums_of_metrics, weight
 
     def losses_of_head(
         self,
@@ -297,7 +319,7 @@ class Task(nn.Module):
 
         Divided by the weight it is a weighted mean. Of several values for one loss the mean counts.
         It computes the losses again, unless `weighted` is False and there is one value for each
-        sample.
+        sample, or `running_sums` calls it for the outputs and targets that it was given.
 
         Args:
             values: numbers or booleans, [b, ...].
@@ -307,12 +329,15 @@ class Task(nn.Module):
         if not self.weighted and values.dim() == 1:
             return values.sum()
         with torch.no_grad():
-            returned = self.losses(outputs, targets)
+            if self._kept is not None and self._kept[0] is outputs and self._kept[1] is targets:
+                returned = self._kept[2]
+            else:
+                returned = self.losses(outputs, targets)
         if isinstance(returned, tuple) and not returned[0].dim():
             from ddp_lab.tasks.returned import refuse_weighted_sum
 
             refuse_weighted_sum(type(self).__name__, self.train_metrics)
-        weights = returned[1] if isinstance(returned, tuple) else torch.ones_like(returned)
+        weights = returned[1].detach() if isinstance(returned, tuple) else torch.ones_like(returned)
 
         dtype = sum_dtype(outputs.device)
         values = values.to(dtype)
@@ -422,12 +447,12 @@ def measure(
         task.run_first_check(outputs, targets)
     if not num_valid and isinstance(outputs, torch.Tensor) and not task.gathers:
         return loss_of_none(task, outputs)
-    loss_sum, weight = task.loss_sum(outputs, targets)
+    loss_sum, sums_of_metrics, weight = task.loss_and_metrics(outputs, targets)
     if not loss_sum.requires_grad and torch.is_grad_enabled():
         from ddp_lab.tasks.returned import require_gradient
 
         require_gradient(outputs)
-    parts = [loss_sum.detach(), *task.running_sums(outputs, targets), weight]
+    parts = [loss_sum.detach(), *sums_of_metrics, weight]
     dtype = sum_dtype(loss_sum.device)
     sums = torch.stack([each.to(dtype) for each in parts])
     if not counts:

@@ -274,11 +274,14 @@ class Step:
     ) -> None:
         """Restore buffers, such as BatchNorm's statistics, unless `finite`. Arguments as above.
 
-        One that has grown in the step, such as a queue of a loss, stays as it is.
+        One that has grown in the step, such as a queue of a loss, makes the host wait.
         """
-        after = self.strategy.buffers()
-        for name, before in buffers.items():
-            buffer = after[name]
-            if buffer.shape == before.shape:
+        for name, buffer in self.strategy.buffers().items():
+            before = buffers.get(name)
+            if before is not None and before.shape == buffer.shape:
                 is_kept = finite.to(buffer.device, non_blocking=True)
                 buffer.copy_(torch.where(is_kept, buffer, before))
+            elif not finite:
+                from ddp_lab.models.buffers import replace_buffer_of
+
+                replace_buffer_of(self.strategy.roots, name, before)

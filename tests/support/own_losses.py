@@ -88,3 +88,17 @@ class Replacing(Centred):
             self.calls += 1
             self.centre = 0.9 * self.centre + 0.1 * logits.detach().mean(0)
         return losses
+
+
+class CountingCalls(nn.Module):
+    """Counts its calls in training, and weighs each sample by its class."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, logits, targets):
+        if self.training:
+            self.calls += 1
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        return losses, 1.0 + targets.to(losses.dtype)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from own_losses import Centred
+from own_losses import Centred, CountingCalls
 from torch import nn
 from torch.utils.data import TensorDataset
 from training import make_step
@@ -60,21 +60,62 @@ def test_warm_up_leaves_the_state_of_the_loss(loss):
     assert getattr(trained, "calls", None) == calls
 
 
-def test_warm_up_leaves_a_buffer_without_a_value():
-    class Late(Centred):
-        def forward(self, logits, targets):
-            losses = super().forward(logits, targets)
-            self.late = logits.detach().mean() if self.late is None else self.late + 1
-            return losses
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_calls_the_loss_once_for_each_micro_batch(accumulate):
+    """The accuracy of the training has the weights of the losses, for which it is not called."""
+    step, loader = make_step(f"accumulate={accumulate}")
+    task = Classification(CountingCalls())
+    step.strategy.task = task
+    loader.set_epoch(1)
+    step.strategy.train()
+    batch, *_ = loader
+    step.running_sums.begin(0)
+    step.compute(batch)
+    assert int(task.loss.calls) == accumulate
+    weights = 1.0 + batch.targets
+    _, right, weight = step.running_sums.totals.tolist()
+    assert weight == weights.sum()
+    assert 0 < right < weight
+    assert task._kept is None, "the outputs of a batch must not be kept"
 
+
+class Growing(Centred):
+    """Keeps the means of its batches, of which there are none at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("means", None)
+
+    def forward(self, logits, targets):
+        losses = super().forward(logits, targets)
+        mean = logits.detach().mean().unsqueeze(0)
+        self.means = mean if self.means is None else torch.cat([self.means, mean])
+        return losses
+
+
+def test_warm_up_leaves_a_buffer_without_a_value():
     step, loader = make_step()
-    loss = Late()
-    loss.register_buffer("late", None)
+    loss = Growing()
     step.strategy.task = Classification(loss)
     loader.set_epoch(1)
     batch, *_ = loader
     warm_up(step, lambda: batch, 2)
-    assert loss.late is None
+    assert loss.means is None
+
+
+def test_skipped_step_leaves_a_buffer_that_grows():
+    step, loader = make_step("on_nan=skip")
+    loss = Growing()
+    step.strategy.task = Classification(loss)
+    loader.set_epoch(1)
+    batch, *_ = loader
+    broken = Batch(batch.inputs * float("nan"), batch.targets, batch.global_size)
+    step.compute(broken)
+    assert loss.means is None
+    step.compute(batch)
+    step.compute(broken)
+    assert len(loss.means) == 1
+    assert loss.means.isfinite().all()
 
 
 def train(strategy: str, **options) -> tuple[float, float, list[float]]:
