@@ -142,6 +142,7 @@ class Checkpoints:
         ]
         saved.load(state)
         counters = saved.counters(state)
+        rates = saved.rates(state)
 
         progress = Progress.of(saved.state["progress"])
         if state.ema is not None:
@@ -151,18 +152,20 @@ class Checkpoints:
             if not saved.has_averages:
                 progress.averaged_from = steps_taken
             state.ema.resume(steps_taken - progress.averaged_from)
-        # The state and what the optimizer counts in its groups come from the file; learning rate,
-        # momentum and other options come from this launch's config.
+        # The state and what the optimizer counts in its groups come from the file, and a learning
+        # rate that a loop had set; other options come from this launch's config.
         step = schedule(progress)
         scheduler = state.scheduler
         scheduler.load_state_dict(
             saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
         )
-        for group, options, factor, counted in zip(
-            state.optimizer.param_groups, groups, scheduler.lr_lambdas, counters, strict=True
+        for group, options, factor, counted, rate in zip(
+            state.optimizer.param_groups, groups, scheduler.lr_lambdas, counters, rates, strict=True
         ):
             group.update(options, lr=options["initial_lr"] * factor(step))
             group.update(counted)
+            if rate is not None:
+                group["lr"] = rate
 
         keeps_best = self.runtime.broadcast_from_rank0(
             "best", lambda: self._abandon_later(path, progress)

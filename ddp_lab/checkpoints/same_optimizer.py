@@ -77,16 +77,42 @@ def counters_of(
         saved_groups: of a checkpoint, with the names of the parameters under "params".
     """
     options = {"params", "param_names", "initial_lr", *constructor_arguments(type(optimizer))}
-    by_name = {name: group for group in saved_groups for name in group["params"]}
     counters: list[dict[str, Any]] = []
+    pairs = zip(
+        optimizer.param_groups, groups_as_saved(optimizer, names, saved_groups), strict=True
+    )
+    for group, saved in pairs:
+        kept = (group.keys() & saved.keys()) - options
+        counters.append({key: saved[key] for key in kept if is_number(saved[key])})
+    return counters
+
+
+def groups_as_saved(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
+    """Return what a checkpoint has of each parameter group; {} if it has none of its parameters.
+
+    Arguments as of `counters_of`.
+    """
+    by_name = {name: group for group in saved_groups for name in group["params"]}
+    saved_of_groups: list[Mapping[str, Any]] = []
     for place, group in enumerate(optimizer.param_groups):
         members = [by_name.get(names[parameter]) for parameter in group["params"]]
         saved = next(filter(None, members), None)
         if saved is None and len(saved_groups) == len(optimizer.param_groups):
             saved = saved_groups[place]  # of a stage without parameters of this group
-        kept = (group.keys() & (saved or {}).keys()) - options
-        counters.append({key: saved[key] for key in kept if is_number(saved[key])} if saved else {})
-    return counters
+        saved_of_groups.append(saved or {})
+    return saved_of_groups
+
+
+def rates_set_by_loop(saved_groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Return the learning rate of each saved group if a loop had changed it; else None."""
+    return [
+        saved["lr"] if saved.get("lr") != saved.get("initial_lr") else None
+        for saved in saved_groups
+    ]
 
 
 def constructor_arguments(kind: type) -> Set[str]:

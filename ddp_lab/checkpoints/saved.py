@@ -11,8 +11,10 @@ from ddp_lab.checkpoints.same_optimizer import (
     SavedOptimizer,
     counters_of,
     describe_options,
+    groups_as_saved,
     is_same,
     options_of,
+    rates_set_by_loop,
 )
 from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
@@ -197,6 +199,22 @@ class SavedCheckpoint(ABC):
         """
         names = {tensor: name for name, tensor in state.strategy.module.named_parameters()}
         return counters_of(state.optimizer, names, self.state["optimizer"]["param_groups"])
+
+    def rates(self, state: State) -> list[float | None]:
+        """Return the learning rate of each parameter group that a loop of the user had set.
+
+        None: that of this launch counts.
+
+        Args:
+            state: of this launch, whose groups may be others than those of the checkpoint.
+        """
+        groups = state.optimizer.param_groups
+        is_set = self.state["scheduler"].get("set_by_loop", False)
+        if not is_set or not getattr(state.scheduler, "set_by_loop", False):
+            return [None] * len(groups)
+        names = {tensor: name for name, tensor in state.strategy.module.named_parameters()}
+        saved = groups_as_saved(state.optimizer, names, self.state["optimizer"]["param_groups"])
+        return rates_set_by_loop(saved)
 
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_lab.config.build import construct
 from ddp_lab.config.check import validate
@@ -40,6 +39,7 @@ from ddp_lab.strategies.dtensor import forget_layouts
 from ddp_lab.tasks.base import LossFunction, Task
 from ddp_lab.training.divided_loss import Division
 from ddp_lab.training.hooks import Hook
+from ddp_lab.training.loop_rates import KeptRates, OwnSchedule
 from ddp_lab.training.step import StepOptions
 from ddp_lab.training.trainer import Recipe
 from ddp_lab.world.runtime import Runtime
@@ -104,6 +104,7 @@ class Lab:
         self._runtime: Runtime | None = None
         self._trainers = weakref.WeakSet[Trainer]()
         self._numbers = itertools.count()  # of trainers
+        self._folders: dict[Path, int] = {}  # of checkpoints, and the trainer that writes there
 
     def __enter__(self) -> "Lab":
         if Lab._open is not None:
@@ -253,7 +254,8 @@ class Lab:
                 are frozen. Strategies that cut a model into blocks need a sample or its input.
                 With a sample DDP on more than two ranks also resumes to the last bit.
             schedule: function of the number of optimizer steps that are done, 0 in the first one,
-                which returns the factor of the learning rate; None: the factor is 1.
+                which returns the factor of the learning rate; None: it stays as it is, and a loop
+                may change it in `trainer.optimizer`, also by a scheduler of torch.
             ema: decay per step of averages of the weights, from 0 to 1, which are evaluated and
                 saved in place of the weights; None: no averages.
             ema_warmup: whether the decay of the step after t others is
@@ -328,9 +330,8 @@ class Lab:
             checkpoint_activations,
             over_batch=loss_over_batch,
         )
-        factor = schedule or (lambda step: 1.0)
         step = StepOptions(accumulate, max_grad_norm, seed=self.seed)
-        scheduler = partial(LambdaLR, lr_lambda=factor)
+        scheduler = KeptRates if schedule is None else partial(OwnSchedule, lr_lambda=schedule)
         recipe = Recipe(
             batch_size=batch_size,
             optimizer=optimizer,
@@ -351,6 +352,7 @@ class Lab:
             pretrained=prepared.pretrained,
             metrics=further_metrics,
             callbacks=further_hooks,
+            folders=self._folders,
         )
         with print_if_slow("placing the model on its devices", self.is_main):
             trainer = Trainer(strategy, prepared.module, task, recipe, options)

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from ddp_lab.training.gathered_metrics import GatheredMetrics
 
 
+# attributes of a trainer, which its steps have, too
+FIXED = ("strategy", "optimizer", "scheduler", "ema")
+
+
 @dataclass(frozen=True)
 class LoopOptions:
     """What a loop in a Lab needs, besides what a run of train.py does.
@@ -63,6 +67,7 @@ class LoopOptions:
         pretrained: how the library of the model saves it; None: it has no such way.
         metrics: of evaluations, besides those of the task; None: there are none.
         callbacks: of the user, which `fit` calls.
+        folders: those of checkpoints, with the number of the trainer of the Lab that writes there.
     """
 
     model: nn.Module
@@ -76,6 +81,7 @@ class LoopOptions:
     pretrained: Pretrained | None
     metrics: "GatheredMetrics | None"
     callbacks: "Sequence[Callback]"
+    folders: dict[Path, int]
 
 
 class Trainer(OwnLoop, training.Trainer):
@@ -123,7 +129,7 @@ class Trainer(OwnLoop, training.Trainer):
             readers=options.readers,
             accumulate=recipe.step.accumulate,
         )
-        self._files = TrainerFiles(self.state, options.pretrained)
+        self._files = TrainerFiles(self.state, options.number, options.folders, options.pretrained)
         self._metrics = options.metrics
         self._callbacks = options.callbacks
         self._late_hooks = LateHooks(strategy, options.model)
@@ -132,6 +138,15 @@ class Trainer(OwnLoop, training.Trainer):
         # the beginning of a loop came after it.
         self._training: bool | None = None
         self.prepare_own_steps(options.number)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in FIXED and name in vars(self):
+            raise ConfigError(
+                f"trainer.{name}: cannot be replaced, because the steps use the one that "
+                "lab.trainer has made. Change trainer.optimizer.param_groups, or construct another "
+                "trainer"
+            )
+        super().__setattr__(name, value)
 
     @property
     def progress(self) -> Progress:
@@ -494,7 +509,11 @@ class Trainer(OwnLoop, training.Trainer):
         """
         self._own_step.require_ended("resume")
         self._calls.begin("called resume")
+        self.eager_step.adopt_added_groups()
         self._loop.resume(self._files.load_newest(Path(folder)))
+        if self.position.step:
+            # what the loop draws then is what it would have drawn after that step
+            self.eager_step.seed_alike()
         return self.progress.epoch, math.ceil(self.position.samples / self.batch_size)
 
     def _averages(self) -> AbstractContextManager[None]:

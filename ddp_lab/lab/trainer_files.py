@@ -19,11 +19,22 @@ class TrainerFiles:
 
     Args:
         state: of the trainer.
+        number: of the trainer in its Lab.
+        folders: those of checkpoints, with the number of the trainer that writes there. They are
+            shared by the trainers of a Lab.
         pretrained: how the library of the model saves it; None: it has no such way.
     """
 
-    def __init__(self, state: State, pretrained: Pretrained | None = None):
+    def __init__(
+        self,
+        state: State,
+        number: int,
+        folders: dict[Path, int],
+        pretrained: Pretrained | None = None,
+    ):
         self.state = state
+        self.number = number
+        self.folders = folders
         self.pretrained = pretrained
         self.runtime = state.strategy.runtime
         self._checkpoints: dict[Path, Checkpoints] = {}
@@ -71,8 +82,14 @@ class TrainerFiles:
         """Write a checkpoint of the trainer at a position, and wait until it is complete.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or another trainer of the Lab writes there.
         """
+        if self.folders.setdefault(folder.resolve(), self.number) != self.number:
+            raise ConfigError(
+                f"checkpoint: {folder} has the checkpoints of another trainer of this Lab, which "
+                f"would be overwritten. Use a folder for each, for example "
+                f"{folder / str(self.number)}"
+            )
         self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(position)
@@ -84,13 +101,16 @@ class TrainerFiles:
     def load_newest(self, folder: Path) -> Progress:
         """Load the newest checkpoint in a folder into the trainer, and return its position.
 
-        Its step is 0 if there is no checkpoint yet.
+        Its step is 0 if there is no checkpoint yet. The trainer then continues the checkpoints of
+        this folder.
 
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
         checkpoints = self._checkpoints_in(folder)
-        return checkpoints.resume(checkpoints.folder, lambda progress: progress.step)
+        progress = checkpoints.resume(checkpoints.folder, lambda progress: progress.step)
+        self.folders[folder.resolve()] = self.number
+        return progress
 
     def _checkpoints_in(self, folder: Path) -> Checkpoints:
         folder = folder.resolve()

@@ -168,11 +168,7 @@ class Step:
         So a resumed run draws what an uninterrupted one does. The ranks of a tensor-parallel layer
         draw the same; replicas, and the stages of a pipeline, do not.
         """
-        if len(self.optimizer.param_groups) > self._num_groups:
-            from ddp_lab.training.added_groups import adopt_groups
-
-            adopt_groups(self.scheduler, self.strategy, self._known)
-            self._num_groups = len(self.optimizer.param_groups)
+        self.adopt_added_groups()
         step = self.scheduler.last_epoch  # the number of the step, also after a resume
         strategy = self.strategy
         place = strategy.dp_rank + strategy.dp_size * strategy.pp_rank
@@ -181,6 +177,18 @@ class Step:
             self.mix.prepare(step)
         for branch in self.drop_paths:
             branch.prepare(self.options.seed, step)
+
+    def adopt_added_groups(self) -> None:
+        """Let the schedule have groups that were added to the optimizer since the last call.
+
+        Raises:
+            ConfigError: as `adopt_groups`.
+        """
+        if len(self.optimizer.param_groups) > self._num_groups:
+            from ddp_lab.training.added_groups import adopt_groups
+
+            adopt_groups(self.scheduler, self.strategy, self._known)
+            self._num_groups = len(self.optimizer.param_groups)
 
     def seed_alike(self) -> None:
         """Seed what is drawn between the steps on all ranks alike.
