@@ -69,7 +69,7 @@ def measure(advisor: Advisor, minutes: float) -> None:
     )
 
 
-def require_images(advisor: Advisor) -> None:
+def require_image_shape(advisor: Advisor) -> None:
     """Check that the runs can be measured, which have made-up images.
 
     Raises:

@@ -36,6 +36,7 @@ from ddp_lab.training.progress import Criterion, Progress
 if TYPE_CHECKING:
     from ddp_lab.checkpoints.saved import SavedCheckpoint
 
+SET_BY_LOOP = "set_by_loop"  # of a schedule that leaves the learning rates to a loop (KeptRates)
 # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 SHARDED_FROM = 4 * 2**30
 
@@ -156,13 +157,19 @@ class Checkpoints:
         # rate that a loop had set; other options come from this launch's config.
         step = schedule(progress)
         scheduler = state.scheduler
+        is_set_by_loop = getattr(scheduler, SET_BY_LOOP, False)
+        saved_scheduler = {
+            key: value for key, value in saved.state["scheduler"].items() if key != SET_BY_LOOP
+        }
         scheduler.load_state_dict(
-            saved.state["scheduler"] | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
+            saved_scheduler | {"base_lrs": scheduler.base_lrs, "last_epoch": step}
         )
         for group, options, factor, counted, rate in zip(
             state.optimizer.param_groups, groups, scheduler.lr_lambdas, counters, rates, strict=True
         ):
-            group.update(options, lr=options["initial_lr"] * factor(step))
+            group.update(options)
+            if not is_set_by_loop:
+                group["lr"] = options["initial_lr"] * factor(step)
             group.update(counted)
             if rate is not None:
                 group["lr"] = rate

@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> None:
     from ddp_lab.advise import report
     from ddp_lab.advise.advisor import Advisor
     from ddp_lab.advise.devices import find_devices
-    from ddp_lab.advise.measure import measure, offer, require_images
+    from ddp_lab.advise.measure import measure, offer, require_image_shape
     from ddp_lab.observe.plot import beside
     from ddp_lab.resilience.run_directory import write_json
 
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
         find_devices(namespace.gpus, namespace.nodes, namespace.link),
     )
     if namespace.measure:
-        require_images(advisor)
+        require_image_shape(advisor)
     advisor.advise()
     if namespace.measure:
         measure(advisor, namespace.minutes)

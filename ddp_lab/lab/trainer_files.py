@@ -38,6 +38,7 @@ class TrainerFiles:
         self.pretrained = pretrained
         self.runtime = state.strategy.runtime
         self._checkpoints: dict[Path, Checkpoints] = {}
+        self._resumed: set[Path] = set()  # folders from which this trainer has resumed
 
     def save_weights(self, path: Path) -> None:
         """Write the weights of the complete model, or their averages, as safetensors.
@@ -84,12 +85,14 @@ class TrainerFiles:
         Raises:
             ConfigError: it cannot be written, or another trainer of the Lab writes there.
         """
-        if self.folders.setdefault(folder.resolve(), self.number) != self.number:
+        owner = self.folders.get(folder.resolve(), self.number)
+        if owner != self.number and folder.resolve() not in self._resumed:
             raise ConfigError(
                 f"checkpoint: {folder} has the checkpoints of another trainer of this Lab, which "
                 f"would be overwritten. Use a folder for each, for example "
                 f"{folder / str(self.number)}"
             )
+        self.folders[folder.resolve()] = self.number
         self._on_rank_0(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         checkpoints = self._checkpoints_in(folder)
         checkpoints.save(position)
@@ -101,15 +104,15 @@ class TrainerFiles:
     def load_newest(self, folder: Path) -> Progress:
         """Load the newest checkpoint in a folder into the trainer, and return its position.
 
-        Its step is 0 if there is no checkpoint yet. The trainer then continues the checkpoints of
-        this folder.
+        Its step is 0 if there is no checkpoint yet. The trainer may then continue the checkpoints
+        of this folder.
 
         Raises:
             ConfigError: the checkpoint is damaged, or is that of another model or optimizer.
         """
         checkpoints = self._checkpoints_in(folder)
         progress = checkpoints.resume(checkpoints.folder, lambda progress: progress.step)
-        self.folders[folder.resolve()] = self.number
+        self._resumed.add(folder.resolve())
         return progress
 
     def _checkpoints_in(self, folder: Path) -> Checkpoints:

@@ -6,6 +6,20 @@ import torch
 from torch import nn
 
 
+def state_of(root: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the buffers of a module by name, with None for those that have no value yet.
+
+    Of the latter only those that its `state_dict` would have: others are tables that a pass makes.
+    """
+    buffers: dict[str, torch.Tensor | None] = dict(root.named_buffers())
+    for path, module in root.named_modules():
+        for name, buffer in module._buffers.items():  # pyright: ignore[reportPrivateUsage]
+            is_saved = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if buffer is None and is_saved:
+                buffers[f"{path}.{name}" if path else name] = None
+    return buffers
+
+
 def replace_buffer(root: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
     """Let a module have a tensor as its buffer in place of the present one.
 
@@ -33,7 +47,7 @@ def replace_buffer_of(
 
 
 def set_buffer(root: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Give a buffer a value: in place if the shapes are equal, else it becomes another tensor.
+    """Give a buffer a value: in place if shape and dtype are equal, else it is another tensor.
 
     Args:
         root: model or loss.
@@ -41,7 +55,7 @@ def set_buffer(root: nn.Module, name: str, value: torch.Tensor) -> None:
         value: of it; a new tensor is on the same device.
     """
     buffer = dict(root.named_buffers()).get(name)
-    if buffer is None or buffer.shape != value.shape:
+    if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
         replace_buffer(root, name, value.clone())
     else:
         buffer.copy_(value)

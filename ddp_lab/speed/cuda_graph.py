@@ -133,7 +133,12 @@ class GraphStep:
         A callback of the user may have changed a number of the model since the capture. From then
         on the steps run in eager mode.
         """
-        changed = difference_of(self.attributes, attributes_of(self.step.strategy))
+        strategy = self.step.strategy
+        own_change = difference_of(self.attributes, attributes_of(strategy))
+        # none may replay the collectives of a graph that another rank has left
+        changed = strategy.runtime.gather_and_decide(
+            "attributes", own_change, lambda changes: next(filter(None, changes), "")
+        )
         if changed and self.graphs:
             log.warning(
                 f"{changed} has changed since the step was captured as a CUDA graph: steps run in "
@@ -257,7 +262,8 @@ def unchanged(step: Step) -> Generator[None]:
     scale = strategy.loss_scale
     scales = scale.state if scale else ()
     sums = step.running_sums.state
-    tensors = [*strategy.module.parameters(), *buffers.values(), *averages, *sums, *scales]
+    with_value = [buffer for buffer in buffers.values() if buffer is not None]
+    tensors = [*strategy.module.parameters(), *with_value, *averages, *sums, *scales]
     before = [tensor.detach().clone() for tensor in tensors]
     moments = {
         (parameter, key): value.clone() for parameter, key, value in state_tensors(optimizer)
@@ -269,8 +275,8 @@ def unchanged(step: Step) -> Generator[None]:
         for name, root in strategy.roots.items():
             restore_attributes(root, attributes[name])
         for name, buffer in strategy.buffers().items():
-            if buffer is not buffers.get(name):
-                replace_buffer_of(strategy.roots, name, buffers.get(name))
+            if name in buffers and buffer is not buffers[name]:
+                replace_buffer_of(strategy.roots, name, buffers[name])
         with torch.no_grad():
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)

@@ -45,7 +45,11 @@ class HostState(NamedTuple):
             generators["torch's"] = torch.get_rng_state().numpy().tobytes()
         return cls(
             attributes=attributes_of(strategy),
-            addresses={name: tensor.data_ptr() for name, tensor in strategy.buffers().items()},
+            addresses={
+                name: buffer.data_ptr()
+                for name, buffer in strategy.buffers().items()
+                if buffer is not None
+            },
             generators=generators,
         )
 

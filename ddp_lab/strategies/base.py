@@ -334,6 +334,10 @@ class Strategy(ABC):
         if not self.one_process:
             self.runtime.open_group()
         self.task = task.to(self.device)
+        if task.has_buffers:
+            from ddp_lab.models.memory import give_own_memory
+
+            give_own_memory(task, "the loss")
         self.take_parameter_hooks(model)
         if channels_last:
             from ddp_lab.models.channels_last import to_channels_last
@@ -436,6 +440,7 @@ class Strategy(ABC):
         the state of a loss. When training mode ends, all replicas receive those of replica 0, so
         that every replica evaluates and saves the same model.
         """
+        was_training = self.task.training
         self.module.train(mode)
         self.task.train(mode)
         if not mode and self.dp_size > 1:
@@ -443,7 +448,7 @@ class Strategy(ABC):
 
             for buffer in self.module.buffers():
                 broadcast(buffer, self.dp_group)
-            if self.task.has_buffers:
+            if was_training and self.task.has_buffers:
                 from ddp_lab.strategies.loss_buffers import broadcast_loss
 
                 broadcast_loss(self.task, self.device, self.dp_group)
@@ -463,12 +468,17 @@ class Strategy(ABC):
         """What has a state that a training step may change: this rank's model, and the loss."""
         return {"model": self.module, "loss": self.task_of_steps}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that a training step may change, by name, such as model.bn.weight."""
+    def buffers(self) -> "dict[str, torch.Tensor | None]":
+        """Return the buffers that a training step may change, by name.
+
+        For example model.bn.running_mean. None has no value yet, and gets one that is a state.
+        """
+        from ddp_lab.models.buffers import state_of
+
         return {
             f"{root}.{name}": buffer
             for root, module in self.roots.items()
-            for name, buffer in module.named_buffers()
+            for name, buffer in state_of(module).items()
         }
 
     def valid_samples(self, global_size: int) -> int:

@@ -92,9 +92,6 @@ class Task(nn.Module):
     labels: LabelRange | None = None
     head_chunks: int = 1
     gathers: bool = False
-    # the arguments and the result of `losses`, while `loss_and_metrics` runs
-    _keeps: bool = False
-    _kept: tuple[Any, Any, Losses] | None = None
 
     def __init__(self, loss: LossFunction | None = None):
         super().__init__()
@@ -103,11 +100,22 @@ class Task(nn.Module):
         if loss is not None:
             self.weighted = getattr(loss, "weighted", True)
         self.check_first: Callable[[Any, Any], object] | None = None
+        # the arguments and the result of `losses` in `loss_sum`, while `loss_and_metrics` runs
+        self._keeps = False
+        self._kept: tuple[Any, Any, Losses] | None = None
 
     @property
     def has_buffers(self) -> bool:
-        """Whether it or its loss has buffers, or names of some that have no value yet."""
-        return any(module._buffers for module in self.modules())  # pyright: ignore[reportPrivateUsage]
+        """Whether it or its loss has buffers, or names of some that have no value yet.
+
+        Those of torch's losses that have no value never get one.
+        """
+        return any(
+            tensor is not None or not type(module).__module__.startswith("torch.nn.")
+            for module in self.modules()
+            # `named_buffers` leaves out those without a value
+            for tensor in module._buffers.values()  # pyright: ignore[reportPrivateUsage]
+        )
 
     def _require_new_names(self) -> None:
         """Raise a ConfigError if the class defines an attribute under a name that has changed."""
@@ -211,8 +219,6 @@ class Task(nn.Module):
                 f"[{samples}], but the loss returned {returned_shapes}. Remove the attribute "
                 "weighted of the loss or the task, or set it to True",
             )
-        if self._keeps:
-            self._kept = (outputs, targets, returned)
         return returned
 
     def loss_sum(self, outputs: Any, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,6 +233,8 @@ class Task(nn.Module):
             SampleError: the weight of a sum is negative or not finite.
         """
         returned = self.losses(outputs, targets)
+        if self._keeps:
+            self._kept = (outputs, targets, returned)
         if isinstance(returned, tuple):
             losses, weights = returned
             return ((losses * weights).sum(), weights.sum()) if losses.dim() else returned
@@ -240,13 +248,20 @@ class Task(nn.Module):
         The loss is called once, although the metrics need its weights: it may have a state, such as
         a running mean, which every call changes.
 
-        Arguments, shapes and errors as of `loss_sum` and `running_sums`.
+        Args:
+            outputs: outputs of the model in float32 or float64, [b, ...].
+            targets: targets of the same samples, [b, ...].
+
+        Raises:
+            TrainingError, SampleError: as `loss_sum`.
         """
         self._keeps = True
-        loss_sum, weight = self.loss_sum(outputs, targets)
-        sums_of_metrics = self.running_sums(outputs, targets)
-        self._keeps = False
-        self._kept = None
+        try:
+            loss_sum, weight = self.loss_sum(outputs, targets)
+            sums_of_metrics = self.running_sums(outputs, targets)
+        finally:
+            self._keeps = False
+            self._kept = None
         return loss_sum, sums_of_metrics, weight
 
     def losses_of_head(

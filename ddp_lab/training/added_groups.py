@@ -43,4 +43,5 @@ def adopt_groups(scheduler: LambdaLR, strategy: Strategy, known: Set[int]) -> No
         base = group.setdefault("initial_lr", group["lr"])
         private.base_lrs.append(base)
         private.lr_lambdas.append(first)
-        group["lr"] = base * first(scheduler.last_epoch)
+        if not getattr(scheduler, "set_by_loop", False):
+            group["lr"] = base * first(scheduler.last_epoch)

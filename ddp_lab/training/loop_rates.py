@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_lab.config.errors import ConfigError
 
 
-def unchanged(step: int) -> float:
+def one(step: int) -> float:
     """Return the factor of a learning rate that no schedule changes."""
     return 1.0
 
@@ -19,12 +19,16 @@ class KeptRates(LambdaLR):
         optimizer: whose rates they are.
     """
 
+    set_by_loop = True  # in checkpoints, too, whose rates count then
+
     def __init__(self, optimizer: Any):
-        self.set_by_loop = True  # in checkpoints, too, whose rates count then
-        super().__init__(optimizer, unchanged)
+        super().__init__(optimizer, one)
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"set_by_loop": True}
 
 
 class OwnSchedule(LambdaLR):
@@ -33,22 +37,27 @@ class OwnSchedule(LambdaLR):
     Arguments as of LambdaLR.
     """
 
+    _rates: list[Any] | None = None  # as it has set them; None: they are not known
+
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step.
 
         Raises:
             ConfigError: a rate of this step was another one than that of the schedule.
         """
-        private: Any = self
-        pairs = zip(private.base_lrs, private.lr_lambdas, strict=True)
-        scheduled: list[float] = []
-        if self.last_epoch >= 0:  # while the schedule is constructed, no rate is set yet
-            scheduled = [base * factor(self.last_epoch) for base, factor in pairs]
-        for group, rate in zip(self.optimizer.param_groups, scheduled, strict=False):
-            if group["lr"] != rate:
+        for group, rate in zip(self.optimizer.param_groups, self._rates or (), strict=False):
+            if group["lr"] is not rate and group["lr"] != rate:
                 raise ConfigError(
-                    f"schedule: sets the learning rate of this step to {rate:g}, but the loop has "
-                    f"set it to {float(group['lr']):g}. Leave out schedule= of lab.trainer, or "
-                    "change the rate in it alone"
+                    f"schedule: sets the learning rate of this step to {float(rate):g}, but the "
+                    f"loop has set it to {float(group['lr']):g}. Leave out schedule= of "
+                    "lab.trainer, or change the rate in it alone"
                 )
         super().step(epoch)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "_rates"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._rates = None

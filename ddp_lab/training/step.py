@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ddp_lab.training.ema import EMA
     from ddp_lab.training.two_modes import EvaluationWeights
 
+Buffers = Mapping[str, torch.Tensor | None]  # as of `Strategy.buffers`
+
 
 class TrainStep(Protocol):
     """The interface of a training step, that of `Step` and `GraphStep`."""
@@ -218,10 +220,12 @@ class Step:
         skip = self.options.skip_not_finite
         scale = self.strategy.loss_scale
         largest = self.options.max_grad_norm
-        buffers: dict[str, torch.Tensor] = {}
+        buffers: Buffers = {}
         if skip or scale is not None:
-            before = self.strategy.buffers()
-            buffers = {name: buffer.clone() for name, buffer in before.items()}
+            buffers = {
+                name: None if buffer is None else buffer.clone()
+                for name, buffer in self.strategy.buffers().items()
+            }
         if batch is not None:
             self.sums = self.backward(batch)
         if self.running_sums.norm is not None:
@@ -263,7 +267,7 @@ class Step:
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step()
 
-    def _drop_unless(self, finite: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _drop_unless(self, finite: torch.Tensor, buffers: Buffers) -> None:
         """Set gradients to zero and restore buffers, unless `finite`.
 
         `finite` is the same on all ranks, because it comes from the gradient norm of the complete
@@ -277,15 +281,15 @@ class Step:
             gradient.copy_(torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0))
         self._restore_buffers_unless(finite, buffers)
 
-    def _restore_buffers_unless(
-        self, finite: torch.Tensor, buffers: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _restore_buffers_unless(self, finite: torch.Tensor, buffers: Buffers) -> None:
         """Restore buffers, such as BatchNorm's statistics, unless `finite`. Arguments as above.
 
         One that has grown in the step, such as a queue of a loss, makes the host wait.
         """
         for name, buffer in self.strategy.buffers().items():
-            before = buffers.get(name)
+            if buffer is None or name not in buffers:
+                continue
+            before = buffers[name]
             if before is not None and before.shape == buffer.shape:
                 is_kept = finite.to(buffer.device, non_blocking=True)
                 buffer.copy_(torch.where(is_kept, buffer, before))

@@ -87,17 +87,33 @@ class Trainer:
         self.seed = recipe.step.seed
         self.optimizer = make_optimizer(recipe, strategy, model)
         self.scheduler = recipe.scheduler(self.optimizer)
-        self.ema: EMA | EvaluationWeights | None = None
-        if has_modes(self.optimizer):
-            from ddp_lab.training import two_modes
-
-            require_no_averages(recipe.ema, self.optimizer)
-            self.ema = two_modes.EvaluationWeights(strategy, self.optimizer)
-        elif recipe.ema is not None:
-            from ddp_lab.training import ema
-
-            self.ema = ema.EMA(strategy, recipe.ema, recipe.ema_warmup)
+        self.ema = evaluated_weights(recipe, strategy, self.optimizer)
         self.eager_step = Step(strategy, self.optimizer, self.scheduler, recipe.step, self.ema)
+
+
+def evaluated_weights(
+    recipe: Recipe, strategy: Strategy, optimizer: torch.optim.Optimizer
+) -> "EMA | EvaluationWeights | None":
+    """Return the weights of evaluations: averages, or those of an optimizer with modes, or None.
+
+    Args:
+        recipe: how the weights are averaged.
+        strategy: after `setup`.
+        optimizer: of the parameters that this rank holds.
+
+    Raises:
+        ConfigError: the optimizer has modes, and the weights are to be averaged, too.
+    """
+    if has_modes(optimizer):
+        from ddp_lab.training import two_modes
+
+        require_no_averages(recipe.ema, optimizer)
+        return two_modes.EvaluationWeights(strategy, optimizer)
+    if recipe.ema is None:
+        return None
+    from ddp_lab.training import ema
+
+    return ema.EMA(strategy, recipe.ema, recipe.ema_warmup)
 
 
 def make_optimizer(recipe: Recipe, strategy: Strategy, model: nn.Module) -> torch.optim.Optimizer:

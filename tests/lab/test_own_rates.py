@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 from torch.utils.data import TensorDataset
 
 from ddp_lab import Lab
@@ -97,6 +97,35 @@ def test_rates_of_a_schedule_and_of_the_loop_are_refused_together():
             trainer.step(*next(batches))
 
 
+def test_schedule_may_follow_what_the_loop_decides():
+    """Its function gives another value later: that of the step counts which has begun."""
+    factors = [1.0]
+    with Lab(device="cpu") as lab:
+        trainer = trainer_of(lab, schedule=lambda step: factors[-1])
+        rates = []
+        for batch in trainer.batches(data(), 0):
+            factors.append(factors[-1] / 2)
+            trainer.step(*batch)
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == [RATE / 2, RATE / 4, RATE / 8]
+
+
+def test_warm_up_of_an_added_group_by_a_scheduler_of_torch_counts_from_its_first_step():
+    with Lab(device="cpu") as lab:
+        trainer = trainer_of(lab)
+        module = trainer.strategy.module
+        frozen = module[0]
+        frozen.requires_grad_(False)
+        batches = trainer.batches(data(), 0)
+        trainer.step(*next(batches))
+        frozen.requires_grad_(True)
+        extra = nn.Parameter(torch.zeros(1))
+        trainer.optimizer.add_param_group({"params": [extra], "lr": 0.01})
+        LinearLR(trainer.optimizer, start_factor=0.1, total_iters=5)
+        trainer.step(*next(batches))
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == [RATE * 0.1, 0.001]
+
+
 def interrupted(
     tmp_path: Path, cut: int, loop: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -139,6 +168,18 @@ def with_lower_rate(trainer: Any, inputs: torch.Tensor) -> torch.Tensor:
 def test_loop_resumes_with_its_random_numbers_and_its_rates(loop, cut, tmp_path):
     straight, resumed = interrupted(tmp_path, cut, loop)
     assert all(map(torch.equal, straight, resumed))
+
+
+def test_rates_of_a_loop_do_not_count_after_a_launch_with_a_schedule(tmp_path):
+    for schedule, expected in ((None, 0.7), (lambda step: 0.5, RATE / 2), (None, RATE)):
+        with Lab(device="cpu") as lab:
+            trainer = trainer_of(lab, schedule=schedule)
+            trainer.resume(tmp_path)
+            if trainer.progress.step == 0:
+                trainer.optimizer.param_groups[0]["lr"] = 0.7
+            trainer.step(*next(trainer.batches(data(), 0)))
+            trainer.checkpoint(tmp_path)
+            assert trainer.optimizer.param_groups[0]["lr"] == expected
 
 
 def test_rate_of_a_launch_counts_where_the_loop_has_set_none(tmp_path):
@@ -184,9 +225,12 @@ def test_trainers_of_a_lab_do_not_write_into_one_folder(tmp_path):
         with pytest.raises(ConfigError, match="both has the checkpoints of another trainer of"):
             second.checkpoint(tmp_path / "both")
         second.checkpoint(tmp_path / "second")
-        # one that continues them may write there
+        # one that continues them may write there, until the first one does
         second.resume(tmp_path / "both")
+        first.checkpoint(tmp_path / "both")
         second.checkpoint(tmp_path / "both")
+        with pytest.raises(ConfigError, match="both has the checkpoints of another trainer of"):
+            first.checkpoint(tmp_path / "both")
 
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler", "strategy", "ema"])

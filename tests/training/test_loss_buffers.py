@@ -19,6 +19,7 @@ from ddp_lab import Lab
 from ddp_lab.data.batch import Batch
 from ddp_lab.models.buffers import set_buffer
 from ddp_lab.speed.cuda_graph import warm_up
+from ddp_lab.speed.host_state import HostState
 from ddp_lab.strategies.split import Split
 from ddp_lab.tasks.classification import Classification
 
@@ -101,6 +102,90 @@ def test_warm_up_leaves_a_buffer_without_a_value():
     batch, *_ = loader
     warm_up(step, lambda: batch, 2)
     assert loss.means is None
+
+
+class Table(nn.Module):
+    """A layer that makes tables in its first pass, in the ways that models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+        self.cache = None
+
+    def forward(self, inputs):
+        if self.mask is None:
+            self.mask = torch.ones(())
+        if not hasattr(self, "ones"):
+            self.register_buffer("ones", torch.ones(()), persistent=False)
+        if self.cache is None:
+            self.cache = torch.ones(())
+        return inputs * self.mask * self.ones * self.cache
+
+
+def test_warm_up_leaves_tables_that_the_first_pass_has_made():
+    """They are no state: a pass would make them again, or not find them."""
+    step, loader = make_step("on_nan=skip")
+    table = Table()
+    model = nn.Sequential(table, step.strategy.module)
+    step.strategy.module = model
+    step.strategy.forward = model
+    loader.set_epoch(1)
+    batch, *_ = loader
+    warm_up(step, lambda: batch, 2)
+    before = HostState.of(step.strategy)
+    step.compute(Batch(batch.inputs * float("nan"), batch.targets, batch.global_size))
+    step.compute(batch)
+    assert before.difference(HostState.of(step.strategy)) == ""
+    assert table.mask is not None
+
+
+class Numbers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lowest = float("nan")
+        self.register_buffer("expanded", torch.ones(1).expand(10))
+
+    def forward(self, logits, targets):
+        return F.cross_entropy(logits * self.expanded, targets, reduction="none")
+
+
+def test_nan_in_an_attribute_and_an_expanded_buffer_are_no_change():
+    step, loader = make_step("on_nan=skip")
+    task = Classification(Numbers())
+    step.strategy.place(step.strategy.module, task)
+    loader.set_epoch(1)
+    batch, *_ = loader
+    before = HostState.of(step.strategy)
+    warm_up(step, lambda: batch, 2)
+    assert before.difference(HostState.of(step.strategy)) == ""
+
+
+class Weighing(Classification):
+    """A task that overrides the checked losses, and so their weights."""
+
+    def losses(self, outputs, targets):
+        return super().losses(outputs, targets), 1.0 + targets.to(outputs.dtype)
+
+
+def test_metrics_have_the_weights_of_a_task_that_overrides_the_losses():
+    step, loader = make_step()
+    step.strategy.task = Weighing(partial(F.cross_entropy, reduction="none"))
+    loader.set_epoch(1)
+    batch, *_ = loader
+    step.running_sums.begin(0)
+    logits = step.strategy.predict(batch.inputs)
+    step.compute(batch)
+    _, right, weight = step.running_sums.totals.tolist()
+    weights = 1.0 + batch.targets
+    assert weight == weights.sum()
+    assert right == weights[logits.argmax(1) == batch.targets].sum()
+
+
+def test_losses_of_torch_without_weights_have_no_state():
+    assert not Classification(nn.CrossEntropyLoss(reduction="none")).has_buffers
+    weighted = nn.CrossEntropyLoss(torch.ones(10), reduction="none")
+    assert Classification(weighted).has_buffers
+    assert Classification(Growing()).has_buffers
 
 
 def test_skipped_step_leaves_a_buffer_that_grows():
