@@ -132,6 +132,8 @@ def test_warm_up_leaves_tables_that_the_first_pass_has_made():
     loader.set_epoch(1)
     batch, *_ = loader
     warm_up(step, lambda: batch, 2)
+    assert table.cache is not None
+    assert table.mask is not None
     before = HostState.of(step.strategy)
     step.compute(Batch(batch.inputs * float("nan"), batch.targets, batch.global_size))
     step.compute(batch)
