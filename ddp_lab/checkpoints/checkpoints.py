@@ -29,14 +29,13 @@ from ddp_lab.checkpoints.files import (
     steps_in,
 )
 from ddp_lab.checkpoints.find import find_checkpoint, open_checkpoint, result_in
-from ddp_lab.checkpoints.state import State, Write, copy_full
+from ddp_lab.checkpoints.state import SET_BY_LOOP, State, Write, copy_full
 from ddp_lab.observe.log import log
 from ddp_lab.training.progress import Criterion, Progress
 
 if TYPE_CHECKING:
     from ddp_lab.checkpoints.saved import SavedCheckpoint
 
-SET_BY_LOOP = "set_by_loop"  # of a schedule that leaves the learning rates to a loop (KeptRates)
 # size in bytes of a checkpoint from which checkpoint.format=auto shards it
 SHARDED_FROM = 4 * 2**30
 

@@ -16,7 +16,7 @@ from ddp_lab.checkpoints.same_optimizer import (
     options_of,
     rates_set_by_loop,
 )
-from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, Shapes, State, content_of
+from ddp_lab.checkpoints.state import KEYS, LOSS_SCALE, SET_BY_LOOP, Shapes, State, content_of
 from ddp_lab.config.errors import ConfigError
 from ddp_lab.observe.log import log
 from ddp_lab.strategies.base import Strategy
@@ -209,8 +209,8 @@ class SavedCheckpoint(ABC):
             state: of this launch, whose groups may be others than those of the checkpoint.
         """
         groups = state.optimizer.param_groups
-        is_set = self.state["scheduler"].get("set_by_loop", False)
-        if not is_set or not getattr(state.scheduler, "set_by_loop", False):
+        is_set = self.state["scheduler"].get(SET_BY_LOOP, False)
+        if not is_set or not getattr(state.scheduler, SET_BY_LOOP, False):
             return [None] * len(groups)
         names = {tensor: name for name, tensor in state.strategy.module.named_parameters()}
         saved = groups_as_saved(state.optimizer, names, self.state["optimizer"]["param_groups"])

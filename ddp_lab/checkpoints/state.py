@@ -32,6 +32,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Write = Callable[[Path, Callable[[], None]], None]
 KEYS = {"progress", "seed", "scheduler", "optimizer"}  # in every checkpoint, besides tensors
 LOSS_SCALE = "loss_scale"  # in those of runs with precision=fp16
+SET_BY_LOOP = "set_by_loop"  # of a schedule that leaves the rates to a loop (KeptRates)
 
 
 @dataclass
